@@ -43,6 +43,8 @@ class Requirements:
     min_version: str = "0"
     min_version_on_cpu: str | None = None
     """If CPUs need a newer version than other devices."""
+    compiles_on: tuple[DeviceKind, ...] = ()
+    """Kinds of devices on which it needs torch.compile."""
 
     def __post_init__(self) -> None:
         if self.library not in (None, *get_args(Library)):
@@ -133,6 +135,9 @@ class WeightFormat(Entry):
     the meta device itself."""
     stored_dtype: str = ""
     """torch's name of the dtype that is converted before each product; the probe measures conversions by it."""
+    product_dtype: str = ""
+    """`int8` or `fp8` if products have factors of 8 bits; the probe measures them, and the cost model charges them.
+    Empty if weights are converted first."""
     quantizing_slices: float | None = None
     """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
     if it does not work in slices and takes several times the layer."""
@@ -291,6 +296,14 @@ PLAIN_ON_CPU = (
     "on a CPU its products are plain operations in fp32 that need 16 bytes an output for a moment; torchao-int8 "
     "stores as little and multiplies at once"
 )
+EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
+"""torch's own products; what surrounds them would take the time that they save, if it were not compiled."""
+
+
+def _skip_slow_fp8(hardware: HardwareProfile) -> str | None:
+    slow = "a CPU has no float8 units: a product took two to four times fp32's time, int8's a third"
+    return slow if hardware.device.kind == "cpu" else None
+
 
 WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat("none", "weights stay as they are", quality="exact", bytes_per_parameter=2.0),
@@ -334,6 +347,33 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         skip_reason=_skip_for_int8(FAR_FROM_REAL, "cuda", "cpu"),
     ),
     WeightFormat(
+        "int8-matmul",
+        "int8 weights and activations, multiplied as they are",
+        EIGHT_BITS,
+        quality="compact",
+        bytes_per_parameter=1.0,
+        quantize="autotune.quantization.product_layer:quantize_int8",
+        product_dtype="int8",
+        quantizing_slices=4,
+        tolerance=0.08,
+        tolerance_reason="8 bits per row for weights, activations and gradients",
+        hides_dtype=True,
+    ),
+    WeightFormat(
+        "fp8-matmul",
+        "float8 weights and activations, multiplied as they are",
+        replace(EIGHT_BITS, compute_capability=(8, 9)),
+        quality="compact",
+        bytes_per_parameter=1.0,
+        quantize="autotune.quantization.product_layer:quantize_float8",
+        product_dtype="fp8",
+        quantizing_slices=4,
+        tolerance=0.3,
+        tolerance_reason="3 bits of mantissa for weights, activations and gradients",
+        hides_dtype=True,
+        skip_reason=_skip_slow_fp8,
+    ),
+    WeightFormat(
         "bnb-int8",
         "LLM.int8",
         BNB_INT8,
@@ -367,6 +407,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     ),
 )
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the
-float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. Slices, as measured on CPUs: nf4 7.4,
+float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. With products in 8 bits 2 to 5% of int8, 7
+to 16% of float8; of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4 7.4,
 float8 6.5, LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's
 count)."""

@@ -1,4 +1,4 @@
-"""Predicted against real: peak memory and step time of some 115 configurations on this CPU.
+"""Predicted against real: peak memory and step time of some 125 configurations on this CPU.
 
     python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
 
@@ -66,6 +66,9 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
         left, right = torch.randn(m, k), torch.randn(n, k).t()
         seconds = timed(lambda left=left, right=right: left @ right, 5)
         rates.append(("matmul.fp32." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
+        left, right = left.to(torch.int8), right.t().to(torch.int8).t()
+        seconds = timed(lambda left=left, right=right: torch._int_mm(left, right), 5)
+        rates.append(("matmul.int8." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
     for kind, shape in work:
         if kind != "attention" or shape[2] != shape[3] or any(name.endswith(f".{shape[2]}") for name, _, _ in rates):
             continue
@@ -83,12 +86,13 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
 
 
 def candidates(family: Family, num_blocks: int) -> list[Candidate]:
-    """Eight that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
+    """Ten that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
     last, half = num_blocks - 1, num_blocks // 2
     plans: list[tuple[int, int, dict[str, Any]]] = [
         (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last, {"quantization": "torchao-int8"}),
         (2, last, {"quantization": "bnb-nf4"}), (2, 0, {"quantization": "bnb-int8"}),
         (2, 1, {"selective_blocks": last - 1}),
+        (2, 0, {"quantization": "int8-matmul"}),
     ]  # fmt: skip
     newer: dict[str, Any] = {}
     if family.modulation:

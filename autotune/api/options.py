@@ -27,7 +27,8 @@ class WorkloadOptions(TypedDict, total=False):
     rank: int
     """Rank of the adapter."""
     targets: str
-    """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`."""
+    """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`; of SDXL also
+    `attention+mlp+proj`, which sd-scripts adapts."""
     effective_batch_size: int
     """Images per optimizer step."""
     price_per_hour: float

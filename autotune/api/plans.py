@@ -31,6 +31,7 @@ from autotune.schema import (
     CheckResult,
     HardwareProfile,
     JobOverrides,
+    MemoryBudget,
     Notice,
     OnEvent,
     TrainingPlan,
@@ -42,7 +43,7 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
-from autotune.trainers import get_trainer, inexpressible
+from autotune.trainers import get_trainer, inexpressible, kept_bytes
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
@@ -248,12 +249,18 @@ def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mappi
 
 
 def _suited_to_trainer(request: PlanRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:
-    """The request without what the trainer that the options name cannot express."""
-    if (trainer := options.get("for_trainer")) is None:
+    """The request without what the trainer that the options name cannot express, and without the memory that it keeps
+    for other things."""
+    if (name := options.get("for_trainer")) is None:
         return request
-    spec, space = resolve_model(request.model).spec, choices_for(request, profile)
+    trainer, spec = get_trainer(name), resolve_model(request.model).spec
+    if kept := kept_bytes(trainer, spec.family):
+        budget = request.memory_budget or profile.device.budget
+        left = MemoryBudget(num_bytes=max(0, budget.num_bytes - kept), is_set_by_user=True)
+        request = replace(request, memory_budget=left)
+    space = choices_for(request, profile)
     possible = {name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()}
-    lacking = inexpressible(get_trainer(trainer), spec.family, spec.num_blocks, possible)
+    lacking = inexpressible(trainer, spec.family, spec.num_blocks, possible)
     return replace(request, exclusions=(*request.exclusions, *lacking))
 
 

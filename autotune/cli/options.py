@@ -36,7 +36,9 @@ Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels
 Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
 HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
-Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
+Targets = Annotated[
+    str | None, typer.Option(help="attention (default), attention+mlp, all-linear; of SDXL attention+mlp+proj, too.")
+]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
 ]

@@ -55,7 +55,8 @@ class PlanOptions:
     targets: Targets = None
     effective_batch_size: Batch = None
     quality: Annotated[
-        str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
+        str | None,
+        typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit, and 8-bit products, too."),
     ] = None
     objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
     pins: Annotated[list[str] | None, typer.Option("--pin", help="Choose only this value.", metavar="KNOB=VALUE")] = (

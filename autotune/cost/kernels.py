@@ -10,6 +10,8 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
   (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
 - compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward. Tables of cosines
   are not counted as read: they are small and stay in the cache;
+- products in 8 bits: one kernel before and one after each, and a copy of the weight where it is read by columns
+  (`autotune.quantization`, PRODUCT_KERNELS);
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
@@ -26,10 +28,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.attention import KERNELS
 from autotune.backends import ATTENTION_BACKENDS, prefers_cudnn
+from autotune.quantization import PRODUCT_KERNELS
 from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch
+
+    from autotune.quantization import Kernels
 
 DeviceRules = Literal["cpu", "cuda"]
 
@@ -37,7 +42,8 @@ Work = tuple[str, tuple[int, ...], int, int]
 """One kind of operation: class, shape, FLOPs, bytes moved.
 
 A class may be followed by a dot and what tells its kernel apart: `attention.backward`, `elementwise.gelu`,
-`dequantization.int8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of attention.
+`dequantization.int8`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of
+attention.
 """
 
 
@@ -110,15 +116,16 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
         table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
-    compiled = KERNELS["compiled"]
+    compiled, products = KERNELS["compiled"], PRODUCT_KERNELS["meta"]
     try:
+        PRODUCT_KERNELS["meta"] = _products_of(rules)
         KERNELS["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
         for name, substitute in table.items():
             setattr(functional, name, substitute)
         with attention_backend("native"):
             yield
     finally:
-        KERNELS["compiled"] = compiled
+        KERNELS["compiled"], PRODUCT_KERNELS["meta"] = compiled, products
         for name, original in originals.items():
             setattr(functional, name, original)
 
@@ -212,6 +219,23 @@ def _norm_rope_backward(
     return [part * stream for part, stream in zip(parts, streams, strict=True)]  # reads both and writes one
 
 
+def _products_of(rules: DeviceRules) -> "Kernels":
+    import torch
+
+    def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+    plain = PRODUCT_KERNELS["cpu"]
+    if rules == "cpu":
+        return plain
+    return plain._replace(
+        quantize_rows=quantized,
+        quantize_folded=lambda gradient, columns, dtype: quantized(gradient, dtype),
+        unscale=lambda sums, rows, columns, bias, dtype: sums.to(dtype),
+        has_cuda_limits=True,
+    )
+
+
 def _fused_dropout(
     input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> "torch.Tensor":
@@ -249,10 +273,12 @@ def int8_product(
 
 
 def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
-    """What a CPU takes for a moment to convert operands of a pointwise operation to their common dtype, and to hold the
-    result of one that works in place until it is converted back."""
+    """What a CPU takes for a moment to convert operands of a pointwise operation to their common dtype, or factors in
+    float8, and to hold the result of one that works in place until it is converted back."""
     import torch
 
+    if operation is torch.ops.aten._scaled_mm.default:  # emulated: copies in fp32, of the second factor two
+        return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
     operands = [tensor for tensor in inputs if tensor.ndim]
     if torch.Tag.pointwise not in operation.tags or len({tensor.dtype for tensor in operands}) < 2:
         return 0

@@ -48,6 +48,8 @@ LAUNCHES_OF = {"dequantization.uint8": 8}
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
+EIGHT_BITS = ("int8", "fp8")
+"""Dtypes of 8-bit products."""
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
 TILE = 128
 
@@ -77,6 +79,7 @@ class Rates:
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
         self.products = measured_products(hardware, precision)
+        self._eight_bits = {dtype: measured_products(hardware, dtype) for dtype in EIGHT_BITS}
         self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
 
@@ -89,13 +92,19 @@ class Rates:
         kind, shape, flops, moved = work
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
         if flops:
-            rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape)
+            variant = kind.partition(".")[2]
+            rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape, variant)
             computes = flops / rate
             seconds = seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
         return seconds if self.measured else seconds * STEP_OVER_KERNELS
 
-    def matmul_rate(self, shape: tuple[int, ...]) -> float:
-        """FLOP/s of a product (m, k, n)."""
+    def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
+        """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from measurements of those, or as
+        much faster than other products as the datasheet says."""
+        if eight_bits:
+            if measured := self._eight_bits[eight_bits]:
+                return _interpolated(tuple(measured), shape)
+            return _gain(self.hardware.datasheet, self.precision, eight_bits) * self.matmul_rate(shape)
         if not self.products:
             return self.reached * MATMUL_EFFICIENCY * self._filled(shape)
         return _interpolated(tuple(self.products), shape or (1024, 1024, 1024))
@@ -116,6 +125,16 @@ class Rates:
             return 1.0
         tiles = math.ceil(shape[0] / TILE) * math.ceil(shape[2] / TILE)
         return tiles / (math.ceil(tiles / units) * units)
+
+
+def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
+    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does not tell."""
+    if sheet is None:
+        return 1.0
+    tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
+    peak = sheet.bf16_flops_per_second if precision == "bf16" else tf32_or_plain
+    fast = {"int8": sheet.int8_flops_per_second, "fp8": sheet.fp8_flops_per_second}[eight_bits]
+    return fast / peak if fast and peak else 1.0
 
 
 def host_flops_per_second(host: Host) -> float:

@@ -24,6 +24,7 @@ TEXT_TOKENS = 77
 BLOCK = r".*\.transformer_blocks\.\d+"
 ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff\.net\.(0\.proj|2)"
+PROJECTIONS = r".*\.attentions\.\d+\.proj_(in|out)"
 TIME = r"(?!mid_block\.resnets\.0).*\.resnets\.\d+\.time_emb_proj"
 
 UNET: Config = {
@@ -93,6 +94,7 @@ class StableDiffusionXL(Family):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "attention+mlp+proj": rf"{BLOCK}\.({ATTENTION}|{MLP})|{PROJECTIONS}",  # what Kohya's LoRA adapts
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{TIME}",
     }
     block_lists = ()

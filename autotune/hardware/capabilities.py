@@ -42,12 +42,18 @@ class Rule:
 
 def unmet(needs: Requirements, machine: Machine) -> str | None:
     """The first of the requirements that the machine does not meet, in words; None if it meets all."""
-    device, versions, library = machine.device, machine.versions, needs.library
+    device = machine.device
     if needs.device_kinds and device.kind not in needs.device_kinds:
         return f"needs {' or '.join(needs.device_kinds)}, this is {device.kind}"
     own = device.compute_capability
     if device.kind == "cuda" and (own is None or own < needs.compute_capability):
         return f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is {_dotted(own)}"
+    compiles = device.kind in needs.compiles_on
+    return (compiles and (missing_compiler(machine) or missing_triton(machine))) or _missing_library(needs, machine)
+
+
+def _missing_library(needs: Requirements, machine: Machine) -> str | None:
+    device, versions, library = machine.device, machine.versions, needs.library
     if library is None:
         return None
     minimum = (needs.min_version_on_cpu if device.kind == "cpu" else None) or needs.min_version

@@ -108,6 +108,8 @@ class CatalogGpu(Frozen):
             reached_bf16_flops_per_second=self._reached_bf16,
             tf32_flops_per_second=peaks.get("tf32"),
             fp32_flops_per_second=peaks.get("fp32"),
+            int8_flops_per_second=peaks.get("int8"),
+            fp8_flops_per_second=peaks.get("fp8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
             pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,

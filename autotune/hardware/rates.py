@@ -43,6 +43,13 @@ def stored_dtypes(profile: HardwareProfile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.stored_dtype for each in usable if each.stored_dtype))
 
 
+def product_dtypes(profile: HardwareProfile, *, tried: bool) -> tuple[str, ...]:
+    """Dtypes of the products in 8 bits that the machine can train with: those that a search tries, or the others."""
+    usable = (each for each in WEIGHT_FORMATS.values() if profile.capability(each.capability).available)
+    found = (each.product_dtype for each in usable if (each.skip_reason(profile) is None) is tried)
+    return tuple(dict.fromkeys(dtype for dtype in found if dtype))
+
+
 def kernel_names(profile: HardwareProfile) -> tuple[str, ...]:
     """Kernels that are measured by themselves on the machine, under the cost model's names."""
     return (*ELEMENTWISE, *(f"dequantization.{stored}" for stored in stored_dtypes(profile)))
@@ -78,7 +85,7 @@ BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
     ),
     "cpu": BenchmarkSizes(
         ((128, 3072, 3072), (512, 512, 2048), (256, 256, 256), (128, 3072, 12288)),
-        (256, 512), 4, 2**20, 2**27, 2**26, 0.3, 12.0,
+        (256, 512), 4, 2**20, 2**27, 2**26, 0.3, 14.0,
     ),
 }  # fmt: skip
 
@@ -231,7 +238,8 @@ class Meter:
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
         ]  # fmt: skip
         first, *more = self.sizes.matmul_shapes
-        for name in dtypes:
+        eight_bits = product_dtypes(self.profile, tried=True)
+        for name in dict.fromkeys((*dtypes, *eight_bits)):
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
@@ -247,12 +255,14 @@ class Meter:
             yield f"disk {loader}", partial(self.disk, loader, cold=True)
         for loader in LOADERS:
             yield f"page cache {loader}", partial(self.disk, loader, cold=False)
-        for shape, of in product(more, dtypes if self.kind == "cpu" else (dtype,)):
+        for shape, of in product(more, (*(dtypes if self.kind == "cpu" else (dtype,)), *eight_bits)):
             yield f"matmul {of} {shape}", partial(self.matmul, of, *shape)
         for name in backends:
             yield f"attention {name} {long}", partial(self.attention, name, dtype, long)
-        last = "fp16" if self.kind == "cpu" else "int8"
-        yield f"matmul {last}", partial(self.matmul, last, *first)
+        others = ("fp16" if self.kind == "cpu" else "int8", *product_dtypes(self.profile, tried=False))
+        for name in others:
+            if name not in eight_bits:
+                yield f"matmul {name}", partial(self.matmul, name, *first)
 
 
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:

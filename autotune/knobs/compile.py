@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs import norm_rope
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext, unavailable_reason
@@ -37,8 +38,9 @@ class Compile(Knob):
         return Choices(("off",), on_request={"block": why})
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.compile != "off" and candidate.quantization != "none":
-            return "quantized layers run outside compiled code, which leaves nothing to gain"
+        weight_format = WEIGHT_FORMATS.get(candidate.quantization)
+        if candidate.compile != "off" and weight_format and weight_format.quantize and not weight_format.product_dtype:
+            return "these quantized layers run outside compiled code, which leaves nothing to gain"
         return None
 
     def parity(self, choice: Choice) -> Parity | None:

@@ -6,6 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.quantization.layers import quantize_inside
+    from autotune.quantization.product_layer import PRODUCT_KERNELS, Kernels
     from autotune.quantization.sizes import CPU_SLICE_BYTES, NESTED_BLOCK, NF4_BLOCK, SLICE_BYTES
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

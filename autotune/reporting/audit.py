@@ -45,6 +45,7 @@ def _comparison(audit: Audit) -> list[list[str]]:
     titles = ["seconds per step", "images/s", "run memory", "of the budget", "neediest phase", "the job", "fits"]
     rows = [["", "as written", "fastest"]]
     rows += [list(row) for row in zip(titles, written, fastest, strict=True)]
+    rows += _phases(audit)
     if audit.measured_as_written is None:
         return rows
     trials = [_measured(trial) for trial in (audit.measured_as_written, audit.measured_fastest)]
@@ -52,6 +53,16 @@ def _comparison(audit: Audit) -> list[list[str]]:
         *rows,
         *([title, *values] for title, *values in zip(("measured s/step", "step memory"), *trials, strict=True)),
     ]
+
+
+def _phases(audit: Audit) -> list[list[str]]:
+    """Peak memory of each phase, as written and with the fastest settings."""
+    columns = [
+        {} if one is None else {phase.name: memory_text(phase.peak_memory_bytes) for phase in one.prediction.phases}
+        for one in (audit.as_written, audit.fastest)
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[f"- {name}", *(column.get(name, "-") for column in columns)] for name in names]
 
 
 def _measured(trial: TrialResult | None) -> tuple[str, str]:

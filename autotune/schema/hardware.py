@@ -181,6 +181,8 @@ class Datasheet(Frozen):
     tf32_flops_per_second: float | None = None
     fp32_flops_per_second: float | None = None
     """Without tensor cores, of cards that have neither bf16 nor TF32."""
+    int8_flops_per_second: float | None = None
+    fp8_flops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     """To the host in one direction, after encoding; of the faster link if there is one instead of PCIe (GH200)."""

@@ -54,13 +54,16 @@ class _Peaks:
     bytes_per_second: float
 
 
-def _peaks_of(machine: Machine) -> _Peaks | None:
-    """Those of the machine's GPU, or the largest of the catalog for one that it lacks; None for other devices."""
+def _peaks_of(machine: Machine, product_dtype: str = "") -> _Peaks | None:
+    """Those of the machine's GPU, or the largest of the catalog for one that it lacks; None for other devices.
+
+    `product_dtype`: of the factors, where they have 8 bits.
+    """
     if machine.match_keys.get("device_kind") != "cuda":
         return None
     gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     gpus = (gpu,) if gpu else load_catalog()
-    dtypes = ("bf16", "fp16", "tf32") if gpu else ("bf16", "fp16", "fp8", "int8")
+    dtypes = ("bf16", "fp16", "tf32", product_dtype) if gpu else ("bf16", "fp16", "fp8", "int8")
     tflops = max(each.dense_tflops.get(dtype, 0.0) for each in gpus for dtype in dtypes)
     return _Peaks(PEAK_MARGIN * 1e12 * tflops, PEAK_MARGIN * 1e9 * max(each.memory_gb_per_second for each in gpus))
 
@@ -73,7 +76,12 @@ def _check_trials(record: Record) -> Iterator[str]:
             if rate.name.startswith(("memory.", "matmul.bf16.")) and rate.value > bounds.get(rate.unit, math.inf):
                 yield f"its rate {rate.name} is above the device's peak"
     for number, trial in enumerate(record.trials, start=1):
-        yield from (f"trial {number}: {reason}" for reason in _check_trial(record, trial, peaks))
+        weight_format = WEIGHT_FORMATS.get(trial.candidate.quantization)
+        if weight_format and weight_format.product_dtype:
+            own = _peaks_of(record.machine, weight_format.product_dtype)
+        else:
+            own = peaks
+        yield from (f"trial {number}: {reason}" for reason in _check_trial(record, trial, own))
 
 
 def _check_trial(record: Record, trial: TrialResult, peaks: _Peaks | None) -> Iterator[str]:

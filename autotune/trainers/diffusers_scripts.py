@@ -3,53 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.trainers import blocks, rules
 from autotune.trainers.document import Document
-from autotune.trainers.layers import Selects, by_ends, short_names
-from autotune.trainers.rules import (
-    ALLOCATOR,
-    LOST,
-    VALIDATION_PROMPT,
-    CannotExpress,
-    Context,
-    Rule,
-    Values,
-    accelerate_compile,
-    batch,
-    checkpointing,
-    choice,
-    duration,
-    equal,
-    schedule,
-    settings,
-    targets,
-)
+from autotune.trainers.meanings import meanings
+from autotune.trainers.parts import peft_targets
+from autotune.trainers.rules import LOST, CannotExpress, Context, Rule, Values
+from autotune.trainers.tables import ALLOCATOR, accelerate_compile, choice, precision
 from autotune.trainers.texts import TRAINER, in_file, json_text, launcher, options, shell_text
-from autotune.trainers.trainer import KnownModel, Trainer
+from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
-SCRIPTS = {"qwen-image": "train_dreambooth_lora_qwen_image.py", "flux1-dev": "train_dreambooth_lora_flux.py"}
-DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
-    "qwen-image": ("to_k", "to_q", "to_v", "to_out.0"),
-    "flux1-dev": (
-        *(f"attn.{name}" for name in ("to_k", "to_q", "to_v", "to_out.0")),
-        *(f"attn.{name}" for name in ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")),
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    ),
+JOINT = "to_k to_q to_v to_out.0 add_k_proj add_q_proj add_v_proj to_add_out"
+FLUX_MLP = "ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
+KREA_REST = (
+    "text_fusion.projector txt_in.linear_1 txt_in.linear_2 time_embed.linear_1 time_embed.linear_2 time_mod_proj"
+)
+DEFAULT_TARGETS: Mapping[str, str] = {
+    "flux1": f"{' '.join(f'attn.{name}' for name in JOINT.split())} {FLUX_MLP}",
+    "flux2": "to_k to_q to_v to_out.0 to_qkv_mlp_proj single_transformer_blocks.0.attn.to_out",
+    "krea": f"img_in final_layer.linear to_q to_k to_v to_out.0 to_gate ff.up ff.down {KREA_REST}",
+    "": "to_k to_q to_v to_out.0",
 }
 BNB = "bnb."
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 NF4_COMPUTE = {"bnb_4bit_compute_dtype": "bfloat16"}
 QUANTIZATION_FILE = "quantization.json"
-
-
-def _selects(values: Values, context: Context) -> Selects:
-    given = values.get("lora_layers")
-    return by_ends([name.strip() for name in given.split(",")] if given else DEFAULT_TARGETS[context.family.name])
-
-
-def _write_targets(ours: Values, context: Context) -> Values:
-    exact = context.family.target_set(ours["targets"])
-    names = short_names(context.family, ours["targets"]) if isinstance(exact, str) else list(exact)
-    return {"lora_layers": ",".join(names)}
+SHIFT = "scheduler.shift"
+"""In no file: the shift of the model's own scheduler, if that does not depend on the resolution."""
 
 
 def _quantization(values: Values, context: Context) -> Values:
@@ -65,8 +44,8 @@ def _write_quantization(ours: Values, context: Context) -> Values:
     written: dict[str, Any] = {"bnb_quantization_config_path": QUANTIZATION_FILE}
     if ours["quantization"] == "none":
         return {"bnb_quantization_config_path": None}
-    if context.family.name == "flux1-dev":
-        raise CannotExpress("its script for FLUX.1 has no quantization; use --quality exact")
+    if context.family.name in ("flux1-dev", "sdxl"):
+        raise CannotExpress("its scripts for FLUX.1 and SDXL have no quantization; use --quality exact")
     if ours["quantization"] == "bnb-nf4":
         return written | {BNB + key: value for key, value in {**NF4, **NF4_COMPUTE}.items()}
     return written | {f"{BNB}load_in_8bit": True}
@@ -81,7 +60,12 @@ def _noise(values: Values, context: Context) -> Values:
     if scheme not in known:
         return {LOST: "autotune has no such weighting"}
     sampling, weighting = known[scheme]
-    return {"timestep_sampling": sampling, "weighting_scheme": weighting, "timestep_shift": 1.0, **lost}
+    return {
+        "timestep_sampling": sampling,
+        "weighting_scheme": weighting,
+        "timestep_shift": values.get(SHIFT, 1.0),
+        **lost,
+    }
 
 
 def _write_noise(ours: Values, context: Context) -> Values:
@@ -90,45 +74,49 @@ def _write_noise(ours: Values, context: Context) -> Values:
     return {"weighting_scheme": scheme, **normal}
 
 
+NO_FILES = "it reads no .txt files: one prompt for all, or --dataset_name and --caption_column of a metadata.jsonl"
 RULES = (
-    targets(["lora_layers"], _selects, _write_targets, in_blocks=False),
-    batch(["train_batch_size"], "gradient_accumulation_steps", "launch.num_processes"),
-    duration("max_train_steps", "num_train_epochs"),
-    schedule(
-        "lr_scheduler",
-        "lr_warmup_steps",
-        {name: name for name in ("constant", "constant_with_warmup", "linear", "cosine")},
-    ),
+    peft_targets("lora_layers", DEFAULT_TARGETS, joined=True),
+    rules.alpha("lora_alpha", "rank"),
+    rules.batch(["train_batch_size"], "gradient_accumulation_steps", "launch.num_processes"),
+    rules.duration("max_train_steps", "num_train_epochs"),
+    rules.schedule("lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"),
     choice("optimizer", "optimizer", {"AdamW": "adamw"}, instead="trains with AdamW"),
-    Rule(
-        ("weighting_scheme", "logit_mean", "logit_std"),
-        ("timestep_sampling", "weighting_scheme", "timestep_shift"),
-        _noise,
-        _write_noise,
+    rules.by_noise(
+        Rule(
+            ("weighting_scheme", "logit_mean", "logit_std", SHIFT),
+            ("timestep_sampling", "weighting_scheme", "timestep_shift"),
+            _noise,
+            _write_noise,
+        ),
+        rules.min_snr("snr_gamma"),
     ),
-    choice("mixed_precision", "precision", {"bf16": "bf16", "no": "fp32"}, instead="computes in bf16"),
-    checkpointing("gradient_checkpointing"),
+    precision("mixed_precision", bf16="bf16", fp32="no"),
+    blocks.checkpointing("gradient_checkpointing"),
     Rule(
         (*(BNB + key for key in ("load_in_8bit", *NF4)), "bnb_quantization_config_path"),
         ("quantization",),
         _quantization,
         _write_quantization,
     ),
+    Rule(
+        ("instance_prompt",),
+        ("caption",),
+        lambda values, _: {LOST: NO_FILES} if (own := values["instance_prompt"]) == FILL_IN else {"caption": own},
+        lambda ours, _: {"instance_prompt": ours["caption"] or FILL_IN},
+    ),
     accelerate_compile("launch."),
-    ALLOCATOR,
-    VALIDATION_PROMPT,
-    *equal(
+    *(ALLOCATOR, rules.VALIDATION_PROMPT),
+    *rules.equal(
         """
-        rank=rank lora_alpha=lora_alpha lora_dropout=lora_dropout data=instance_data_dir|dataset_name
-        caption=instance_prompt caption_dropout=caption_dropout resolution=resolution
-        learning_rate=learning_rate weight_decay=adam_weight_decay
-        max_grad_norm=max_grad_norm guidance_scale=guidance_scale attention=env.DIFFUSERS_ATTN_BACKEND
-        data_workers=dataloader_num_workers seed=seed checkpointing_steps=checkpointing_steps
-        checkpoints_total_limit=checkpoints_total_limit
+        rank=rank lora_dropout=lora_dropout data=instance_data_dir|dataset_name caption_dropout=caption_dropout
+        resolution=resolution learning_rate=learning_rate weight_decay=adam_weight_decay max_grad_norm=max_grad_norm
+        guidance_scale=guidance_scale attention=env.DIFFUSERS_ATTN_BACKEND data_workers=dataloader_num_workers
+        seed=seed checkpointing_steps=checkpointing_steps checkpoints_total_limit=checkpoints_total_limit
         """
     ),
 )
-DEFAULTS = settings(
+DEFAULTS = rules.settings(
     """
     rank=4 lora_alpha=4 lora_dropout=0.0 lora_layers=null caption_dropout=0.0 resolution=512 train_batch_size=4
     gradient_accumulation_steps=1 num_train_epochs=1 learning_rate=0.0001 lr_scheduler="constant"
@@ -137,30 +125,55 @@ DEFAULTS = settings(
     env.DIFFUSERS_ATTN_BACKEND="native" launch.dynamo_backend="no"
     """
 )
-FIXED = settings('output_dir="output" cache_latents=true report_to="tensorboard"')
-DECIDED = {
-    "products are computed in bf16": "bnb.bnb_4bit_compute_dtype",
-    "latents and captions are always cached, then the encoders freed": "cache_latents offload",
-    "images are always sorted into buckets by shape": "aspect_ratio_buckets use_aspect_ratio_buckets center_crop",
-    "the number of steps decides, not how often a folder is repeated": "repeats",
-    "it names the run or says how it is saved and logged": "output_dir push_to_hub hub_* logging_dir report_to env.* "
-    "resume_from_checkpoint local_rank launch.* upcast_before_saving sample_batch_size cache_dir variant",
-    "previews are sampled as the family's pipeline does": "validation_* num_validation_images skip_final_inference "
-    "final_validation_prompt",
-    "the family decides": "max_sequence_length allow_tf32 adam_beta1 adam_beta2 adam_epsilon",
-}
-UNLEARNED = {
-    "images of the class, beside those of the subject": "with_prior_preservation class_* num_class_images=100 "
-    "prior_loss_weight=1.0",
-    "8-bit states of the optimizer": "use_8bit_adam",
-    "it is for another optimizer": "prodigy_*",
-    "text encoders are trained, too": "train_text_encoder text_encoder_lr",
-    "images are augmented": "random_flip",
-    "the rate is multiplied by batch and processes": "scale_lr",
-    "products are in 8 bits, too": "do_fp8_training",
-    "another schedule's shape": "lr_num_cycles=1 lr_power=1.0 mode_scale",
-    "captions come from a column": "caption_column image_column=image dataset_config_name",
-}
+FIXED = rules.settings('output_dir="output" center_crop=true cache_latents=true report_to="tensorboard"')
+DECIDED = meanings(
+    """
+    products are computed in bf16: bnb.bnb_4bit_compute_dtype
+    cached: cache_latents offload
+    buckets: aspect_ratio_buckets use_aspect_ratio_buckets center_crop
+    repeats: repeats
+    named: output_dir push_to_hub hub_* logging_dir report_to env.* resume_from_checkpoint local_rank launch.*
+        upcast_before_saving sample_batch_size cache_dir variant output_kohya_format
+    previews: validation_* num_validation_images skip_final_inference final_validation_prompt
+    family: max_sequence_length text_encoder_out_layers allow_tf32 adam_beta1 adam_beta2 adam_epsilon
+        pretrained_vae_model_name_or_path image_interpolation_mode enable_xformers_memory_efficient_attention
+    """
+)
+UNLEARNED = meanings(
+    """
+    class: with_prior_preservation class_* num_class_images=100 prior_loss_weight=1.0
+    adapter: use_dora
+    states: use_8bit_adam
+    it is for another optimizer: prodigy_*
+    encoders: train_text_encoder text_encoder_lr
+    augmented: random_flip
+    noise: do_edm_style_training
+    the rate is multiplied by batch and processes: scale_lr
+    products: do_fp8_training
+    schedule: lr_num_cycles=1 lr_power=1.0 mode_scale
+    captions come from a column: caption_column image_column=image dataset_config_name
+    """
+)
+SCRIPT = "train_dreambooth_lora_{}.py"
+WEIGHTS = "pretrained_model_name_or_path"
+TURBO = {"script": SCRIPT.format("z_image"), WEIGHTS: "Tongyi-MAI/Z-Image-Turbo"}
+KREA = {"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4}
+MODELS = (
+    KnownModel("qwen-image", {"script": SCRIPT.format("qwen_image")}, lacks=("guidance_scale",)),
+    KnownModel("flux1-dev", {"script": SCRIPT.format("flux")}, lacks=("caption_dropout",)),
+    KnownModel(
+        "sdxl",
+        {"script": SCRIPT.format("sdxl")},
+        defaults={"resolution": 1024, "snr_gamma": None},
+        lacks=("lora_alpha", "lora_layers", "caption_dropout", "guidance_scale", "cache_latents", "weighting_scheme"),
+        note="it tells the model how each image was cut, autotune that it is whole; its autoencoder stays on the card",
+        kept_bytes=4 * 83_653_863,  # the autoencoder in fp32
+    ),
+    KnownModel("z-image", {"script": SCRIPT.format("z_image")}, defaults={SHIFT: 6.0}, lacks=("caption_dropout",)),
+    KnownModel("z-image-turbo", TURBO, defaults={SHIFT: 3.0}, lacks=("caption_dropout",)),
+    KnownModel("krea-2", {"script": SCRIPT.format("krea2")}, KREA, lacks=("guidance_scale",)),
+    KnownModel("flux2-klein", {"script": SCRIPT.format("flux2_klein")}),
+)
 
 
 def _detect(document: Document) -> bool:
@@ -169,8 +182,7 @@ def _detect(document: Document) -> bool:
 
 def _files(values: Values, head: str) -> Mapping[str, str]:
     stored = {key.removeprefix(BNB): value for key, value in values.items() if key.startswith(BNB)}
-    own = ("script", "caption_dropout", "checkpoints_total_limit")
-    words = options(in_file(values, lambda key: key not in own and not key.startswith(BNB)))
+    words = options(in_file(values, lambda key: key not in ("script", SHIFT) and not key.startswith(BNB)))
     compiled = values["launch.dynamo_backend"] != "no"
     flags = ["--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"] if compiled else []
     script = f"{TRAINER}/examples/dreambooth/{values['script']}"
@@ -178,19 +190,10 @@ def _files(values: Values, head: str) -> Mapping[str, str]:
     return {"run.sh": run, **({QUANTIZATION_FILE: json_text(stored)} if stored else {})}
 
 
+TABLE = (MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED)
 DIFFUSERS = Trainer(
-    name="diffusers",
-    title="diffusers' scripts",
-    version="58eb52c08",
-    detect=_detect,
-    models=tuple(KnownModel(family, {"script": script}) for family, script in SCRIPTS.items()),
-    rules=RULES,
-    defaults=DEFAULTS,
-    fixed=FIXED,
-    decided=DECIDED,
-    unlearned=UNLEARNED,
-    files=_files,
-    weights_keys=("pretrained_model_name_or_path",),
+    *("diffusers", "diffusers' scripts", "58eb52c08", _detect, *TABLE, _files),
+    weights_keys=(WEIGHTS,),
     references={"bnb_quantization_config_path": BNB},
     notes=("the adapter's first matrices are drawn from a normal distribution, autotune's as peft draws them",),
 )

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.families import FAMILIES, Family
-from autotune.schema import Candidate, Frozen, Job, TrainingPlan, Workload
+from autotune.families import FAMILIES, Family, find_published
+from autotune.schema import Candidate, Frozen, Job, ModelSpec, TrainingPlan, Workload
+from autotune.trainers.blocks import count_blocks
 from autotune.trainers.document import Setting
 from autotune.trainers.importing import ConfigLine, read_settings
-from autotune.trainers.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
+from autotune.trainers.layers import layers_of
+from autotune.trainers.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 LEARNING = (
@@ -76,12 +78,13 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
             with `strict`, also if anything that changes learning or memory would differ.
     """
     workload = plan.frozen.workload
-    known = known_model(trainer, workload.model.family)
+    known = known_model(trainer, workload.model.family, workload.model)
+    trainer = trainer.for_model(known)
     context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
     planned = values_of(plan)
     needed = _with_whole_checkpoints(planned)
     try:
-        written = write_settings(trainer, known, needed, context, _weights(plan, context.family))
+        written = write_settings(trainer, known, needed, context, _weights(plan))
     except CannotExpress as error:
         raise InvalidInput(f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)) from error
     read, lines = _read_back(trainer, written, context)
@@ -94,7 +97,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         message = f"{trainer.title} would differ: {first.name} is {first.planned} in the plan, {first.written} there"
         raise InvalidInput(f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {_plan_for(trainer)}")
     head = _head(plan, trainer, differences, remarks)
-    files = dict(trainer.files(written, head))
+    files = dict(trainer.files(known.renamed(written), head))
     return ExportedConfig(
         trainer=trainer.name, plan_digest=plan.identity, files=files, differences=differences, remarks=remarks
     )
@@ -112,29 +115,46 @@ def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num
         if there < own:
             message = f"{trainer.title} cannot do what the plan says: {name} would be {there}, not {own}: more memory"
             raise InvalidInput(message, hint=_plan_for(trainer))
+    if _stored_bits(read) > _stored_bits(planned):
+        message = f"{trainer.title} cannot do what the plan says: with this model it has no weight format like"
+        raise InvalidInput(f"{message} quantization {planned['quantization']}", hint=_plan_for(trainer))
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             message = f"{trainer.title} cannot do what the plan says: {name} would be {usual}, not {own}: more memory"
             raise InvalidInput(message, hint=_plan_for(trainer))
 
 
-def known_model(trainer: Trainer, family: str) -> KnownModel:
-    """How a trainer names a family. Raises InvalidInput if it does not train it."""
-    known = next((one for one in trainer.models if one.family == family), None)
-    if known is None:
-        names = ", ".join(dict.fromkeys(one.family for one in trainer.models))
+def _stored_bits(values: Values) -> int:
+    """About how many bits each weight takes."""
+    return {"none": 16, "bnb-nf4": 4}.get(str(values.get("quantization", "none")), 8)
+
+
+def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
+    """How a trainer calls a model: by its name, else another of the family that is as large, else the first of it.
+
+    Raises InvalidInput if the trainer does not train the family.
+    """
+    of_family = [one for one in trainer.models if one.family == family]
+    if not of_family:
+        names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
         message = f"{trainer.title} has no training of {family} that autotune knows"
         raise InvalidInput(message, hint=f"it has {names}")
-    return known
+    if model is None:
+        return of_family[0]
+    name = model.name.rpartition("/")[2].lower()
+    named = [one for one in of_family if name in (one.name, one.published.hub_id.rpartition("/")[2].lower())]
+    as_large = [one for one in of_family if one.published.num_parameters == model.num_parameters]
+    return (named or as_large or of_family)[0]
 
 
 def _plan_for(trainer: Trainer) -> str:
     return f"make a plan that it can express: autotune plan --from PLAN --for {trainer.name}"
 
 
-def _weights(plan: TrainingPlan, family: Family) -> str:
+def _weights(plan: TrainingPlan) -> str:
     """What another program can load: a folder, or the hub's name."""
-    return family.hub_id if plan.job.model == family.name else plan.job.model
+    published = find_published(plan.job.model)
+    return plan.job.model if published is None else published[1].hub_id
 
 
 def write_settings(trainer: Trainer, known: KnownModel, values: Values, context: Context, weights: str) -> Values:
@@ -148,7 +168,7 @@ def write_settings(trainer: Trainer, known: KnownModel, values: Values, context:
     for rule in trainer.rules:
         if rule.names != ("data",):
             written |= rule.write(values, context)
-    return {key: value for key, value in written.items() if value is not None}
+    return {key: value for key, value in written.items() if value is not None and key not in known.lacks}
 
 
 def _read_back(trainer: Trainer, written: Values, context: Context) -> tuple[Values, list[ConfigLine]]:
@@ -166,6 +186,8 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
         own, other = planned.get(name), read.get(name, assumed.get(name))
         if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
             other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
+        if name == "targets" and own is not None and other is not None:  # several names may mean the same layers
+            other = own if layers_of(context.family, own) == layers_of(context.family, other) else other
         if not is_equal(name, own, other, context.num_blocks or 1):
             kind: Kind = "learning" if name in LEARNING else "loading" if name in LOADING else "settings"
             found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
@@ -217,6 +239,15 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
     return "".join(f"# {line}\n" for line in lines)
 
 
+def kept_bytes(trainer: Trainer, family: str) -> int:
+    """What a trainer keeps on the device beside what autotune does, while it trains a family.
+
+    Raises:
+        InvalidInput: the trainer does not know the model.
+    """
+    return known_model(trainer, family).kept_bytes
+
+
 def inexpressible(
     trainer: Trainer, family: str, num_blocks: int, choices: Mapping[str, tuple[Any, ...]]
 ) -> tuple[tuple[str, str], ...]:
@@ -225,8 +256,8 @@ def inexpressible(
     Raises:
         InvalidInput: the trainer does not know the model.
     """
-    known_model(trainer, family)
-    context = Context(FAMILIES[family], num_blocks)
+    known = known_model(trainer, family)
+    trainer, context = trainer.for_model(known), Context(FAMILIES[family], num_blocks)
     usual = _assumed(context.family)
     first = {name: values[0] for name, values in choices.items()}
     missing = []
@@ -234,7 +265,7 @@ def inexpressible(
         for name in choices.keys() & set(rule.names) - set(LOADING):
             for value in choices[name]:
                 values = {**JOB, **usual, **first, name: value}
-                read = _reread(trainer, rule, values, context)
+                read = _reread(trainer, known, rule, values, context)
                 if read is None or not is_equal(name, value, read.get(name, usual.get(name)), num_blocks):
                     missing.append((name, str(value)))
     ruled = {name for rule in trainer.rules for name in rule.names}
@@ -246,10 +277,11 @@ def inexpressible(
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
 
 
-def _reread(trainer: Trainer, rule: Rule, values: Values, context: Context) -> Values | None:
+def _reread(trainer: Trainer, known: KnownModel, rule: Rule, values: Values, context: Context) -> Values | None:
     """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
     try:
-        written = {key: value for key, value in rule.write(values, context).items() if value is not None}
+        own = rule.write(values, context)
+        written = {key: value for key, value in own.items() if value is not None and key not in known.lacks}
     except CannotExpress:
         return None
     settings = {key: Setting(key, value, line=1) for key, value in written.items()}

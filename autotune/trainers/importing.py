@@ -76,9 +76,12 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     document = _gathered(_without_sections(document, table), table.gathered)
     settings = {table.aliases.get(setting.key, setting.key): setting for setting in document.settings}
     known = _find_model(table, settings, path)
+    table = table.for_model(known)
+    pointless = _without_pointless(settings, known)
     reading = read_settings(table, settings, Context(FAMILIES[known.family]))
     model, model_lines = _model_of(table, known, settings)
     lines = [*model_lines, *reading.lines, *_other_lines(table, known, settings, missing)]
+    lines += [("decided", line_for(one, f"{table.title} makes nothing of it with this model")) for one in pointless]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     values = dict(reading.values)
     data = values.pop("data", None)
@@ -137,10 +140,15 @@ def read_settings(trainer: Trainer, settings: Mapping[str, Setting], context: Co
                 hint="correct it in that file",
             ) from error
         lost = found.pop(LOST, None)
+        if found.get("timestep_shift") == "by_resolution" and context.family.defaults.shift_by_tokens is None:
+            del found["timestep_shift"]
+            lost = "the shift follows the resolution there; autotune takes the family's usual"
         values |= found
         told = [one for one in present if one.line] or present[:1]
         if lost:
             lines.append(("not_carried", line_for(told[-1], lost)))
+        if not lost and not rule.names:
+            lines += [("carried", line_for(one, "as in autotune")) for one in told if one.line]
         for setting in told:
             for kind, is_wanted in (("carried", False), ("pinned", True)):
                 named = [f"{name} {_value_text(own)}" for name, own in found.items() if is_knob(name) is is_wanted]
@@ -198,32 +206,43 @@ def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
 def _find_model(trainer: Trainer, settings: Mapping[str, Setting], path: Path) -> KnownModel:
     """The known model whose keys are all as written, that with most keys first."""
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
-        if all(key in settings and settings[key].value == value for key, value in known.keys.items()):
+        if all((settings[key].value if key in settings else None) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys)
     written = [
         f"{key} {_value_text(settings[key].value)}, line {settings[key].line}" for key in keys if key in settings
     ]
-    names = ", ".join(dict.fromkeys(known.family for known in trainer.models))
+    names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
     what = f"trains a model that autotune does not know ({'; '.join(written)})" if written else "names no known model"
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
+
+
+def _without_pointless(settings: dict[str, Setting], known: KnownModel) -> list[Setting]:
+    """Take from the settings what does nothing for a model, and call the others as the rules do."""
+    own, usual = known.part or ("", "")
+    of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
+    found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
+    for key in (*settings,):
+        if own and key.startswith(own):
+            settings[usual + key.removeprefix(own)] = settings.pop(key)
+    return found
 
 
 def _model_of(
     trainer: Trainer, known: KnownModel, settings: Mapping[str, Setting]
 ) -> tuple[str, list[tuple[str, ConfigLine]]]:
-    """What to plan for, and the lines that say so: the weights as written if `plan` can take them, else the family."""
-    family = FAMILIES[known.family]
-    lines = [("carried", line_for(settings[key], f"model {family.name}")) for key in known.keys]
+    """What to plan for, and the lines that say so: the weights as written if `plan` can take them, else the model."""
+    meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
+    lines = [("carried", line_for(settings[key], meaning)) for key in known.keys if key in settings]
     weights = next((settings[key] for key in trainer.weights_keys if key in settings and settings[key].value), None)
     if weights is None or weights.value == FILL_IN:
-        return family.name, lines
+        return known.name, lines
     name = str(weights.value)
-    if name.lower() == family.hub_id.lower() or (Path(name).expanduser() / "model_index.json").is_file():
-        model = family.hub_id if name.lower() == family.hub_id.lower() else name
-        return model, [*lines, ("carried", line_for(weights, f"model {model}"))]
-    meaning = f"planned as {family.name}; to train these weights, name their diffusers folder as the job's model"
-    return family.name, [*lines, ("not_carried", line_for(weights, meaning))]
+    hub_id = next((m.hub_id for m in FAMILIES[known.family].models if m.hub_id.lower() == name.lower()), None)
+    if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
+        return hub_id or name, [*lines, ("carried", line_for(weights, f"model {hub_id or name}"))]
+    meaning = f"planned as {known.name}; to train these weights, name their diffusers folder as the job's model"
+    return known.name, [*lines, ("not_carried", line_for(weights, meaning))]
 
 
 def _other_lines(

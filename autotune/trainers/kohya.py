@@ -1,45 +1,20 @@
 """What musubi-tuner and sd-scripts have in common: names of options, files of options and of data sets."""
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from autotune.families import Family
+from autotune.trainers import blocks, rules
 from autotune.trainers.document import Document
-from autotune.trainers.rules import (
-    ALLOCATOR,
-    ANY,
-    LOST,
-    Context,
-    Rule,
-    Values,
-    batch,
-    checkpointing,
-    choice,
-    duration,
-    equal,
-    named_arguments,
-    number,
-    schedule,
-    whole,
-)
+from autotune.trainers.layers import Selects, in_block, layers_of, linear_layers, original_name
+from autotune.trainers.meanings import meanings
+from autotune.trainers.rules import LOST, Context, Rule, Values, number, whole
+from autotune.trainers.tables import ALLOCATOR, choice, precision
 
-SHIFTS_BY_RESOLUTION = ("flux_shift", "qwen_shift")
-SCHEDULES = {name: name for name in ("constant", "constant_with_warmup", "linear", "cosine")}
-
-
-def pair(key: str, name: str, values: Any) -> Mapping[str, Any]:
-    """Arguments that are given as a list of `name=value`, less one of them."""
-    found = named_arguments(values.get(key))
-    rest = {other: value for other, value in found.items() if other != name}
-    lost = {LOST: f"{', '.join(rest)}: autotune has no such argument"} if rest else {}
-    return {"value": found.get(name), **lost}
-
-
-def _weight_decay(values: Values, context: Context) -> Values:
-    found = dict(pair("optimizer_args", "weight_decay", values))
-    value = found.pop("value")
-    return {"weight_decay": 0.01 if value is None else number(value), **found}
+SHIFTS_BY_RESOLUTION = ("flux_shift", "qwen_shift", "flux2_shift", "krea2_shift")
 
 
 def _noise(values: Values, context: Context) -> Values:
@@ -68,7 +43,7 @@ def _write_noise(ours: Values, context: Context) -> Values:
 
 def shift_of(family: Family) -> str:
     """The name of the shift by resolution for a family."""
-    return "flux_shift" if family.name.startswith("flux") else "qwen_shift"
+    return {"flux1-dev": "flux_shift", "krea-2": "krea2_shift"}.get(family.name, "qwen_shift")
 
 
 def _resolution(values: Values, context: Context) -> Values:
@@ -80,16 +55,12 @@ def _resolution(values: Values, context: Context) -> Values:
 
 RESOLUTIONS = ("datasets[].resolution", "general.resolution", "resolution")
 BATCHES = ("datasets[].batch_size", "general.batch_size", "train_batch_size")
-ATTENTION_FLAGS = ("sdpa", "flash_attn", "xformers", "split_attn")
-ATTENTION: Sequence[Any] = (
-    ((True, ANY, ANY, ANY), ("native",)),
-    ((ANY, True, ANY, True), ("flash",)),
-    ((ANY, ANY, True, True), ("xformers",)),
-    ((ANY, True, ANY, ANY), ("flash",)),
-    ((ANY, ANY, True, ANY), ("xformers",)),
-    ((None, None, None, ANY), ("native",)),
+NOISE = Rule(
+    ("timestep_sampling", "discrete_flow_shift", "sigmoid_scale"),
+    ("timestep_sampling", "timestep_shift"),
+    _noise,
+    _write_noise,
 )
-
 RULES: tuple[Rule, ...] = (
     Rule(
         RESOLUTIONS,
@@ -98,61 +69,51 @@ RULES: tuple[Rule, ...] = (
         lambda ours, _: {"general.resolution": [ours["resolution"], ours["resolution"]]},
         synonyms=RESOLUTIONS,
     ),
-    batch(BATCHES, "gradient_accumulation_steps", "launch.num_processes", written="general.batch_size"),
-    duration("max_train_steps", "max_train_epochs", epochs_win=True),
-    schedule("lr_scheduler", "lr_warmup_steps", SCHEDULES),
-    Rule(
-        ("optimizer_args",),
-        ("weight_decay",),
-        _weight_decay,
-        lambda ours, _: {"optimizer_args": [f"weight_decay={ours['weight_decay']}"]},
-    ),
+    rules.batch(BATCHES, "gradient_accumulation_steps", "launch.num_processes", written="general.batch_size"),
+    rules.duration("max_train_steps", "max_train_epochs", epochs_win=True),
+    rules.schedule("lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"),
+    rules.weight_decay_among("optimizer_args", as_list=True),
     choice("optimizer_type", "optimizer", {"AdamW": "adamw"}, instead="trains with AdamW in full precision"),
-    Rule(
-        ("timestep_sampling", "discrete_flow_shift", "sigmoid_scale"),
-        ("timestep_sampling", "timestep_shift"),
-        _noise,
-        _write_noise,
-    ),
     choice("weighting_scheme", "weighting_scheme", {"none": "none", "sigma_sqrt": "sigma_sqrt", "cosmap": "cosmap"}),
-    checkpointing("gradient_checkpointing"),
-    choice("mixed_precision", "precision", {"bf16": "bf16", "no": "fp32"}, instead="computes in bf16"),
+    blocks.checkpointing("gradient_checkpointing"),
+    precision("mixed_precision", bf16="bf16", fp32="no"),
     ALLOCATOR,
-    *equal(
+    *rules.equal(
         """
-        rank=network_dim lora_alpha=network_alpha lora_dropout=network_dropout
-        learning_rate=learning_rate|unet_lr max_grad_norm=max_grad_norm
-        swapped_blocks=blocks_to_swap seed=seed checkpointing_steps=save_every_n_steps
-        preview_every=sample_every_n_steps data_workers=max_data_loader_n_workers
+        rank=network_dim lora_alpha=network_alpha lora_dropout=network_dropout learning_rate=learning_rate|unet_lr
+        max_grad_norm=max_grad_norm seed=seed checkpointing_steps=save_every_n_steps preview_every=sample_every_n_steps
+        data_workers=max_data_loader_n_workers
         """
     ),
 )
-DECIDED = {
-    "images are always sorted into buckets by shape": "*.enable_bucket *.bucket_no_upscale enable_bucket "
-    "bucket_no_upscale *.min_bucket_reso *.max_bucket_reso *.bucket_reso_steps min_bucket_reso max_bucket_reso "
-    "bucket_reso_steps",
-    "the number of steps decides, not how often a folder is repeated": "*.num_repeats num_repeats",
-    "latents and captions are always cached, once": "*.cache_directory cache_latents cache_latents_to_disk "
-    "cache_text_encoder_outputs cache_text_encoder_outputs_to_disk vae_batch_size skip_cache_check",
-    "weights are read from a folder in the diffusers layout": "pretrained_model_name_or_path "
-    "dit vae text_encoder* ae clip_l t5xxl vae_dtype",
-    "what is copied ahead, and how files are read, is measured": "use_pinned_memory_for_block_swap "
-    "block_swap_* disable_numpy_memmap disable_mmap_load_safetensors persistent_data_loader_workers",
-    "it names the run or says how it is saved and logged": "output_dir output_name logging_dir log_* save_* metadata_* "
-    "training_comment wandb_* no_metadata huggingface_* script launch.*",
-    "previews are sampled as the family's pipeline does": "sample_*",
-}
-UNLEARNED = {
-    "another schedule's shape": "lr_decay_steps lr_scheduler_num_cycles=1 lr_scheduler_power=1 "
-    "lr_scheduler_timescale lr_scheduler_min_lr_ratio lr_scheduler_type lr_scheduler_args",
-    "another adapter is loaded or merged first": "network_weights dim_from_weights base_weights*",
-    "the size of the adapter's weights is limited": "scale_weight_norms",
-    "noise levels are drawn otherwise": "min_timestep max_timestep preserve_distribution_shape num_timestep_buckets "
-    "logit_mean logit_std=1.0 mode_scale noise_offset* multires_noise_iterations adaptive_noise_scale ip_noise_gamma*",
-    "gradients are in 16 bits, too": "full_bf16 full_fp16",
-    "the run goes on from another's state": "resume initial_step initial_epoch skip_until_initial_step",
-    "captions are read from other files": "*.caption_extension=.txt caption_extension=.txt",
-}
+DECIDED = meanings(
+    """
+    buckets: *.enable_bucket *.bucket_no_upscale enable_bucket bucket_no_upscale *.min_bucket_reso *.max_bucket_reso
+        *.bucket_reso_steps min_bucket_reso max_bucket_reso bucket_reso_steps
+    repeats: *.num_repeats num_repeats
+    cached: *.cache_directory cache_latents cache_latents_to_disk cache_text_encoder_outputs
+        cache_text_encoder_outputs_to_disk vae_batch_size skip_cache_check
+    weights are read from a folder in the diffusers layout: dit vae text_encoder* t5 ae clip_l t5xxl vae_dtype
+    what is copied ahead, and how files are read, is measured: use_pinned_memory_for_block_swap block_swap_*
+        disable_numpy_memmap disable_mmap_load_safetensors persistent_data_loader_workers
+    named: output_dir output_name logging_dir log_* save_* metadata_* training_comment wandb_* no_metadata huggingface_*
+        script launch.*
+    previews: sample_*
+    """
+)
+UNLEARNED = meanings(
+    """
+    schedule: lr_decay_steps lr_scheduler_num_cycles=1 lr_scheduler_power=1 lr_scheduler_timescale
+        lr_scheduler_min_lr_ratio lr_scheduler_type lr_scheduler_args
+    merged: network_weights dim_from_weights base_weights*
+    the size of the adapter's weights is limited: scale_weight_norms
+    noise: min_timestep max_timestep preserve_distribution_shape num_timestep_buckets logit_mean logit_std=1.0
+        mode_scale noise_offset* multires_noise_iterations adaptive_noise_scale ip_noise_gamma*
+    gradients: full_bf16 full_fp16
+    the run goes on from another's state: resume initial_step initial_epoch skip_until_initial_step
+    files: *.caption_extension=.txt caption_extension=.txt
+    """
+)
 
 
 def kept(key: str) -> bool:
@@ -163,7 +124,7 @@ def kept(key: str) -> bool:
 def network_arguments(values: Values) -> dict[str, Any]:
     """The patterns and numbers in `network_args`. Raises ValueError if one is no literal."""
     found: dict[str, Any] = {}
-    for name, value in named_arguments(values.get("network_args") or []).items():
+    for name, value in rules.named_arguments(values.get("network_args") or []).items():
         try:
             found[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -171,7 +132,61 @@ def network_arguments(values: Values) -> dict[str, Any]:
     return found
 
 
-def names_module(document: Document, *beginnings: str) -> bool:
-    """Whether a document's `network_module` begins so, in whatever section."""
-    modules = (str(s.value) for s in document.settings if s.key.rpartition(".")[2] == "network_module")
-    return any(module.startswith(beginnings) for module in modules)
+def network_targets(
+    known: tuple[str, ...],
+    selects: Callable[[Values, Context], Selects],
+    write: Callable[[Values, Context], Values],
+) -> Rule:
+    """The adapted layers by `network_args`, of which the `known` are understood."""
+    rule = rules.targets(["network_args"], selects, write, in_blocks=False)
+
+    def read(values: Values, context: Context) -> Values:
+        found = dict(rule.read(values, context))
+        others = [name for name in network_arguments(values) if name not in known]
+        lost = [found.get(LOST), f"{', '.join(others)}: autotune has no such argument" if others else None]
+        told = "; ".join(filter(None, lost))
+        return {**found, **({LOST: told} if told else {})}
+
+    return replace(rule, read=read)
+
+
+def patterns(usual: Callable[[Family], tuple[str, str]], everywhere: tuple[str, ...]) -> Rule:
+    """The adapted layers by patterns: excluded by any and included by none is left out (musubi's networks/lora.py,
+    `create_modules`).
+
+    Args:
+        usual: what a family excludes whatever is said, and includes unless something else is said.
+        everywhere: families of which layers outside the blocks are adapted, too.
+    """
+
+    def any_of(given: list[str], name: str) -> bool:
+        return any(re.fullmatch(str(pattern), name) for pattern in given)
+
+    def selects(values: Values, context: Context) -> Selects:
+        given = network_arguments(values)
+        exclude, include = usual(context.family)
+        excluded = [exclude, *given.get("exclude_patterns", ())]
+        included = given.get("include_patterns", [include])
+        layers = linear_layers(context.family, in_blocks=context.family.name not in everywhere)
+        names = {layer: original_name(context.family, layer) for layer in layers}
+        return lambda layer: layer in names and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
+
+    def write(ours: Values, context: Context) -> Values:
+        wanted = layers_of(context.family, ours["targets"])
+        names = {layer: original_name(context.family, layer) for layer in linear_layers(context.family)}
+        others = {name for layer, name in names.items() if layer not in wanted}
+        found = set()
+        for name in (names[layer] for layer in wanted):
+            end = r".*\." + re.escape(in_block(name))
+            exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
+            found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
+        included = "', r'".join(sorted(found))
+        return {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
+
+    return network_targets(("exclude_patterns", "include_patterns"), selects, write)
+
+
+def modules_of(document: Document) -> tuple[str, ...]:
+    """The values of a document's `network_module`, in whatever section."""
+    found = (s for s in document.settings if s.key.rpartition(".")[2] == "network_module")
+    return tuple(str(setting.value) for setting in found)

@@ -2,66 +2,153 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from autotune.families import Family
 
-QWEN_IMAGE = (
-    *(f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"transformer_blocks.0.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    *(f"transformer_blocks.0.{stream}_mlp.net.{layer}" for stream in ("img", "txt") for layer in ("0.proj", "2")),
-    *(f"transformer_blocks.0.{stream}_mod.1" for stream in ("img", "txt")),
-    *("img_in", "txt_in", "norm_out.linear", "proj_out"),
-    *(f"time_text_embed.timestep_embedder.linear_{number}" for number in (1, 2)),
-)
-FLUX = (
-    *(f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"transformer_blocks.0.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    *(f"transformer_blocks.0.ff{part}.net.{layer}" for part in ("", "_context") for layer in ("0.proj", "2")),
-    *(f"transformer_blocks.0.norm1{part}.linear" for part in ("", "_context")),
-    *(f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-    *(f"single_transformer_blocks.0.{name}" for name in ("proj_mlp", "proj_out", "norm.linear")),
-    *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
-    *(
-        f"time_text_embed.{part}_embedder.linear_{number}"
-        for part in ("timestep", "guidance", "text")
-        for number in (1, 2)
-    ),
-)
-KANDINSKY5 = (
-    *(
-        f"{place}_attention.{name}"
-        for place in (
-            "text_transformer_blocks.0.self",
-            "visual_transformer_blocks.0.self",
-            "visual_transformer_blocks.0.cross",
-        )
-        for name in ("to_query", "to_key", "to_value", "out_layer")
-    ),
-    *(
-        f"{kind}_transformer_blocks.0.feed_forward.{name}_layer"
-        for kind in ("text", "visual")
-        for name in ("in", "out")
-    ),
-    *(f"{kind}_transformer_blocks.0.{kind}_modulation.out_layer" for kind in ("text", "visual")),
-    *("time_embeddings.in_layer", "time_embeddings.out_layer", "text_embeddings.in_layer"),
-    *("pooled_text_embeddings.in_layer", "visual_embeddings.in_layer"),
-    *("out_layer.modulation.out_layer", "out_layer.out_layer"),
-)
+ATTENTION = "{to_q,to_k,to_v,to_out.0}"
+JOINT = "attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}"
+EMBEDDER = "embedder.linear_{1,2}"
+KREA_BLOCK = "{attn.{to_q,to_k,to_v,to_gate,to_out.0},ff.{gate,up,down}}"
+Z_BLOCK = f"{{attention.{ATTENTION},feed_forward.w{{1,2,3}}}}"
+SDXL_LAYERS = f"{{proj_in,proj_out,transformer_blocks.0.{{attn{{1,2}}.{ATTENTION},ff.net.{{0.proj,2}}}}}}"
+KANDINSKY_ATTENTION = "{text_transformer_blocks.0.self,visual_transformer_blocks.0.{self,cross}}"
 LINEAR_LAYERS: Mapping[str, tuple[str, ...]] = {
-    "QwenImageTransformer2DModel": QWEN_IMAGE,
-    "FluxTransformer2DModel": FLUX,
-    "Kandinsky5Transformer3DModel": KANDINSKY5,
+    "QwenImageTransformer2DModel": (
+        f"transformer_blocks.0.{{{JOINT},{{img,txt}}_{{mlp.net.{{0.proj,2}},mod.1}}}}",
+        f"{{img_in,txt_in,norm_out.linear,proj_out,time_text_embed.timestep_{EMBEDDER}}}",
+    ),
+    "FluxTransformer2DModel": (
+        f"transformer_blocks.0.{{{JOINT},{{ff,ff_context}}.net.{{0.proj,2}},{{norm1,norm1_context}}.linear}}",
+        "single_transformer_blocks.0.{attn.{to_q,to_k,to_v},proj_mlp,proj_out,norm.linear}",
+        "{x_embedder,context_embedder,norm_out.linear,proj_out}",
+        f"time_text_embed.{{timestep,guidance,text}}_{EMBEDDER}",
+    ),
+    "Kandinsky5Transformer3DModel": (
+        f"{KANDINSKY_ATTENTION}_attention.{{to_query,to_key,to_value,out_layer}}",
+        "{text,visual}_transformer_blocks.0.feed_forward.{in,out}_layer",
+        "{text_transformer_blocks.0.text,visual_transformer_blocks.0.visual}_modulation.out_layer",
+        "{time_embeddings.{in,out}_layer,{text,pooled_text,visual}_embeddings.in_layer}",
+        "out_layer.{modulation.out_layer,out_layer}",
+    ),
+    "ZImageTransformer2DModel": (
+        f"{{noise_refiner,context_refiner,layers}}.0.{Z_BLOCK}",
+        "{noise_refiner,layers}.0.adaLN_modulation.0",
+        "all_final_layer.2-1.{adaLN_modulation.1,linear}",
+        "{all_x_embedder.2-1,cap_embedder.1,t_embedder.mlp.{0,2}}",
+    ),
+    "UNet2DConditionModel": (
+        f"{{{{down,up}}_blocks.0,mid_block}}.attentions.0.{SDXL_LAYERS}",
+        "{{down,up}_blocks.0.resnets.0,mid_block.resnets.{0,1}}.time_emb_proj",
+        "{time,add}_embedding.linear_{1,2}",
+    ),
+    "Flux2Transformer2DModel": (
+        f"transformer_blocks.0.{{{JOINT},{{ff,ff_context}}.linear_{{in,out}}}}",
+        "single_transformer_blocks.0.attn.{to_qkv_mlp_proj,to_out}",
+        "{double_stream_modulation_{img,txt},single_stream_modulation,norm_out}.linear",
+        f"{{x_embedder,context_embedder,proj_out,time_guidance_embed.timestep_{EMBEDDER}}}",
+    ),
+    "WanTransformer3DModel": (
+        f"blocks.0.{{attn{{1,2}}.{ATTENTION},ffn.net.{{0.proj,2}}}}",
+        f"{{proj_out,condition_embedder.{{time_proj,{{text,time}}_{EMBEDDER}}}}}",
+    ),
+    "Krea2Transformer2DModel": (
+        f"{{transformer_blocks,text_fusion.{{layerwise,refiner}}_blocks}}.0.{KREA_BLOCK}",
+        "{img_in,final_layer.linear,text_fusion.projector,{time_embed,txt_in}.linear_{1,2},time_mod_proj}",
+    ),
 }
-"""By class of transformer: every Linear layer outside the blocks, and those of the first block of each kind."""
+"""By class of transformer, with choices in braces: every Linear layer outside the blocks, and those of the first block
+of each kind."""
 
+CONVOLUTIONS: Mapping[str, tuple[str, ...]] = {
+    "UNet2DConditionModel": (
+        "{conv_in,conv_out,down_blocks.0.downsamplers.0.conv,up_blocks.0.upsamplers.0.conv}",
+        "{{{down,up}_blocks.0.resnets.0,mid_block.resnets.{0,1}}.conv{1,2},{down,up}_blocks.0.resnets.0.conv_shortcut}",
+    )
+}
+"""Layers of a UNet that some trainers adapt too, and autotune does not."""
+ORIGINAL_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "Flux2Transformer2DModel": (
+        (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"),
+        (r"^single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
+        (r"^transformer_blocks", "double_blocks"),
+        (r"attn\.to_[qkv]$", "img_attn.qkv"),
+        (r"attn\.to_out\.0$", "img_attn.proj"),
+        (r"attn\.add_[qkv]_proj$", "txt_attn.qkv"),
+        (r"attn\.to_add_out$", "txt_attn.proj"),
+        (r"ff\.linear_in$", "img_mlp.0"),
+        (r"ff\.linear_out$", "img_mlp.2"),
+        (r"ff_context\.linear_in$", "txt_mlp.0"),
+        (r"ff_context\.linear_out$", "txt_mlp.2"),
+    ),
+    "WanTransformer3DModel": (
+        (r"attn1\.to_", "self_attn."),
+        (r"attn2\.to_", "cross_attn."),
+        (r"out\.0$", "o"),
+        (r"ffn\.net\.(0)\.proj$|ffn\.net\.(2)$", r"ffn.\1\2"),
+    ),
+    "Krea2Transformer2DModel": (
+        (r"^transformer_blocks", "blocks"),
+        (r"^text_fusion", "txtfusion"),
+        (r"attn\.to_([qkv])$", r"attn.w\1"),
+        (r"attn\.to_out\.0$", "attn.wo"),
+        (r"attn\.to_gate$", "attn.gate"),
+        (r"\.ff\.", ".mlp."),
+        (r"^img_in", "first"),
+        (r"^final_layer", "last"),
+        (r"^time_embed\.linear_1", "tmlp.0"),
+        (r"^time_embed\.linear_2", "tmlp.2"),
+        (r"^txt_in\.linear_1", "txtmlp.1"),
+        (r"^txt_in\.linear_2", "txtmlp.3"),
+        (r"^time_mod_proj", "tproj.1"),
+    ),
+}
+"""By class of transformer: what its authors' own code calls layers, for trainers that train that code, as patterns and
+what takes their place, one after the other. Several layers may be one there. Layers outside the blocks are left out if
+no trainer adapts them."""
+
+LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
+"""Numbers of blocks in a layer's name."""
+MAX_BLOCKS = 64
+"""More than any list of a known model has."""
 Selects = Callable[[str], bool]
 """Whether a trainer adapts the layer of this name."""
 
 
+def general_name(layer: str) -> str:
+    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike ones."""
+    return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
+
+
+@cache
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Names of the Linear layers of a family's transformer, one block of each kind standing for all."""
-    names = LINEAR_LAYERS.get(family.transformer_class, ())
-    return frozenset(name for name in names if not in_blocks or name.startswith(tuple(family.block_lists)))
+    """Names of the Linear layers of a family's transformer, one block of each kind standing for all. A UNet's blocks
+    are not apart from the rest."""
+    names = [name for text in LINEAR_LAYERS.get(family.transformer_class, ()) for name in _expand(text)]
+    blocks = tuple(f"{name}." for name in family.block_lists) if in_blocks and family.block_lists else ("",)
+    return frozenset(name for name in names if name.startswith(blocks))
+
+
+def convolutions(family: Family) -> frozenset[str]:
+    """Names of the convolutions of a UNet."""
+    return frozenset(name for text in CONVOLUTIONS.get(family.transformer_class, ()) for name in _expand(text))
+
+
+def _expand(text: str) -> list[str]:
+    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
+    inner = re.search(r"\{([^{}]*)\}", text)
+    if inner is None:
+        return [text]
+    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
+    return list(dict.fromkeys(name for part in parts for name in _expand(part)))
+
+
+@cache
+def original_name(family: Family, layer: str) -> str:
+    """A layer's name in the code of the model's authors, if the model has another one there."""
+    for pattern, replacement in ORIGINAL_NAMES.get(family.transformer_class, ()):
+        layer = re.sub(pattern, replacement, layer)
+    return layer
 
 
 def layers_of(family: Family, targets: str) -> frozenset[str]:
@@ -72,9 +159,11 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """The target set that differs least from these layers, and how it differs."""
+    """The target set that differs least from these layers, by kinds of layers first, and how it differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
-    name = min(sets, key=lambda one: (len(sets[one] ^ layers), -len(sets[one])))
+    kinds = set(map(in_block, layers))
+    by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
+    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
     extra, lacking = sorted(sets[name] - layers), sorted(layers - sets[name])
     texts = [f"also adapts {_short(extra)}"] * bool(extra) + [f"does not adapt {_short(lacking)}"] * bool(lacking)
     return name, " and ".join(texts)
@@ -85,13 +174,40 @@ def short_names(family: Family, targets: str) -> list[str]:
     return sorted({in_block(name) for name in layers_of(family, targets)})
 
 
+def peft_names(family: Family, targets: str) -> list[str]:
+    """Ends of names that adapt the target set alone: a layer whose short name another also has, or a module around
+    layers, is named for each block."""
+    wanted, every = layers_of(family, targets), linear_layers(family)
+    found: list[str] = []
+    for name in sorted(wanted):
+        end = in_block(name)
+        is_shared = any(by_ends([end])(other) for other in every - wanted)
+        if is_shared or any(f".{end}." in other for other in every):
+            found += [name.replace(".0.", f".{number}.", 1) for number in range(MAX_BLOCKS)]
+        else:
+            found.append(end)
+    return list(dict.fromkeys(found))
+
+
+def in_any_block(layer: str) -> str:
+    """A pattern for the name of a layer in any block."""
+    if layer.startswith("mid_block.resnets."):
+        return re.escape(layer)
+    return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
+
+
 def in_block(name: str) -> str:
     """A layer's name within its block."""
-    return re.sub(r"^\w+_blocks\.\d+\.", "", name)
+    return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
 
 
 def _short(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(in_block(one) + " outside the blocks" * ("_blocks." not in one) for one in names))
+    return ", ".join(dict.fromkeys(_told(one) for one in names))
+
+
+def _told(name: str) -> str:
+    short = in_block(name)
+    return f"{short} outside the blocks" if short == name else short
 
 
 def by_pattern(pattern: str) -> Selects:

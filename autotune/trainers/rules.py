@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.families import Family
+from autotune.families import MIN_SNR_GAMMA, DiscreteDiffusion, Family
 from autotune.schema import Candidate
-from autotune.trainers.layers import Selects, find_target_set, linear_layers
+from autotune.trainers.layers import Selects, convolutions, find_target_set, linear_layers
 
 Values = Mapping[str, Any]
 """Values by the trainer's keys, or by autotune's names."""
@@ -96,7 +96,7 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number),
     **dict.fromkeys(("guidance_scale", "caption_dropout"), number),
     "swapped_blocks": block_number,
-    "caching.text_encoder_streamed": boolean,
+    **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
     "preview_prompts": texts,
 }
 """What kind of value a name takes; a whole number unless it is here."""
@@ -123,89 +123,18 @@ def _same(name: str, *keys: str) -> Rule:
     return Rule(keys, (name,), read, write, synonyms=keys)
 
 
-def one_of_list(
-    key: str, name: str, kind: Callable[[Any], Any], pick: Callable[[list[Any]], Any], otherwise: str
-) -> Rule:
-    """A value, or a list of which autotune takes the one that `pick` picks, and says `otherwise` of the rest."""
+def one_of_list(key: str, name: str, otherwise: str) -> Rule:
+    """A value, or a list of which autotune takes the largest number, or the first text, and says `otherwise`."""
+    kind: Callable[[Any], Any] = KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
         given = values[key] if isinstance(values[key], list) else [values[key]]
         items = [kind(item) for item in given]
-        return {name: pick(items), **({LOST: otherwise} if len(set(items)) > 1 else {})}
+        chosen = items[0] if kind is text else max(items)
+        return {name: chosen, **({LOST: otherwise} if len(set(items)) > 1 else {})}
 
     return Rule((key,), (name,), read, lambda ours, _: {key: ours.get(name)})
 
-
-Row = tuple[tuple[Any, ...], tuple[Any, ...]] | tuple[tuple[Any, ...], tuple[Any, ...], str]
-"""Values of their keys, values of our names, and how they differ if they do. `ANY` stands for any value of theirs, a
-text that ends with `*` for any that begins so; None among ours: nothing is said about that name."""
-
-
-def table(
-    keys: Sequence[str],
-    names: Sequence[str],
-    rows: Sequence[Row],
-    near: Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]] = (),
-    *,
-    instead: str = "",
-) -> Rule:
-    """Values of several keys that belong together, as rows. The first row that fits is read, and the first without a
-    difference written.
-
-    Args:
-        keys: theirs.
-        names: ours.
-        rows: pairs of values that mean the same, or nearly so.
-        near: ours to theirs, for values of ours that no row has: what needs no more memory. Without one it cannot be
-            expressed.
-        instead: what autotune does in place of values that no row has.
-    """
-
-    def read(values: Values, context: Context) -> Values:
-        theirs = tuple(values.get(key) for key in keys)
-        row = next((row for row in rows if _fits(row[0], theirs)), None)
-        if row is None:
-            return {LOST: f"autotune {instead or 'has no equivalent'}"}
-        lost = {LOST: row[2]} if len(row) > 2 and row[2] else {}
-        return {**{name: own for name, own in zip(names, row[1], strict=True) if own is not None}, **lost}
-
-    def write(ours: Values, context: Context) -> Values:
-        wanted = tuple(ours.get(name) for name in names)
-        exact = (row[0] for row in rows if len(row) < 3 and _fits(row[1], wanted))
-        theirs = next(exact, None) or next((to for of, to in near if _fits(of, wanted)), None)
-        if theirs is None:
-            said = ", ".join(f"{name} {own}" for name, own in zip(names, wanted, strict=True))
-            raise CannotExpress(f"it has nothing like {said} that needs no more memory")
-        return {key: None if value is ANY else value for key, value in zip(keys, theirs, strict=True)}
-
-    return Rule(tuple(keys), tuple(names), read, write)
-
-
-ANY: Any = object()
-
-
-def _fits(pattern: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    return all(map(_value_fits, pattern, values))
-
-
-def _value_fits(wanted: Any, value: Any) -> bool:
-    if wanted is ANY:
-        return True
-    if isinstance(wanted, str) and isinstance(value, str):
-        own, theirs = wanted.lower(), value.lower()
-        return theirs.startswith(own[:-1]) if own.endswith("*") else theirs == own
-    return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
-
-
-def choice(key: str, name: str, values: Mapping[Any, Any], *, instead: str = "") -> Rule:
-    """A value from a table, theirs to ours; of several that are read alike the first is written. A value of ours that
-    they lack is left out: comparing what is read back tells so."""
-    rows = [((theirs,), (ours,)) for theirs, ours in values.items()]
-    return table([key], [name], rows, [((ANY,), (None,))], instead=instead)
-
-
-ALLOCATOR = choice("env.PYTORCH_ALLOC_CONF", "allocator", {"expandable_segments:True": "expandable"})
-"""Of every trainer on PyTorch."""
 
 VALIDATION_PROMPT = Rule(
     ("validation_prompt",),
@@ -214,19 +143,6 @@ VALIDATION_PROMPT = Rule(
     lambda ours, _: {"validation_prompt": next(iter(ours.get("preview_prompts") or ()), None)},
 )
 """Of trainers that sample a single prompt."""
-
-
-def accelerate_compile(prefix: str = "") -> Rule:
-    """Compilation by accelerate, whose options are called `prefix` and `dynamo_...`."""
-    return table(
-        [f"{prefix}dynamo_backend", f"{prefix}dynamo_use_regional_compilation"],
-        ["compile"],
-        [
-            (("inductor", True), ("block",)),
-            (("no", ANY), ("off",)),
-            (("inductor", ANY), ("block",), "autotune compiles each block, not the whole model"),
-        ],
-    )
 
 
 def batch(sizes: Sequence[str], accumulation: str, processes: str, *, written: str = "") -> Rule:
@@ -254,8 +170,8 @@ def batch(sizes: Sequence[str], accumulation: str, processes: str, *, written: s
     return Rule((*sizes, accumulation, processes), names, read, write, synonyms=tuple(sizes))
 
 
-def duration(steps: str, epochs: str, *, epochs_win: bool = False) -> Rule:
-    """Optimizer steps, or epochs; if a file names both, what wins."""
+def duration(steps: str, epochs: str, *, epochs_win: bool = False, no_epochs: int | None = None) -> Rule:
+    """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is written."""
 
     def read(values: Values, context: Context) -> Values:
         num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
@@ -265,31 +181,43 @@ def duration(steps: str, epochs: str, *, epochs_win: bool = False) -> Rule:
 
     def write(ours: Values, context: Context) -> Values:
         num_epochs = ours.get("num_train_epochs")
-        return {epochs: num_epochs or None, steps: None if num_epochs else ours["num_steps"]}
+        return {epochs: num_epochs or no_epochs, steps: None if num_epochs else ours["num_steps"]}
 
     return Rule((steps, epochs), ("num_steps", "num_train_epochs"), read, write, synonyms=(steps, epochs))
 
 
-def schedule(key: str, warmup: str, names: Mapping[str, str], *, always: bool = True) -> Rule:
+def epochs_only(key: str) -> Rule:
+    """Epochs, if a trainer has no other measure: as many as the steps take."""
+
+    def write(ours: Values, context: Context) -> Values:
+        images = max(1, ours.get("num_images", 1))
+        return {key: ours.get("num_train_epochs") or -(-ours["num_steps"] * ours["effective_batch_size"] // images)}
+
+    names = ("num_steps", "num_train_epochs")
+    return Rule((key,), names, lambda values, _: {"num_train_epochs": whole(values[key])}, write)
+
+
+def schedule(key: str, warmup: str, written: str, *, always: bool = True) -> Rule:
     """The schedule of the learning rate, by name, and its warm-up in steps.
 
     Args:
         key: their key for the schedule.
         warmup: their key for the warm-up.
-        names: theirs to ours, the first being `constant`.
+        written: names, the first being `constant`, or words `theirs=ours`.
         always: whether every schedule of theirs has a warm-up; else only those that have the word in their name.
     """
+    names = {theirs: own or theirs for theirs, _, own in (word.partition("=") for word in written.split())}
     constant = next(iter(names))
 
     def read(values: Values, context: Context) -> Values:
-        written = str(values[key])
-        name = names.get(written)
+        given = str(values[key])
+        name = names.get(given)
         if name is None:
             return {LOST: "autotune has no such schedule; the rate stays constant"}
         steps = number(values.get(warmup) or 0) if always or "warmup" in name else 0
         if 0 < steps < 1:
             return {"lr_scheduler": name, LOST: "a warm-up by share of the steps is not carried"}
-        if steps and written == constant and "constant_with_warmup" not in names.values():
+        if steps and given == constant and "constant_with_warmup" not in names.values():
             name = "constant_with_warmup"
         return {"lr_scheduler": name, "lr_warmup_steps": 0 if name == "constant" else whole(steps)}
 
@@ -301,14 +229,42 @@ def schedule(key: str, warmup: str, names: Mapping[str, str], *, always: bool = 
     return Rule((key, warmup), ("lr_scheduler", "lr_warmup_steps"), read, write)
 
 
-def checkpointing(key: str) -> Rule:
-    """All blocks or none: a part of them becomes all, which needs less memory."""
-    return Rule(
-        (key,),
-        ("checkpointed_blocks",),
-        lambda values, _: {"checkpointed_blocks": "all" if boolean(values[key]) else "0"},
-        lambda ours, context: {key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0},
-    )
+def by_noise(flow: Rule, discrete: Rule) -> Rule:
+    """One rule for models of flow matching, and another for those that learn noise on a discrete schedule."""
+
+    def read(values: Values, context: Context) -> Values:
+        if is_discrete(context):
+            return discrete.read(values, context)
+        pointless = [key for key in discrete.keys if key not in flow.keys and values.get(key)]
+        lost = {LOST: "autotune knows no such weights of this model's loss"} if pointless else {}
+        return {**flow.read(values, context), **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        return (discrete if is_discrete(context) else flow).write(ours, context)
+
+    keys, names = dict.fromkeys((*flow.keys, *discrete.keys)), dict.fromkeys((*flow.names, *discrete.names))
+    return Rule(tuple(keys), tuple(names), read, write)
+
+
+def is_discrete(context: Context) -> bool:
+    """Whether the model learns noise on a discrete schedule."""
+    return isinstance(context.family.noise, DiscreteDiffusion)
+
+
+def min_snr(key: str, off: float | None = None) -> Rule:
+    """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under one key that is `off`
+    without it. Noise levels are drawn alike."""
+
+    def read(values: Values, context: Context) -> Values:
+        limit = number(values.get(key) or 0)
+        lost = {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"} if limit not in (0, MIN_SNR_GAMMA) else {}
+        weighting = "min_snr" if limit else "none"
+        return {"timestep_sampling": "uniform", "timestep_shift": 1.0, "weighting_scheme": weighting, **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        return {key: MIN_SNR_GAMMA if ours.get("weighting_scheme") == "min_snr" else off}
+
+    return Rule((key,), ("timestep_sampling", "timestep_shift", "weighting_scheme"), read, write)
 
 
 def targets(
@@ -322,25 +278,44 @@ def targets(
     reaches layers outside the blocks."""
 
     def read(values: Values, context: Context) -> Values:
-        layers = linear_layers(context.family, in_blocks=in_blocks)
+        layers = linear_layers(context.family, in_blocks=in_blocks) | convolutions(context.family)
         name, difference = find_target_set(context.family, frozenset(filter(selects(values, context), layers)))
         return {"targets": name, **({LOST: f"the nearest set of layers {difference}"} if difference else {})}
 
     return Rule(tuple(keys), ("targets",), read, write)
 
 
-def count_blocks(value: str | int, num_blocks: int) -> int:
-    """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of every four."""
-    written = str(value)
-    if written == "all":
-        return num_blocks
-    if written.endswith("%"):
-        return round(float(written[:-1]) * num_blocks / 100)
-    first, of, every = written.partition("/")
-    if not of:
-        return int(first)
-    whole_groups, rest = divmod(num_blocks, int(every))
-    return whole_groups * int(first) + min(rest, int(first))
+def required(key: str, value: Any, words: str) -> Rule:
+    """A key that must have one value, and in words what it means if it has another."""
+    return Rule(
+        (key,), (), lambda values, _: {} if values[key] == value else {LOST: words}, lambda ours, context: {key: value}
+    )
+
+
+def alpha(key: str, rank: str) -> Rule:
+    """The alpha of an adapter, which is the rank if it is not there."""
+    return Rule(
+        (key, rank),
+        ("lora_alpha",),
+        lambda values, _: {"lora_alpha": number(values.get(key) or values[rank])},
+        lambda ours, _: {key: int(ours["lora_alpha"]) if ours["lora_alpha"] % 1 == 0 else ours["lora_alpha"]},
+    )
+
+
+def weight_decay_among(key: str, *, as_list: bool) -> Rule:
+    """The weight decay among arguments `name=value` of an optimizer, in a list or in one text."""
+
+    def read(values: Values, context: Context) -> Values:
+        found = named_arguments(values.get(key))
+        rest = [name for name in found if name != "weight_decay"]
+        lost = {LOST: f"{', '.join(rest)}: autotune has no such argument"} if rest else {}
+        return {"weight_decay": number(found.get("weight_decay", 0.01)), **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        written = f"weight_decay={ours['weight_decay']}"
+        return {key: [written] if as_list else written}
+
+    return Rule((key,), ("weight_decay",), read, write)
 
 
 def named_arguments(value: Any) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotune.families import Family, PublishedModel, find_published
 from autotune.trainers.document import Document
 from autotune.trainers.rules import Rule, Values
 
@@ -16,8 +17,48 @@ FILL_IN = "FILL-IN"
 class KnownModel:
     """A model by a trainer's keys."""
 
-    family: str
+    name: str
+    """What autotune calls it."""
     keys: Values
+    """What a file for it holds; None for what it does not."""
+    defaults: Values = field(default_factory=dict)
+    """The trainer's values for this model, if they are not those for others."""
+    fixed: Values = field(default_factory=dict)
+    """Other keys that are always written for it."""
+    lacks: tuple[str, ...] = ()
+    """Keys that do nothing for it, or that its script refuses."""
+    part: tuple[str, str] | None = None
+    """How its keys begin that begin otherwise for other models, and how those do."""
+    kept_bytes: int = 0
+    """What this trainer keeps on the device while it trains, beside what autotune does: parts of the pipeline. An
+    adapter in fp32 takes no more than autotune's in bf16 with its fp32 copy: 16 bytes a parameter with AdamW."""
+    assumes: str = ""
+    """What is taken for granted of a file that says no more than `keys`."""
+    note: str = ""
+    """What this trainer computes differently with this model."""
+
+    def renamed(self, written: Values) -> Values:
+        """Settings by the keys that they have for this model."""
+        own, usual = self.part or ("", "")
+        return {
+            own + key.removeprefix(usual) if own and key.startswith(usual) else key: written[key] for key in written
+        }
+
+    @property
+    def family(self) -> str:
+        """The family that the model belongs to."""
+        return self._found[0].name
+
+    @property
+    def published(self) -> PublishedModel:
+        """The model as it is published."""
+        return self._found[1]
+
+    @property
+    def _found(self) -> tuple[Family, PublishedModel]:
+        found = find_published(self.name)
+        assert found is not None, f"no published model is called {self.name}"
+        return found
 
 
 @dataclass(frozen=True)
@@ -30,7 +71,7 @@ class Trainer:
     """Commit that its keys were read at."""
     detect: Callable[[Document], bool]
     models: tuple[KnownModel, ...]
-    """The first of a family is written; all are read."""
+    """The first of a model is written; all are read."""
     rules: tuple[Rule, ...]
     defaults: Values
     """The trainer's own values for keys that may be absent and that change learning or memory: read if a key is
@@ -38,8 +79,8 @@ class Trainer:
     fixed: Values
     """Other keys that are always written."""
     decided: Mapping[str, str]
-    """What autotune does by itself, in words, and the keys for it in the trainer: words between spaces, with `*` for
-    any part of a key."""
+    """What autotune does by itself, in words, and the keys for it in the trainer: with spaces between, and `*` for any
+    part of a key."""
     unlearned: Mapping[str, str]
     """What changes learning and is not carried over, in words, and its keys. `key=value` names the value with which it
     changes nothing, besides none, false, 0 and an empty text."""
@@ -60,6 +101,17 @@ class Trainer:
     notes: tuple[str, ...] = ()
     """What this trainer computes differently whatever its settings are."""
 
+    def for_model(self, known: KnownModel) -> "Trainer":
+        """This table as it is for one model."""
+        usual = {key: value for key, value in self.defaults.items() if value is None or key not in known.lacks}
+        fixed = {key: value for key, value in self.fixed.items() if key not in known.lacks}
+        return replace(
+            self,
+            defaults={**usual, **known.defaults},
+            fixed={**fixed, **known.fixed},
+            notes=(*self.notes, *filter(None, [known.note])),
+        )
+
     def find_decided(self, key: str) -> str | None:
         """What autotune does by itself about a key; None if that is not so."""
         return next((words for words, keys in self.decided.items() if _find(keys, key) is not None), None)
@@ -77,3 +129,9 @@ def _find(keys: str, key: str) -> list[str] | None:
     parts = [one.partition("=") for one in keys.split()]
     found = [off.lower() for name, _, off in parts if re.fullmatch(re.escape(name).replace(r"\*", ".*"), key)]
     return found or None
+
+
+def models(key: str, written: str) -> tuple[KnownModel, ...]:
+    """Models that one key tells apart, as words `name=value`."""
+    pairs = (word.partition("=") for word in written.split())
+    return tuple(KnownModel(name, {key: value}) for name, _, value in pairs)

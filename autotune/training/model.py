@@ -1,15 +1,19 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter."""
 
 import contextlib
+import os
+import platform
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family, NoiseProcess, ResolvedModel, add_adapter, disable_dropout
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, take_layers, torch_dtype
 from autotune.quantization import quantize_inside
+from autotune.runtime import cache_path
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
@@ -69,13 +73,24 @@ def load_model(
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
-    if settings.compile != "off" or settings.norm_rope == "compiled":
-        import torch._dynamo.config as dynamo
-
-        # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it.
-        dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_COMPILED_GRAPHS)
+    if settings.compile != "off" or settings.norm_rope == "compiled" or _compiles_products(settings, device):
+        _prepare_compiler()
     apply_settings(loaded, settings)
     return loaded
+
+
+def _compiles_products(settings: Candidate, device: torch.device) -> bool:
+    return device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
+
+
+def _prepare_compiler() -> None:
+    """Let what is compiled be kept for later trials and runs of this user, and enough of it at a time."""
+    import torch._dynamo.config as dynamo
+
+    versions = f"torch-{torch.__version__}-python-{platform.python_version()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_path("compiled", versions)))
+    # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_COMPILED_GRAPHS)
 
 
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:

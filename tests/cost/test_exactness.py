@@ -21,6 +21,9 @@ STORED = [
     ("qwen-image", "torchao-int8"),
     ("flux1-dev", "torchao-fp8"),
     ("qwen-image", "layerwise-fp8"),
+    ("qwen-image", "int8-matmul"),
+    ("flux1-dev", "int8-matmul"),
+    ("flux1-dev", "fp8-matmul"),
     *(
         pytest.param(name, storage, marks=BITSANDBYTES)
         for name in ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
@@ -161,6 +164,8 @@ def _live_caches(transformer):
         ("sdxl", 0.5, "none"),
         ("sdxl", 1.0, "none"),
         ("kandinsky5-video-lite", 0.5, "none"),
+        *((name, share, "int8-matmul") for name in ("qwen-image", "flux1-dev", "wan-2.1") for share in (0.0, 0.5)),
+        ("qwen-image", 0.5, "fp8-matmul"),
         pytest.param("qwen-image", 1.0, "bnb-nf4", marks=BITSANDBYTES),
         pytest.param("flux1-dev", 0.0, "bnb-int8", marks=BITSANDBYTES),
         pytest.param("flux1-dev", 1.0, "bnb-int8", marks=BITSANDBYTES),

@@ -10,6 +10,7 @@ from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
+from autotune.quantization.product_layer import quantize_int8
 from autotune.schema.hardware import Rate
 
 
@@ -111,6 +112,42 @@ def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
     del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
     turing = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
     assert turing.matmul_rate((4096, 3072, 3072)) == pytest.approx(2e13)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_products_of_8_bits_go_by_their_own_rate_or_by_the_datasheet(dtype):
+    shape, rates = (4096, 3072, 3072), {"matmul.bf16.4096x3072x3072": 1e14, "memory.bandwidth": 1e12}
+    sheet = gpu("nvidia-rtx-4090").datasheet
+    peak = {"int8": sheet.int8_flops_per_second, "fp8": sheet.fp8_flops_per_second}[dtype]
+
+    def rate(card):
+        return Rates(card, "bf16", "native", "flash").matmul_rate(shape, dtype)
+
+    gain = peak / sheet.bf16_flops_per_second
+    assert rate(measured("nvidia-rtx-4090", rates)) == pytest.approx(gain * 1e14)
+    assert rate(measured("nvidia-rtx-4090", {**rates, f"matmul.{dtype}.4096x3072x3072": 3e14})) == pytest.approx(3e14)
+    plain = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash").matmul_rate(shape)
+    assert rate(gpu("nvidia-rtx-4090")) == pytest.approx(gain * plain)
+    assert rate(cpu()) == Rates(cpu(), "bf16", "native", "cpu").matmul_rate(shape)  # of what nobody knows
+
+
+def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_on_a_gpu():
+    layer = torch.nn.Linear(256, 512, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    quantize_int8(layer)
+    x = torch.empty(64, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    recorder, gradient = Recorder("cuda"), torch.empty(64, 512, device="meta", dtype=torch.bfloat16)
+    recorder.seed([layer.weight, x, gradient])
+    recorder.mark("forward")
+    with substitutes("flash", "cuda"), recorder:
+        out = layer(x)
+        recorder.mark("backward")
+        torch.autograd.grad(out, x, gradient)
+    forward, backward = (segment.work for segment in recorder.segments)
+    assert ("matmul.int8", (64, 256, 512), 2 * 64 * 256 * 512, 64 * 256 + 256 * 512 + 4 * 64 * 512) in forward
+    assert sorted(work[3] for work in forward.elements() if work[0] == "elementwise") == [3 * 64 * 256, 6 * 64 * 512]
+    assert ("matmul.int8", (64, 512, 256), 2 * 64 * 256 * 512, 64 * 512 + 256 * 512 + 4 * 64 * 256) in backward
+    assert sorted(work[3] for work in backward.elements() if work[0] == "elementwise") == [3 * 64 * 512, 6 * 64 * 256]
+    assert [work[3] for work in backward if work[0].startswith("dequantization")] == [2 * 256 * 512]  # by columns
 
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])

@@ -71,6 +71,9 @@ def test_a_cpu_is_measured_whole(small_effort):
         "matmul.bf16.8x64x64",
         "matmul.fp32.8x64x64",
         "matmul.fp16.8x64x64",
+        "matmul.fp8.8x64x64",
+        "matmul.int8.8x64x64",
+        "matmul.int8.8x64x128",
         "matmul.bf16.8x64x128",
         "matmul.fp32.8x64x128",
         *(f"attention.{b}.bf16.{n}" for b in ("native", "_native_flash", "_native_math") for n in (16, 32)),
@@ -88,7 +91,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     monkeypatch.setattr(rates.Meter, "bandwidth", broken)
     reports = reports_of()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
-    assert sum(kind == "rate" for kind, _ in reports) == 29
+    assert sum(kind == "rate" for kind, _ in reports) == 32
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])
@@ -105,7 +108,7 @@ def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(small_effort
     monkeypatch.setattr(rates.Meter, "matmul", broken)
     reports = reports_of()
     assert reports[-1] == ("measuring", "done")
-    assert sum(kind == "rate" for kind, _ in reports) == 29 + calls_before
+    assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
@@ -113,7 +116,7 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     monkeypatch.setitem(rates.BENCHMARK_SIZES, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 29
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 32
 
 
 @BITSANDBYTES

@@ -1,10 +1,12 @@
 """Knobs that a rule settles: what they admit where, and why the rest is not tried."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
@@ -93,6 +95,26 @@ def test_compiling_is_offered_with_what_is_known_of_its_cost_and_never_searched(
         "compiling takes about 120 s here, and what it saves has to be measured: pin it to try"
     ), "no payback is claimed: how many operations a step has is only known once it is traced"
     assert Compile().choices(context()).rejected.keys() == {"block"}
+
+
+def test_plain_tensors_of_8_bits_go_with_compiled_blocks_and_other_formats_do_not():
+    compiled = Candidate(micro_batch_size=1, checkpointed_blocks=0, compile="block")
+    for name in WEIGHT_FORMATS:
+        conflict = Compile().conflict(compiled.changed(quantization=name), context("compile"))
+        assert (conflict is None) is (name in ("none", "int8-matmul", "fp8-matmul"))
+
+
+def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_processor_a_request():
+    names = ("quantization.int8-matmul", "quantization.fp8-matmul")
+    strict = Quantization().choices(context(*names))
+    assert all("--quality compact" in strict.rejected[name] for name in ("int8-matmul", "fp8-matmul"))
+    card, processor = (
+        Quantization().choices(replace(where, workload=where.workload.changed(quality="compact")))
+        for where in (context(*names), context(*names, kind="cpu"))
+    )
+    assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
+    assert processor.admitted == ("int8-matmul", "none")
+    assert "float8 units" in processor.on_request["fp8-matmul"]
 
 
 def test_float8_without_scales_is_searched_only_where_int8_cannot_be():

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from autotune.families.registry import FAMILIES
+from autotune.families.registry import find_published
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import Versions
 from autotune.schema.job import Job
@@ -10,26 +10,39 @@ from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Training
 from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket, ModelSpec, Workload
 
-NUM_BLOCKS = {"qwen": 60, "flux": 57, "kandinsky": 52}
+NUM_BLOCKS = {
+    **{"qwen": 60, "flux1": 57, "flux2-klein-9b": 32, "flux2": 25, "kandinsky5-image": 52, "kandinsky5-video": 34},
+    **{"z-": 34, "krea": 28, "wan-2.1-14b": 40, "wan": 30, "sdxl": 86},
+}
 SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 
 
-def plan_of(family: str, **changes: Any) -> TrainingPlan:
+def plan_of(model: str, **changes: Any) -> TrainingPlan:
     """A plan with these values, by the names of the job, the workload, the settings or `caching.FIELD`."""
-    defaults = FAMILIES[family].defaults
+    found = find_published(model)
+    assert found is not None
+    family, published = found
+    defaults = family.defaults
 
     def of(kind: Any) -> dict[str, Any]:
         return {name: value for name, value in changes.items() if name in kind.model_fields}
 
     side, frames = changes.get("resolution", 1024), changes.get("num_frames", defaults.num_frames)
     job = {
-        **{"model": family, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4, "weight_decay": 1e-3},
+        **{"model": model, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4, "weight_decay": 1e-3},
         **{"max_grad_norm": 1.0, "timestep_shift": defaults.timestep_shift, "seed": 42, "preview_steps": 25},
+        "timestep_sampling": defaults.timestep_sampling,
         **{"guidance_scale": defaults.training_guidance, "num_frames": frames, **of(Job)},
     }
-    blocks = next(number for name, number in NUM_BLOCKS.items() if family.startswith(name))
+    blocks = next(number for name, number in NUM_BLOCKS.items() if model.startswith(name))
     workload = {
-        "model": ModelSpec(family=family, architecture="sha256:0", num_parameters=1, num_blocks=blocks, name=family),
+        "model": ModelSpec(
+            family=family.name,
+            architecture="sha256:0",
+            num_parameters=published.num_parameters,
+            num_blocks=blocks,
+            name=published.hub_id,
+        ),
         "resolution_px": side,
         "buckets": (Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20),),
         **{"max_text_tokens": 256, "text_padding": "masked", "rank": 16, "lora_alpha": 16.0, "targets": "attention"},

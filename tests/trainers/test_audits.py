@@ -1,6 +1,7 @@
 """Audits: the file as it is written on a card, the fastest that learns the same, and each difference alone."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def test_an_audit_predicts_the_file_and_the_fastest_and_each_difference(tmp_path
     assert all(len(line) <= 80 for line in audit_lines(found) if str(tmp_path) not in line)
     text = audit_markdown(found)
     assert "| quantization | torchao-fp8 | none |" in text
+    assert {phase.name for phase in found.as_written.prediction.phases} <= set(
+        re.findall(r"^\| - (\w+) \|", text, re.M)
+    )
     assert "`train.ema_config.use_ema` (line 39)" in text
 
 

@@ -13,56 +13,86 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import write_plan
+from autotune.trainers.blocks import count_blocks
 from autotune.trainers.exporting import LOADING, compare, export_plan, inexpressible, values_of
 from autotune.trainers.importing import ImportedConfig, read_config
 from autotune.trainers.registry import get_trainer, trainers
-from autotune.trainers.rules import Context, count_blocks
+from autotune.trainers.rules import Context
 from tests.conftest import autotune_here
 from tests.trainers.plans import plan_of
 
-PAIRS = [(trainer.name, family) for trainer in trainers().values() for family in {m.family: 0 for m in trainer.models}]
+PAIRS = [(trainer.name, name) for trainer in trainers().values() for name in {m.name: 0 for m in trainer.models}]
 MAIN = {
     **{"ai-toolkit": "train.yaml", "musubi": "train.toml", "simpletuner": "config.json", "diffusers": "run.sh"},
     **{"sd-scripts": "train.toml", "onetrainer": "config.json"},
 }
 EXACT: dict[str, dict[str, Any]] = {
     "ai-toolkit": {
-        **{"timestep_shift": 1.0, "quantization": "torchao-int8", "checkpointed_blocks": 59, "swapped_blocks": 15},
-        **{
-            "attention": "flash",
-            "compile": "block",
-            "lora_alpha": 8.0,
-            "lora_dropout": 0.1,
-            "targets": "attention+mlp",
-        },
+        **{"timestep_shift": 1.0, "quantization": "torchao-int8", "swapped_blocks": 0.25, "attention": "flash"},
+        **{"compile": "block", "lora_alpha": 8.0, "lora_dropout": 0.1, "targets": "attention+mlp"},
         **{"caption_dropout": 0.1, "trigger": "sks", "effective_batch_size": 8, "micro_batch_size": 2},
         **{"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100, "allocator": "expandable"},
     },
     "musubi": {
-        **{"quantization": "layerwise-fp8", "checkpointed_blocks": 59, "swapped_blocks": 16, "attention": "xformers"},
+        **{"quantization": "layerwise-fp8", "swapped_blocks": 0.25, "attention": "xformers", "timestep_shift": 2.2},
         **{"lr_scheduler": "cosine", "lr_warmup_steps": 50, "weighting_scheme": "sigma_sqrt", "compile": "block"},
-        **{"targets": "all-linear", "effective_batch_size": 6, "micro_batch_size": 3, "timestep_shift": 2.2},
+        **{"targets": "all-linear", "effective_batch_size": 6, "micro_batch_size": 3},
     },
     "simpletuner": {
-        **{"quantization": "bnb-nf4", "checkpointed_blocks": 30, "swapped_blocks": 16, "attention": "_native_cudnn"},
+        **{"quantization": "bnb-nf4", "swapped_blocks": 0.25, "attention": "_native_cudnn", "max_grad_norm": 0.5},
         **{"lr_scheduler": "linear", "lr_warmup_steps": 50, "compile": "block", "caption_dropout": 0.2},
-        **{"timestep_sampling": "uniform", "timestep_shift": "by_resolution", "max_grad_norm": 0.5},
+        **{"timestep_sampling": "uniform", "timestep_shift": "by_resolution"},
     },
     "diffusers": {
-        **{"quantization": "bnb-int8", "checkpointed_blocks": 59, "attention": "flash", "compile": "block"},
-        **{"timestep_shift": 1.0, "weighting_scheme": "none", "caption": "a photo of sks", "resolution": 512},
+        **{"quantization": "bnb-int8", "attention": "flash", "compile": "block", "caption_dropout": 0.1},
+        **{"timestep_shift": 1.0, "caption": "a photo of sks", "resolution": 512},
     },
     "sd-scripts": {
-        **{"quantization": "layerwise-fp8", "checkpointed_blocks": 56, "swapped_blocks": 18, "attention": "xformers"},
+        **{"quantization": "layerwise-fp8", "swapped_blocks": 18, "attention": "xformers"},
         **{"targets": "attention+mlp", "guidance_scale": 1.0, "timestep_shift": 3.1582, "caption_dropout": 0.05},
+        "flip": True,
     },
     "onetrainer": {
-        **{"quantization": "bnb-nf4", "checkpointed_blocks": 59, "swapped_blocks": 30, "attention": "_native_cudnn"},
-        **{"timestep_shift": 2.2, "num_train_epochs": 100, "lr_scheduler": "constant_with_warmup"},
-        **{"lr_warmup_steps": 100, "compile": "block", "max_grad_norm": 0.5},
+        **{"quantization": "bnb-nf4", "swapped_blocks": 0.5, "attention": "_native_cudnn", "timestep_shift": 2.2},
+        **{"num_train_epochs": 100, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100},
+        **{"compile": "block", "max_grad_norm": 0.5},
     },
 }
-"""For each trainer, values that it can express exactly."""
+"""For each trainer, values that it can express exactly for most models; swapped blocks as a share of all."""
+OF_MODELS: dict[tuple[str, str], dict[str, Any]] = {
+    ("ai-toolkit", "flux1-dev"): {"swapped_blocks": 0},
+    ("ai-toolkit", "sdxl"): {"quantization": "none", "swapped_blocks": 0, "weighting_scheme": "min_snr"},
+    ("musubi", "krea-2"): {"quantization": "torchao-fp8"},
+    ("simpletuner", "sdxl"): {"swapped_blocks": 0, "weighting_scheme": "min_snr", "timestep_sampling": "uniform"},
+    ("diffusers", "flux1-dev"): {"quantization": "none", "caption_dropout": 0.0},
+    ("diffusers", "z-image"): {"timestep_shift": 6.0, "caption_dropout": 0.0},
+    ("diffusers", "z-image-turbo"): {"timestep_shift": 3.0, "caption_dropout": 0.0},
+    ("diffusers", "sdxl"): {"quantization": "none", "caption_dropout": 0.0, "weighting_scheme": "min_snr"},
+    ("sd-scripts", "sdxl"): {"targets": "attention+mlp+proj", "swapped_blocks": 0, "weighting_scheme": "min_snr"},
+    ("onetrainer", "sdxl"): {"swapped_blocks": 0, "weighting_scheme": "min_snr", "timestep_sampling": "logit_normal"},
+}
+
+
+def exact_of(trainer: str, model: str) -> dict[str, Any]:
+    """Values that a trainer can express exactly for a model."""
+    plan = plan_of(model)
+    defaults, total = FAMILIES[plan.frozen.workload.model.family].defaults, plan.frozen.workload.model.num_blocks
+    changes = {**EXACT[trainer], **OF_MODELS.get((trainer, model), {})}
+    is_patterned = trainer == "simpletuner" and model.startswith(("qwen", "kandinsky5-video"))
+    changes["checkpointed_blocks"] = total // 2 if is_patterned else total - 1
+    if isinstance(share := changes.get("swapped_blocks"), float):
+        changes["swapped_blocks"] = int(share * total)
+    if changes["timestep_shift"] == "by_resolution" and defaults.shift_by_tokens is None:
+        changes["timestep_shift"] = 3.0
+    if defaults.training_guidance is None:
+        changes.pop("guidance_scale", None)
+    if model == "sdxl" and trainer != "onetrainer":
+        changes["timestep_shift"] = 1.0
+    if trainer in ("diffusers", "simpletuner", "onetrainer"):
+        changes["targets"] = "attention"
+    if trainer == "diffusers" and model == "sdxl":
+        changes |= {"lora_alpha": 16.0, "caption": "a photo of sks"}
+    return changes
 
 
 def exported(tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any) -> tuple[ImportedConfig, Any]:
@@ -72,31 +102,16 @@ def exported(tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any) -
     return read_config(tmp_path / MAIN[trainer]), result
 
 
-@pytest.mark.parametrize(("trainer", "family"), PAIRS)
-def test_what_is_exact_comes_back_from_the_files_as_it_was(tmp_path: Path, trainer: str, family: str) -> None:
-    changes = dict(EXACT[trainer])
-    if trainer == "diffusers" and family == "flux1-dev":
-        changes["quantization"] = "none"
-    if family.startswith("kandinsky5"):
-        changes["checkpointed_blocks"] = min(changes["checkpointed_blocks"], 51)
-        if changes["checkpointed_blocks"] == 30:
-            changes["checkpointed_blocks"] = 26
-        changes["swapped_blocks"] = min(changes.get("swapped_blocks", 0), 13)
-        changes.pop("guidance_scale", None)
-    if family == "flux1-dev":
-        changes["checkpointed_blocks"] = {"simpletuner": 29}.get(trainer, 56)
-        changes["targets"] = {"onetrainer": "attention", "ai-toolkit": "attention+mlp"}.get(
-            trainer, changes.get("targets")
-        )
-        changes["targets"] = changes["targets"] or "attention"
-    if changes.get("timestep_shift") == "by_resolution" and FAMILIES[family].defaults.shift_by_tokens is None:
-        changes["timestep_shift"] = 3.0
-    plan = plan_of(family, **changes)
+@pytest.mark.parametrize(("trainer", "model"), PAIRS)
+def test_what_is_exact_comes_back_from_the_files_as_it_was(tmp_path: Path, trainer: str, model: str) -> None:
+    plan = plan_of(model, **exact_of(trainer, model))
+    spec = plan.frozen.workload.model
     config, result = exported(tmp_path, plan, trainer)
     left = [one for one in result.differences if one.name not in LOADING]
     assert left == []
-    assert (config.trainer, config.family, config.data) == (trainer, family, "photos")
-    context = Context(FAMILIES[family], plan.frozen.workload.model.num_blocks)
+    assert (config.trainer, config.family, config.data) == (trainer, spec.family, "photos")
+    assert config.model in (model, spec.name)
+    context = Context(FAMILIES[spec.family], spec.num_blocks)
     planned = values_of(plan)
     again = {one.name for one in compare(planned, {**config.options, **config.pins}, context)}
     assert again - set(LOADING) - FROM_SCRIPT == set()
@@ -107,7 +122,7 @@ FROM_SCRIPT = {"allocator"}
 """What stands in the script that starts a trainer, and not in its configuration."""
 
 
-@pytest.mark.parametrize(("trainer", "family"), PAIRS)
+@pytest.mark.parametrize(("trainer", "model"), PAIRS)
 @settings(max_examples=25, deadline=None)
 @given(
     blocks=st.integers(0, 59),
@@ -116,10 +131,11 @@ FROM_SCRIPT = {"allocator"}
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
 )
 def test_what_a_trainer_lacks_goes_to_a_neighbor_that_needs_no_more_memory(
-    trainer: str, family: str, blocks: int, swapped: int, quantization: str, attention: str
+    trainer: str, model: str, blocks: int, swapped: int, quantization: str, attention: str
 ) -> None:
+    blocks = min(blocks, plan_of(model).frozen.workload.model.num_blocks)
     plan = plan_of(
-        family, checkpointed_blocks=blocks, swapped_blocks=swapped, quantization=quantization, attention=attention
+        model, checkpointed_blocks=blocks, swapped_blocks=swapped, quantization=quantization, attention=attention
     )
     num_blocks, result = plan.frozen.workload.model.num_blocks, None
     with contextlib.suppress(InvalidInput):

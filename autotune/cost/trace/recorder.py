@@ -33,7 +33,9 @@ from autotune.cost.trace.shapes import PLAIN, called, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "_int_mm"})
+MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
+PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}
+"""Those with factors of 8 bits, and the dtype."""
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
@@ -115,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scratch = workspace_bytes(name, inputs[1 if backward else 0].shape)
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
-        elif kind == "matmul":
+        elif kind.startswith("matmul"):
             flops = 2 * math.prod(shape)
         else:
             formula = flop_registry.get(func.overloadpacket)
@@ -185,6 +187,9 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
         left, right = inputs[-2], inputs[-1]
         batch = left.shape[0] if left.ndim == 3 else 1
         return "matmul", (batch * left.shape[-2], left.shape[-1], right.shape[-1])
+    if name in PRODUCTS:
+        left, right = inputs[:2]
+        return f"matmul.{PRODUCTS[name]}", (*left.shape, right.shape[1])
     if "attention" in name:
         backward = name.endswith("backward")
         query, key = inputs[1:3] if backward else inputs[0:2]
