@@ -117,18 +117,18 @@ def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: Non
 def _step_in(line: bytes) -> StepFinished | None:
     """The step of a line; None if it is damaged."""
     try:
-        event = _validated(json.loads(line))
+        event = _validated(line)
     except (ValueError, RecursionError, InvalidInput):
         return None
-    return event if all(number is None or abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
+    return event if max(map(abs, filter(None, NUMBERS(event))), default=0) <= MAX_NUMBER else None
 
 
-def _validated(data: Any) -> StepFinished:
-    """Today's names first: looking for older ones takes longer than everything else that reads a line."""
+def _validated(line: bytes) -> StepFinished:
+    """Today's names first, in one pass: looking for older ones takes several times as long."""
     try:
-        return StepFinished.model_validate(data)
+        return StepFinished.model_validate_json(line)
     except ValidationError:
-        return StepFinished.model_validate(from_schema_1(data))
+        return StepFinished.model_validate(from_schema_1(json.loads(line)))
 
 
 def _line(event: StepFinished) -> str:
