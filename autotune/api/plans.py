@@ -43,7 +43,7 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
-from autotune.trainers import get_trainer, inexpressible, kept_bytes
+from autotune.trainers import expressible_targets, get_trainer, inexpressible, kept_bytes
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
@@ -284,7 +284,7 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         if not is_single_file(name):
             raise InvalidInput(f"{name} is no single file, so it takes no base", hint="leave the base out")
         parts["base"] = str(asked["base"])
-    return replace(
+    request = replace(
         base,
         model=model_reference(name, parts),
         workload_overrides=_overrides(base.workload_overrides, asked),
@@ -300,6 +300,21 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
+    return _adapting_what_trainer_can(request, asked)
+
+
+def _adapting_what_trainer_can(request: PlanRequest, asked: Mapping[str, Any]) -> PlanRequest:
+    """The request with a set of adapted layers that the trainer named can adapt, if the user named none."""
+    if (name := asked.get("for_trainer")) is None:
+        return request
+    trainer, family, overrides = get_trainer(name), resolve_model(request.model).family, request.workload_overrides
+    possible = expressible_targets(trainer, family.name)
+    if overrides.targets in possible or not possible:
+        return request
+    if "targets" in asked:
+        what = f"{trainer.title} cannot adapt the layers {overrides.targets!r} of {family.name}"
+        raise InvalidInput(what, hint=f"use --targets {' or '.join(possible)}")
+    return replace(request, workload_overrides=replace(overrides, targets=possible[0]))
 
 
 def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:

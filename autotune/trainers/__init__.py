@@ -10,7 +10,14 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.trainers.auditing import Audit, SettingWorth
     from autotune.trainers.blocks import count_blocks
-    from autotune.trainers.exporting import BLOCKS, ExportedConfig, export_plan, inexpressible, kept_bytes
+    from autotune.trainers.exporting import (
+        BLOCKS,
+        ExportedConfig,
+        export_plan,
+        expressible_targets,
+        inexpressible,
+        kept_bytes,
+    )
     from autotune.trainers.importing import ConfigLine, ImportedConfig, read_config
     from autotune.trainers.registry import get_trainer
 else:

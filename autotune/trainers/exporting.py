@@ -274,6 +274,24 @@ def inexpressible(
     return tuple(missing)
 
 
+def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
+    """Names of the sets of adapted layers of a family that a trainer can adapt, exactly.
+
+    Raises:
+        InvalidInput: the trainer does not know the model.
+    """
+    known = known_model(trainer, family)
+    trainer, context = trainer.for_model(known), Context(FAMILIES[family], None)
+    (rule,) = (rule for rule in trainer.rules if "targets" in rule.names)
+
+    def is_possible(name: str) -> bool:
+        read = _reread(trainer, known, rule, {**_assumed(context.family), "targets": name}, context)
+        own, other = (layers_of(context.family, of) for of in (name, (read or {}).get("targets", "attention")))
+        return read is not None and own == other
+
+    return tuple(name for name in context.family.target_sets if is_possible(name))
+
+
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
 
 
