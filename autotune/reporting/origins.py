@@ -4,6 +4,8 @@ from autotune.families import VIEWS_PER_IMAGE, get_family
 from autotune.reporting.text import wrapped
 from autotune.schema import TrainingPlan
 
+DENSITIES = {"logit_normal": "Stable Diffusion 3's density", "uniform": "the model's own noise schedule"}
+
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
     """`you set` and `we set`, a value per line; a value equal to the default counts as ours, whoever wrote it."""
@@ -27,6 +29,7 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
     usual_alpha = defaults.lora_alpha * work.rank / defaults.rank
     values = {
         "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
+        "adapted layers": (work.targets, "attention", "diffusers' scripts"),
         "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
         "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
         "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),
@@ -39,7 +42,7 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
         "epochs": (job.num_train_epochs, None, None),
         "learning rate": (job.learning_rate, defaults.learning_rate, defaults.sources.get("learning_rate")),
         "weight decay": (job.weight_decay, defaults.weight_decay, "between diffusers' 1e-4 and torch's 1e-2"),
-        "noise levels": (job.timestep_sampling, "logit_normal", "Stable Diffusion 3's density"),
+        "noise levels": (job.timestep_sampling, defaults.timestep_sampling, DENSITIES.get(defaults.timestep_sampling)),
         "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),
         "guidance": (job.guidance_scale, defaults.training_guidance, defaults.sources.get("training_guidance")),
     }

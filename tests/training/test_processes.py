@@ -121,8 +121,11 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         processes=SimpleNamespace(is_first_of_node=False, wait=lambda: done.append("wait")),
         on_event=ignore_event,
         _start_phase=lambda name: None,
-        plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
-        prepared=SimpleNamespace(dataset=SimpleNamespace(problem_summary=()), workload=SimpleNamespace(buckets=())),
+        plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0, flip=False, mask_floor=0.0)),
+        prepared=SimpleNamespace(
+            data=SimpleNamespace(training=SimpleNamespace(problem_summary=()), whole=None, held_out=()),
+            workload=SimpleNamespace(buckets=()),
+        ),
         encoders=SimpleNamespace(release=lambda: done.append("release")),
     )
     _Run._encode(run)  # type: ignore[arg-type]
