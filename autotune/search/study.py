@@ -253,6 +253,10 @@ def run_search(
                 study.optimize(lambda trial: _objective(trial, search, run, on_trial), callbacks=[stop_when_over])
             except UpdateFinishedTrialError:
                 continue  # this worker was taken for dead, and another has its candidate now
+            except UnboundLocalError as error:  # of Optuna 5.0, if an interrupt comes while it stores a trial
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None
+                raise
         elif snapshot.running or snapshot.undecided:
             time.sleep(POLL_SECONDS)  # if one of the others dies, this worker takes its candidate over
             fail_dead_trials(study)

@@ -149,6 +149,17 @@ def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Pl
     assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
 
 
+def test_an_interrupt_while_a_trial_is_being_stored_is_an_interrupt(
+    asked: PlanRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**told: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optuna.study._optimize._tell_with_warning", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, backend=interrupted_after(99, []))
+
+
 def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
     asked: PlanRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
