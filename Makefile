@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test check
 
 help:
-	@echo "make demo    set up, then walk the whole journey on a small real model (about two minutes)"
+	@echo "make demo    set up, then walk the whole journey on a small real model (two to three minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then lint, types and import contracts"
 
