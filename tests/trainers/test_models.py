@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autotune.api.plans import request_for
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.trainers.exporting import export_plan
@@ -161,3 +162,11 @@ def test_a_shift_by_resolution_is_not_given_to_a_model_without_one(tmp_path: Pat
     config = read(tmp_path, "config.json", {"model_family": "z_image", "flow_schedule_auto_shift": True})
     assert "timestep_shift" not in config.options
     assert "family's usual" in lost(config)["flow_schedule_auto_shift"]
+
+
+def test_a_plan_for_a_trainer_adapts_layers_that_it_can_adapt() -> None:
+    assert request_for("sdxl", None, {"for_trainer": "sd-scripts"}).workload_overrides.targets == "attention+mlp+proj"
+    assert request_for("sdxl", None, {"for_trainer": "onetrainer"}).workload_overrides.targets == "attention"
+    with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
+        request_for("flux1-dev", None, {"for_trainer": "sd-scripts", "targets": "attention"})
+    assert "attention+mlp" in str(told.value.hint)
