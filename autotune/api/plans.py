@@ -300,10 +300,10 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
-    return _adapting_what_trainer_can(request, asked)
+    return _with_expressible_targets(request, asked)
 
 
-def _adapting_what_trainer_can(request: PlanRequest, asked: Mapping[str, Any]) -> PlanRequest:
+def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) -> PlanRequest:
     """The request with a set of adapted layers that the trainer named can adapt, if the user named none."""
     if (name := asked.get("for_trainer")) is None:
         return request
@@ -325,11 +325,11 @@ def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
             f"{number} GPU(s) cannot be shared evenly by {nodes} nodes",
             hint="--gpus counts those of all nodes: name a multiple of --nodes",
         )
-    rate = base.interconnect_bytes_per_second
-    if (given := asked.get("interconnect")) is not None:
-        rate = link_bytes_per_second(given)
-    if rate is not None and nodes == 1:
+    given = asked.get("interconnect")
+    if given is not None and nodes == 1:
         raise InvalidInput("one node needs no interconnect", hint="add --nodes, or leave --interconnect out")
+    earlier = base.interconnect_bytes_per_second if nodes > 1 else None
+    rate = earlier if given is None else link_bytes_per_second(given)
     return {"num_processes": number, "num_nodes": nodes, "interconnect_bytes_per_second": rate}
 
 

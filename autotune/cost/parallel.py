@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.schema import HardwareProfile, Strategy
+from autotune.schema import HardwareProfile, Strategy, count_shards
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes
@@ -38,7 +38,7 @@ class Parallel:
     @property
     def num_shards(self) -> int:
         """Processes that hold the frozen weights together: 1 if each has them all."""
-        return {"fsdp2": self.num_processes, "hybrid": self.num_processes // self.num_nodes}.get(self.strategy, 1)
+        return count_shards(self.strategy, self.num_processes, self.num_nodes)
 
     @property
     def sharded(self) -> "tuple[Parallel, ...]":

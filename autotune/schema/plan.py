@@ -66,6 +66,11 @@ class Expected(Frozen):
     """Price of one device, in any currency; None if the user named none."""
 
 
+def count_shards(strategy: Strategy, num_processes: int, num_nodes: int) -> int:
+    """Processes that hold the frozen weights together: 1 if each has them all."""
+    return {"fsdp2": num_processes, "hybrid": num_processes // num_nodes}.get(strategy, 1)
+
+
 class PlannedHardware(Frozen):
     """The machine that a plan was made for, as far as the plan depends on it."""
 
@@ -91,7 +96,7 @@ class PlannedHardware(Frozen):
     @property
     def num_shards(self) -> int:
         """Processes that hold the frozen weights together: 1 if each has them all."""
-        return {"fsdp2": self.num_processes, "hybrid": self.num_processes // self.num_nodes}.get(self.strategy, 1)
+        return count_shards(self.strategy, self.num_processes, self.num_nodes)
 
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
