@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         shipped_profiles,
         train,
         verify_records,
+        warm_up,
     )
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo

@@ -118,6 +118,8 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     one_of("--objective", options.objective, ("throughput", "memory"))
+    if not (options.hardware or options.replay or options.list_knobs):
+        autotune.warm_up()
     pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
     arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
     if len(options.hardware or ()) > 1 and not options.list_knobs:

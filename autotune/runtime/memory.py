@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 import torch
 
-from autotune.runtime.quiet import redirect_stderr
+from autotune.runtime.quiet import redirect_output
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def measure_peak_memory(
         return result, max(base, torch.mps.current_allocated_memory())
     activities = [torch.profiler.ProfilerActivity.CPU]
     # Kineto writes to the terminal whatever is set.
-    with redirect_stderr(os.devnull), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with redirect_output(os.devnull), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = work()
     current = peak = 0
     events = profile.profiler.kineto_results.events() if profile.profiler else []

@@ -50,13 +50,15 @@ def silence_progress_bars() -> None:
 
 
 @contextlib.contextmanager
-def redirect_stderr(file: str | Path) -> Iterator[None]:
-    """Append to `file` what is written to file descriptor 2, below Python, where no library's setting has effect."""
-    saved, handle = os.dup(2), os.open(file, os.O_WRONLY | os.O_APPEND)
+def redirect_output(file: str | Path) -> Iterator[None]:
+    """Append to `file` what is written to descriptors 1 and 2, below Python, where no library's setting has effect."""
+    handle, saved = os.open(file, os.O_WRONLY | os.O_APPEND), {number: os.dup(number) for number in (1, 2)}
     try:
-        os.dup2(handle, 2)
+        for number in saved:
+            os.dup2(handle, number)
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+        for number, before in saved.items():
+            os.dup2(before, number)
+            os.close(before)
         os.close(handle)

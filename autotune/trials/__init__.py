@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.trials.fork_server import start_fork_server
     from autotune.trials.parity import check_parity
-    from autotune.trials.runner import ProcessTrialRunner, start_fork_server
+    from autotune.trials.runner import ProcessTrialRunner
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

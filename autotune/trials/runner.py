@@ -1,16 +1,14 @@
 """The parent's side of trials: starts warm children, sends them requests, and survives whatever they do."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from autotune.hardware import (
     shares_host_memory,
 )
 from autotune.knobs import reload_key
-from autotune.runtime import redirect_stderr
+from autotune.runtime import redirect_output
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -37,6 +35,7 @@ from autotune.schema import (
     TrialResult,
     Workload,
 )
+from autotune.trials.fork_server import fork_server_context
 from autotune.trials.outcomes import TimedTrial, find_spill, pruning_threshold
 from autotune.trials.requests import Failure, RehearsalRequest, TrialRequest
 from autotune.trials.watchdog import POLL_SECONDS, Watchdog, default_watchdog
@@ -253,10 +252,10 @@ class ProcessTrialRunner:
             self.lock.acquire()
             available = self.watchdog.available()
             limits = MemoryLimits(self.device, self._cap_bytes(), self.reserve_bytes)
-            context = _fork_server()
+            context = fork_server_context()
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), limits), name="autotune-trial")
-            with redirect_stderr(self._log):  # the fork server inherits it once, when it starts
+            with redirect_output(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
@@ -287,19 +286,6 @@ class ProcessTrialRunner:
         self.close_child()
         self.lock.release()
         self._scratch.cleanup()
-
-
-def start_fork_server() -> None:
-    """Let the server import what trials need while this process does something else: their first one starts at once."""
-    _fork_server()
-    with redirect_stderr(Path(os.devnull)):  # it would keep the terminal's
-        forkserver.ensure_running()
-
-
-def _fork_server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autotune.trials.preload"])
-    return context
 
 
 def _private_bytes(process_id: int | None) -> int:

@@ -20,7 +20,7 @@ FUNCTIONS = """
     export_records fetch find_record import_config import_records inspect_weights is_first_process job_script
     judge_lesson list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
     plan_text plan_variants prepare_process probe prune_records pull_records push_records read_record report
-    require_gpu sample save_plan shipped_profiles train verify_records
+    require_gpu sample save_plan shipped_profiles train verify_records warm_up
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
