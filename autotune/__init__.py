@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         list_models,
         list_records,
         load_plan,
+        load_subjects,
         load_variants,
         plan,
         plan_from_config,
@@ -59,7 +60,9 @@ if TYPE_CHECKING:
         sample,
         save_plan,
         shipped_profiles,
+        subject_job,
         train,
+        train_many,
         verify_records,
     )
     from autotune.data import DataReport
@@ -90,6 +93,8 @@ if TYPE_CHECKING:
         SearchSpaceBuilt,
         StatusChanged,
         StepFinished,
+        Subject,
+        SubjectRun,
         TrainingPlan,
         TrialFinished,
         TrialResult,
