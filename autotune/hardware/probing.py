@@ -40,7 +40,8 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
     """Facts, budget and capabilities from what `system` reports; no rates. Arguments and errors as of `probe`."""
     if index is None:
         first = read_profile(system, 0)
-        largest = max((first.device, *first.device.others), key=_size_gib)  # the first of equal ones
+        gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
+        largest = max(gpus, key=_size_gib)  # the first of equal ones
         return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
     host = read_host(reader)
