@@ -4,7 +4,9 @@ Each node has a network namespace if this is root on Linux, else both share the 
 folder of its own. Reports how far the adapter is from one process's, then kills every process of one node at a random
 step, several times: how long the other takes to stop, what it says, and whether --resume ends with the same bytes.
 
-    PYTHONPATH=. python benchmarks/nodes.py [--kills 5] [--folder FOLDER] [--seed 0]
+    PYTHONPATH=. python benchmarks/nodes.py [--kills 5] [--folder FOLDER] [--seed 0] [--strategy fsdp2] [--whole-job]
+
+With --whole-job images are held out, the best adapter is kept, and training goes on with an adapter from a file.
 """
 
 import argparse
@@ -59,14 +61,20 @@ def namespaces() -> Iterator[bool]:
 
 
 class Campaign:
-    def __init__(self, folder: Path, isolated: bool) -> None:
+    def __init__(self, folder: Path, isolated: bool, strategy: str, whole_job: bool) -> None:
         self.folder, self.isolated = folder, isolated
         model, images = write_model_and_images(folder)
         settings = SETTINGS.changed(micro_batch_size=1)
+        job: dict[str, object] = {}
+        if whole_job:
+            write_plan(folder / "plan-0.yaml", make_plan(model, images, machine(), num_steps=3, preview_every=0))
+            self.start("earlier", None, number=0).wait()
+            job = {"validation": "20%", "validation_every": 4, "keep_best": True}
+            job["from_adapter"] = str(folder / "earlier-0" / ADAPTER)
         for number in (1, 4):
             plan = make_plan(
                 model, images, machine(), num_processes=number, num_steps=NUM_STEPS, checkpointing_steps=2,
-                settings=settings,
+                settings=settings, strategy=strategy if number > 1 else None, **job,
             )  # fmt: skip
             write_plan(folder / f"plan-{number}.yaml", plan)
 
@@ -102,6 +110,12 @@ class Campaign:
         except (OSError, ValueError):
             return []
 
+    def held_out(self, name: str) -> list[float]:
+        """The losses on held-out images."""
+        text = (self.folder / f"{name}-0" / "metrics.jsonl").read_text()
+        rows = map(json.loads, text.splitlines())
+        return [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+
     def adapter(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}-0" / ADAPTER)
 
@@ -133,17 +147,21 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--whole-job", action="store_true")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as scratch, namespaces() as isolated:
-        campaign = Campaign(options.folder or Path(scratch), isolated)
+        campaign = Campaign(options.folder or Path(scratch), isolated, options.strategy, options.whole_job)
         campaign.start("one", None, number=1).wait()
         campaign.run_both("two")
         one, two = campaign.adapter("one"), campaign.adapter("two")
         furthest = max(float((one[name] - two[name]).abs().max()) for name in one)
         losses = max(abs(a - b) for a, b in zip(campaign.steps("one"), campaign.steps("two"), strict=True))
         warned = "find_unused_parameters" in campaign.log("two", 0) + campaign.log("two", 1)
-        facts = {"namespaces": isolated, "adapter_difference": furthest, "loss_difference": losses, "warned": warned}
+        held_out = [abs(a - b) for a, b in zip(campaign.held_out("one"), campaign.held_out("two"), strict=True)]
+        facts = {"strategy": options.strategy, "held_out_difference": max(held_out, default=None)}
+        facts |= {"namespaces": isolated, "adapter_difference": furthest, "loss_difference": losses, "warned": warned}
         print(json.dumps(facts), flush=True)
         for number in range(options.kills):
             name = f"kill{number}"

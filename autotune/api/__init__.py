@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autotune.api.files import check_data, convert_weights, inspect_weights
     from autotune.api.jobs import job_script
     from autotune.api.machines import doctor, list_gpus, probe, require_gpu
+    from autotune.api.many_runs import load_subjects, subject_job, train_many
     from autotune.api.models import fetch, list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, load_variants, save_plan

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
@@ -11,7 +12,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
 from autotune.runtime import write_text_atomic
-from autotune.schema import HardwareProfile, TrainingPlan, with_job
+from autotune.schema import HardwareProfile, TrainingPlan, read_subjects, with_job
 
 Cluster = Literal["slurm", "kubernetes", "docker"]
 
@@ -25,6 +26,7 @@ def job_script(
     data: str | Path | None = None,
     control: str | Path | None = None,
     output: str | Path | None = None,
+    over: str | Path | None = None,
     nodes: int | None = None,
     hours: float | None = None,
     image: str = "",
@@ -43,6 +45,7 @@ def job_script(
         data: another data folder; needed if the plan names none.
         control: another folder of control images; needed by models that edit images if the plan names none.
         output: another output folder.
+        over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
         image: container image with autotune in it, for Kubernetes and Docker.
@@ -64,9 +67,17 @@ def job_script(
     given = {"model": model, "data": data, "control": control, "output": output}
     said = {name: os.fspath(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
-    _require_folders(made)
+    subjects = () if over is None else read_subjects(Path(over))
+    plans = [subject.plan(made) for subject in subjects] or [made]
+    for each in plans:
+        _require_folders(each)
+    longest = with_job(made, num_steps=max(each.job.num_steps for each in plans))
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
-    text = write(JobNeeds.of_plan(made, num_nodes=nodes, hours=hours), _job_file(made, file, said, image, claim))
+    job = _job_file(made, file, said, image, claim)
+    if over is not None:
+        place = PurePosixPath(os.path.abspath(over))  # noqa: PTH100  as written, links and all
+        job = replace(job, over=place, num_subjects=len(subjects))
+    text = write(JobNeeds.of_plan(longest, num_nodes=nodes, hours=hours), job)
     if path is not None:
         _write(Path(path), text, file)
     return text

@@ -47,12 +47,12 @@ def list_gpus() -> tuple[CatalogGpu, ...]:
     return load_catalog()
 
 
-def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_event) -> HardwareProfile:
+def probe(*, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event) -> HardwareProfile:
     """Find out what this machine can do, and keep the measured rates for later plans.
 
     Args:
         quick: read facts only; measure nothing and keep nothing.
-        device: index of the GPU, if there are several.
+        device: index of the GPU, if there are several; by default the one with the most memory, on which plans train.
         on_event: listener to progress.
 
     Raises:
@@ -123,7 +123,7 @@ def memory_budget_for(
     """What a run may use of each of the devices that train together.
 
     Args:
-        profile: of the machine, with its first device.
+        profile: of the machine, with one of its devices.
         num_devices: GPUs of this machine that train together; the one with the least memory decides.
         max_memory: the most that a run may use, its libraries included.
         reserve_memory: memory to leave to other programs.
@@ -135,7 +135,9 @@ def memory_budget_for(
     amounts = {"max_bytes": max_memory, "reserve_bytes": reserve_memory, "cap_bytes": cap_memory}
     limits = {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
     count = min(num_devices, profile.device.count) if profile.device.kind == "cuda" else 1
-    devices = [profile.device, *(read_machine(index=index).device for index in range(1, count))]
+    own = profile.device
+    others = [index for index in range(count) if index != own.index] if count > 1 else []
+    devices = [own, *(read_machine(index=index).device for index in others)]
     return min((limited_budget(device, **limits) for device in devices), key=lambda budget: budget.num_bytes)
 
 

@@ -82,7 +82,8 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     study: str
     """Name under which trials and the plan are kept."""
     join: str
-    """URL of a database in which several machines share one search."""
+    """URL of a database in which several machines share one search, or a file `NAME.journal` on a folder that they
+    share."""
     record: str | Path
     """File to write everything to that the search met, for `replay`."""
     replay: str | Path

@@ -46,8 +46,10 @@ class Place:
         return self.launch is None and self.num_processes > 1
 
     def read_machine(self) -> HardwareProfile:
-        """Facts about this machine and the device that the process has, or the first of several."""
-        first = probe()
+        """Facts about this machine and the device that the process has: the first of several, or the largest."""
+        if not self.launch and self.num_devices == 1:
+            return probe()
+        first = probe(index=0)
         index = self.launch.local_rank % first.device.count if self.launch and first.device.kind == "cuda" else 0
         return probe(index=index) if index else first
 

@@ -98,7 +98,7 @@ def train(
     if plan is None:
         is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3
         plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone and not started_by_launcher())
-    given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
+    given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
     on_event = on_event if place.is_first else ignore_event
@@ -143,7 +143,7 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
     return make_plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
 
 
-def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:
+def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     """The plan of a file for this machine, and the file beside which it is written once it is measured."""
     if len(read_variants(file)) == 1:
         return load_plan(file), file

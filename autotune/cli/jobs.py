@@ -19,6 +19,9 @@ def job_script(
     data: Data = None,
     control: Control = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
+    over: Annotated[
+        Path | None, typer.Option(help="For SLURM: an array of jobs, one for each subject in FILE.", metavar="FILE")
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Machines that share the plan's processes; the plan's by default.")
     ] = None,
@@ -32,8 +35,8 @@ def job_script(
     """Write a job file for a cluster: GPUs, memory and time as the plan predicts, resumed by checkpoints."""
     known: Any = cluster
     text = autotune.job_script(
-        plan_file, known, hardware=hardware, model=model, data=data, control=control, output=run_output, nodes=nodes,
-        hours=hours, image=image, claim=claim, path=path,
+        plan_file, known, hardware=hardware, model=model, data=data, control=control, output=run_output, over=over,
+        nodes=nodes, hours=hours, image=image, claim=claim, path=path,
     )  # fmt: skip
     if path is None:
         typer.echo(text, nl=False)

@@ -101,7 +101,8 @@ class PlanOptions:
     join: Annotated[
         str | None,
         typer.Option(
-            envvar="AUTOTUNE_JOIN", help="Share the search: postgresql+psycopg://user:password@host/database."
+            envvar="AUTOTUNE_JOIN",
+            help="Share the search: postgresql+psycopg://user:password@host/database, or /shared/NAME.journal.",
         ),
     ] = None
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None

@@ -13,7 +13,9 @@ from autotune.cli.output import print_result, show_events
 def probe(
     quick: Annotated[bool, typer.Option("--quick", help="Facts only; measure nothing.")] = False,
     list_catalog: Annotated[bool, typer.Option("--list", help="Show the catalog of GPUs instead.")] = False,
-    device: Annotated[int, typer.Option(min=0, help="Which GPU, if there are several.")] = 0,
+    device: Annotated[
+        int | None, typer.Option(min=0, help="Which GPU, if there are several; the largest by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find out what this machine can really do, and keep the answer."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,13 +38,32 @@ class TrainOptions:
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
     ] = False
+    over: Annotated[
+        Path | None, typer.Option(help="Train each subject that this file lists, on all GPUs.", metavar="FILE")
+    ] = None
+    subject: Annotated[
+        str | None, typer.Option(help="Of --over, only this one: a name, or a number from 1.", metavar="NAME|NUMBER")
+    ] = None
     as_json: Json = False
+
+
+OF_ONE_RUN = ("trace", "nodes", "rdzv_endpoint", "node_rank", "metrics_port")
+"""Options that say how a single run goes."""
 
 
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
-    arguments = {**given(options, but=("plan_file", "as_json", "gate")), **job.values()}
+    arguments = {**given(options, but=("plan_file", "as_json", "gate", "over", "subject")), **job.values()}
+    if options.over is not None:
+        if options.plan_file is None:
+            raise typer.BadParameter("name the plan that is trained over them", param_hint="PLAN")
+        if options.subject is None:
+            _train_many(options.plan_file, options.over, options, arguments)
+            return
+        arguments |= autotune.subject_job(options.plan_file, options.over, options.subject, options.output or "")
+    elif options.subject is not None:
+        raise typer.BadParameter("it needs --over FILE", param_hint="--subject")
     if options.plan_file is None and not options.resume:
         if options.model is None:
             raise typer.BadParameter("name a plan, or what to plan for: --model and --data", param_hint="PLAN")
@@ -53,9 +72,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
     if not autotune.is_first_process():
         return
-    folder = options.output or autotune.Job.model_fields["output"].default
+    folder = arguments.get("output") or autotune.Job.model_fields["output"].default
     planned = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml").job
-    output = Path(options.output or planned.output)
+    output = Path(arguments.get("output") or planned.output)
     if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
         return
@@ -63,6 +82,21 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
     if options.gate:
         _require_success(report)
+
+
+def _train_many(plan_file: Path, over: Path, options: TrainOptions, arguments: dict[str, Any]) -> None:
+    for name in OF_ONE_RUN:
+        if getattr(options, name):
+            hint = "--" + name.replace("_", "-")
+            raise typer.BadParameter("it is of a single run: add --subject NAME", param_hint=hint)
+    asked = {
+        name: value for name, value in arguments.items() if name not in ("resume", *OF_ONE_RUN)
+    }  # it always resumes
+    with show_events() as show:
+        runs = autotune.train_many(plan_file, over, on_event=show, **asked)
+    print_result(runs, options.as_json, lambda _: reporting.subject_lines(runs))
+    if any(run.report is None or (options.gate and run.report.failures) for run in runs):
+        raise typer.Exit(1)
 
 
 def _require_success(report: "autotune.RunReport") -> None:

@@ -18,10 +18,11 @@ from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts
-from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching
+from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching, encoder_gpu_of
 from autotune.schema import (
     CachingSettings,
     Candidate,
+    EncoderGpu,
     HardwareProfile,
     MemoryBudget,
     Prediction,
@@ -124,6 +125,11 @@ class CostModel:
         if self.caching.residency == "release":
             return 0
         return self.tables.encoder_size.device_bytes(self.caching) + self.tables.encoder_size.vae_bytes
+
+    @property
+    def encoder_gpu(self) -> EncoderGpu | None:
+        """The GPU beside the one that trains on which captions are encoded, if one does."""
+        return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
 
     @property
     def training_budget(self) -> MemoryBudget:

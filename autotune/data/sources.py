@@ -1,19 +1,14 @@
 """Where a job's data lies: one folder, or a YAML file that lists several, each with its own options."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from autotune.data.options import DatasetOptions
-from autotune.errors import InvalidInput
-from autotune.runtime import read_bounded
-from autotune.schema import BoundedLoader, Frozen
+from autotune.schema import Frozen, read_listing
 
-MAX_FILE_BYTES = 1 << 20
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -63,14 +58,8 @@ def list_folders(data: Path) -> tuple[DataFolder, ...]:
     """
     if not is_list(data) or data.is_dir():
         return (DataFolder(path=str(data)),)
-    try:
-        content = yaml.load(read_bounded(data, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
-        listed = _DataFile.model_validate_json(json.dumps(content)).folders
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise InvalidInput(
-            f"{data} lists no data folders: {_reason(error)}",
-            hint="write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md",
-        ) from error
+    hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md"
+    listed = read_listing(data, _DataFile, "data folders", hint).folders
     return tuple(one.changed(**_places(one, data.parent)) for one in listed)
 
 
@@ -86,10 +75,3 @@ def list_places(data: Path) -> tuple[str, ...]:
 def _places(folder: DataFolder, base: Path) -> dict[str, Any]:
     named = {"path": folder.path, "control": folder.control}
     return {name: str(base / place) for name, place in named.items() if place is not None}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]

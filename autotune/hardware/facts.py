@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import classify_memory, device_with_budget
+from autotune.hardware.memory import classify_memory, compute_budget, device_with_budget
 from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, integer, positive_number
-from autotune.schema import Device, Host, Link, Versions
+from autotune.schema import Device, Host, Link, MemoryKind, OtherGpu, Versions
 
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",
@@ -157,6 +157,19 @@ def _cuda_device(reader: Reader, count: int) -> Device:
     total = facts.get("total_memory_bytes")
     if total is not None and free is not None:
         free = min(free, total)
-    return device_with_budget(
-        kind, kind="cuda", index=reader.index, count=count, memory_kind_reason=why, free_memory_bytes=free, **facts
-    )
+    facts |= {"index": reader.index, "count": count, "others": _other_gpus(reader, count, kind)}
+    return device_with_budget(kind, kind="cuda", memory_kind_reason=why, free_memory_bytes=free, **facts)
+
+
+def _other_gpus(reader: Reader, count: int, kind: MemoryKind) -> tuple[OtherGpu, ...]:
+    """The GPUs beside the reader's own whose size is known. What is free is asked of NVML alone: torch would open a
+    context there."""
+    found = []
+    for beside in (Reader(reader.system, index) for index in range(count) if index != reader.index):
+        facts = beside.facts("other", {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")})
+        total, free = facts.get("total_memory_bytes"), beside.fact("other.free", FREE, "nvml:free_bytes")
+        if total is not None:
+            budget, _ = compute_budget(kind, total, free, facts.get("drives_display"))
+            name = facts.get("name", "unknown GPU")
+            found.append(OtherGpu(index=beside.index, name=name, total_memory_bytes=total, budget_bytes=budget))
+    return tuple(found)

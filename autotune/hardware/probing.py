@@ -14,7 +14,7 @@ from autotune.hardware.reader import Reader
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System, Unavailable
 from autotune.runtime import silence_libraries
-from autotune.schema import Device, HardwareProfile, Rate, Versions
+from autotune.schema import Device, HardwareProfile, OtherGpu, Rate, Versions
 
 Progress = Callable[[str], None]
 RATE_NOTES = ("not measured", "measuring ended", "noisy")
@@ -22,8 +22,9 @@ RATE_NOTES = ("not measured", "measuring ended", "noisy")
 MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
-def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwareProfile:
-    """Facts about device `index` of this machine; `measure_rates` adds rates. Imports torch.
+def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
+    """Facts about device `index` of this machine, by default the GPU with the most memory; `measure_rates` adds rates.
+    Imports torch.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -35,8 +36,13 @@ def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwarePro
     return read_profile(RealSystem(), index)
 
 
-def read_profile(system: System, index: int = 0) -> HardwareProfile:
-    """Facts, budget and capabilities from what `system` reports; no rates. Raises the same errors as `probe`."""
+def read_profile(system: System, index: int | None = None) -> HardwareProfile:
+    """Facts, budget and capabilities from what `system` reports; no rates. Arguments and errors as of `probe`."""
+    if index is None:
+        first = read_profile(system, 0)
+        gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
+        largest = max(gpus, key=_size_gib)  # the first of equal ones
+        return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
     host = read_host(reader)
     versions = read_versions(reader)
@@ -51,6 +57,11 @@ def read_profile(system: System, index: int = 0) -> HardwareProfile:
         notes=_notes(reader, device, versions),
         provenance=tuple(reader.provenance),
     )
+
+
+def _size_gib(gpu: Device | OtherGpu) -> int:
+    """Rounded, since equal cards differ by what their system reserves."""
+    return round((gpu.total_memory_bytes or 0) / 2**30)
 
 
 def may_have_gpu() -> bool:

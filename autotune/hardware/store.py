@@ -26,7 +26,7 @@ NOT_SAVED = "rates are not saved for the next command"
 
 def cached_profile(
     *,
-    index: int = 0,
+    index: int | None = None,
     fresh: bool = False,
     on_progress: Callable[[str], None] | None = None,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,

@@ -25,6 +25,7 @@ def docker_script(needs: JobNeeds, job: JobFile) -> str:
         InvalidInput: no image was named, the plan is to run on several nodes, or Docker cannot mount a folder of it.
     """
     job.require_image("Docker")
+    job.require_one_run("Docker")
     if needs.num_nodes > 1:
         raise InvalidInput(
             "Docker alone starts containers on one machine",

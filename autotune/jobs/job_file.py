@@ -37,10 +37,16 @@ class JobFile:
     writes: tuple[PurePosixPath, ...] = ()
     """Absolute folders that the job writes to, in `folder` or not."""
 
+    over: PurePosixPath | None = None
+    """Absolute path of a file that lists subjects: of an array of jobs each trains one of them."""
+    num_subjects: int = 0
+
     @property
     def command(self) -> list[str]:
         """What each process, or each pod, calls: it goes on from a checkpoint if there is one."""
-        return ["autotune", "train", str(self.plan_file), *self.overrides, "--output", str(self.output), "--resume"]
+        subjects = ["--over", str(self.over)] if self.over else []
+        places = [str(self.plan_file), *subjects, *self.overrides, "--output", str(self.output)]
+        return ["autotune", "train", *places, "--resume"]
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
@@ -51,6 +57,14 @@ class JobFile:
                 if not any(path.is_relative_to(mount.path) for mount in chosen):
                     chosen.append(Mount(path, is_read_only))
         return tuple(chosen)
+
+    def require_one_run(self, cluster: str) -> None:
+        """Raise InvalidInput for an array of jobs."""
+        if self.over:
+            raise InvalidInput(
+                f"only SLURM gets an array of jobs, not {cluster}",
+                hint="leave --over out here, and let the container call `autotune train PLAN --over FILE`",
+            )
 
     def require_image(self, cluster: str) -> None:
         """Raise InvalidInput unless a container image is named that no program takes for an option."""

@@ -27,6 +27,7 @@ def kubernetes_manifest(needs: JobNeeds, job: JobFile) -> str:
         InvalidInput: no image or no volume claim was named, or the job needs folders that the claim does not hold.
     """
     job.require_image("Kubernetes")
+    job.require_one_run("Kubernetes")
     if not job.claim:
         raise InvalidInput("a job of Kubernetes needs a volume claim", hint="name one: --claim NAME")
     if outside := [str(mount.path) for mount in job.mounts[1:]]:

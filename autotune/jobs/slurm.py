@@ -34,10 +34,11 @@ export SRUN_CPUS_PER_TASK={number}  # since SLURM 22.05 srun does not take it fr
 NO_CORES = """\
 # The plan trains on CPUs and does not say on how many: add --cpus-per-task above, and here export SRUN_CPUS_PER_TASK.
 """
+TASK = ' --subject "$SLURM_ARRAY_TASK_ID"'
 
 
 def slurm_script(needs: JobNeeds, job: JobFile) -> str:
-    """The script, to be given to sbatch."""
+    """The script, to be given to sbatch; of several subjects an array, each task of which is a job of its own."""
     options = {
         "job-name": needs.name,
         "nodes": needs.num_nodes,
@@ -48,7 +49,8 @@ def slurm_script(needs: JobNeeds, job: JobFile) -> str:
         "time": duration(needs.seconds),
         "signal": f"TERM@{needs.notice_seconds}",
         "open-mode": "append",
-        "output": "autotune-%j.log",
+        "output": "autotune-%A-%a.log" if job.over else "autotune-%j.log",
+        "array": f"1-{job.num_subjects}" if job.over else None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return SCRIPT.format(
@@ -56,7 +58,7 @@ def slurm_script(needs: JobNeeds, job: JobFile) -> str:
         directives="\n".join([*directives, "#SBATCH --requeue"]),
         folder=shlex.quote(str(job.folder)),
         cores=CORES.format(number=needs.cores_per_process) if needs.cores_per_process else NO_CORES,
-        command=shlex.join(job.command),
+        command=shlex.join(job.command) + (TASK if job.over else ""),
         preempted=PREEMPTED,
     )
 

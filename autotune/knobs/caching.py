@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.families import Parts
 from autotune.hardware import process_overhead_bytes
 from autotune.knobs.base import TuningContext
-from autotune.schema import CachingSettings, Reason, Rejected
+from autotune.schema import CachingSettings, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
@@ -75,19 +75,36 @@ def choose_caching(
     With several processes each GPU has one that trains on it, so none is free for encoders.
 
     Raises:
-        InvalidInput: a pin names no field or a value that cannot be used on this machine.
+        InvalidInput: a pin names no field or a value that cannot be used on this machine, or another GPU that has too
+            little memory.
     """
     pinned = parse_pins(pins or {}, context)
     is_pinned = bool(set(pins or {}) - {"residency"})
     others = (option.model_copy(update={"residency": pinned.residency}) for option in _options(context, num_processes))
     refusals = {option: _refusal(option, size, context) for option in ([pinned] if is_pinned else others)}
     chosen = next((option for option, why in refusals.items() if why is None), [*refusals][-1])
+    if is_pinned and refusals[chosen] and _other_gpu(chosen, context.hardware):
+        what = f"captions cannot be encoded on {chosen.text_encoder_device}: it {refusals[chosen]}"
+        raise InvalidInput(what, hint="leave the pin out, and the first place that fits is taken")
     rejected = ((option, why) for option, why in refusals.items() if why and option != chosen)
     return chosen, Reason(
         knob="caching",
         chosen=describe_caching(chosen),
         why="pinned by the user" if is_pinned else "the first that fits: exact before quantized, streamed last",
         rejected=tuple(Rejected(choice=describe_caching(option), reason=why) for option, why in rejected),
+    )
+
+
+def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize) -> EncoderGpu | None:
+    """The GPU beside the one that trains on which captions are encoded, and what they take of it; None if none does."""
+    other = _other_gpu(caching, hardware)
+    if other is None:
+        return None
+    return EncoderGpu(
+        name=other.name,
+        total_memory_bytes=other.total_memory_bytes,
+        budget_bytes=other.budget_bytes,
+        needed_bytes=round((1 + WORKING_SHARE) * size.plain_bytes) + process_overhead_bytes(hardware),
     )
 
 
@@ -106,9 +123,14 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
         raise InvalidInput(f"{PIN}{field}: {error.errors()[0]['msg'].lower()}", hint=f"settings: {known}") from error
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
-    num_gpus = _num_gpus(context)
-    if device.startswith("cuda:") and int(device[5:]) >= num_gpus:
-        raise InvalidInput(f"there is no {device} here", hint=f"this machine has {num_gpus} GPU(s)")
+    if device.startswith("cuda:") and _other_gpu(settings, context.hardware) is None:
+        others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
+        hint = (
+            f"beside the GPU that trains there are {others}"
+            if others
+            else "there is no other GPU than that which trains"
+        )
+        raise InvalidInput(f"captions cannot be encoded on {device} here", hint=hint)
     if reason := _unusable_reason(weight_format, context):
         what = f"text encoders cannot be stored as {weight_format} here: {reason}"
         raise InvalidInput(what, hint="none always works")
@@ -127,17 +149,19 @@ def describe_caching(caching: CachingSettings) -> str:
     return f"{device}, {stored}" + (", kept" if caching.residency == "keep" else "")
 
 
-def _num_gpus(context: TuningContext) -> int:
-    device = context.hardware.device
-    return device.count if device.kind == "cuda" else 0
+def _other_gpu(caching: CachingSettings, hardware: HardwareProfile) -> OtherGpu | None:
+    """The GPU beside the one that trains that the settings name, if this machine has it."""
+    others = hardware.device.others
+    return next((gpu for gpu in others if f"cuda:{gpu.index}" == caching.text_encoder_device), None)
 
 
 def _options(context: TuningContext, num_processes: int) -> list[CachingSettings]:
     """All options on this machine, in the order they are preferred."""
     device = context.hardware.device
     options = [CachingSettings()]
-    if _num_gpus(context) > 1 and num_processes == 1:
-        options.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
+    if device.others and num_processes == 1:
+        roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)
+        options.append(CachingSettings(text_encoder_device=f"cuda:{roomiest.index}"))
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
     options += [CachingSettings(text_encoder_quantization=each.name) for each in by_exactness]
@@ -158,9 +182,11 @@ def _refusal(option: CachingSettings, size: EncoderSize, context: TuningContext)
     elif option.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * size.plain_bytes)
         place = "of the host's memory are free"
-    else:  # The other GPU is taken to be like this one, and free; if a smaller one is rehearsed, both are.
-        whole = None if context.budget.is_set_by_user else hardware.device.total_memory_bytes
-        budget, needed = whole or context.budget.num_bytes, round((1 + WORKING_SHARE) * size.plain_bytes)
+    elif gpu := encoder_gpu_of(hardware, option, size):
+        limit = context.budget.num_bytes if context.budget.is_set_by_user else gpu.budget_bytes
+        budget, needed = min(gpu.budget_bytes, limit), gpu.needed_bytes  # if a smaller GPU is rehearsed, both are
+    else:
+        return f"there is no {option.text_encoder_device} here"
     return None if needed <= budget else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {place}"
 
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
-from autotune.schema import Expected, HardwareProfile, Job, MemoryBudget, PlannedHardware, TrialResult, Workload
+from autotune.schema import Expected, Job, MemoryBudget, PlannedHardware, TrialResult, Workload
 from autotune.search import Score
 
 
-def planned_hardware(hardware: HardwareProfile, budget: MemoryBudget, parallel: Parallel) -> PlannedHardware:
+def planned_hardware(cost: CostModel, budget: MemoryBudget, parallel: Parallel) -> PlannedHardware:
     """The machine, as far as a plan depends on it, and how its processes share the work."""
+    hardware = cost.hardware
     return PlannedHardware(
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
@@ -22,6 +23,7 @@ def planned_hardware(hardware: HardwareProfile, budget: MemoryBudget, parallel: 
         strategy=parallel.strategy,
         num_nodes=parallel.num_nodes,
         interconnect_bytes_per_second=parallel.interconnect_bytes_per_second,
+        encoder_gpu=cost.encoder_gpu,
     )
 
 

@@ -299,7 +299,7 @@ def _plan(
     frozen = FrozenPart(
         schema_version=SCHEMA_VERSION,
         autotune_version=autotune_version,
-        hardware=planned_hardware(problem.hardware, problem.memory_budget, cost.parallel),
+        hardware=planned_hardware(cost, problem.memory_budget, cost.parallel),
         workload=problem.global_workload,
         settings=best.candidate,
         caching=cost.caching,

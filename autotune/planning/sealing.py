@@ -118,9 +118,7 @@ def seal_on_arrival(
         )
     with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(
-        plan.job, _measured(plan, planned_hardware(hardware, cost.memory_budget, parallel), cost, trials, against)
-    )
+    return seal(plan.job, _measured(plan, planned_hardware(cost, cost.memory_budget, parallel), cost, trials, against))
 
 
 def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
     from autotune.reporting.run import PAGE_FILE, after_training_lines, report_lines, step_text, validation_text
+    from autotune.reporting.subjects import subject_lines
     from autotune.reporting.text import (
         count_text,
         cut,

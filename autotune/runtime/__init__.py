@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from autotune.runtime.paths import cache_path, data_path, shipped_path
     from autotune.runtime.process import prepare_process
+    from autotune.runtime.process_queue import QueuedCommand, run_queue
     from autotune.runtime.quiet import redirect_output, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Link,
         MemoryBudget,
         MemoryKind,
+        OtherGpu,
         Provenance,
         Rate,
         Versions,
@@ -66,9 +67,11 @@ if TYPE_CHECKING:
         num_previews,
         split_reference,
     )
+    from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,
+        EncoderGpu,
         Expected,
         FrozenPart,
         PlannedHardware,
@@ -94,6 +97,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
+    from autotune.schema.subjects import Subject, SubjectRun, find_subject, read_subjects
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

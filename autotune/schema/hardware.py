@@ -23,6 +23,16 @@ class Link(Frozen):
     """`nvlink`, or what the bytes cross instead: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
 
 
+class OtherGpu(Frozen):
+    """Another visible GPU of the same machine, as far as it can encode for the one that trains."""
+
+    index: int = NaturalInt
+    name: str
+    total_memory_bytes: int = PositiveInt
+    budget_bytes: int = NaturalInt
+    """What a run may use of it."""
+
+
 class MemoryBudget(Frozen):
     """The most memory that a run may take of a device, the overhead of its own process included."""
 
@@ -66,6 +76,8 @@ class Device(Frozen):
     other_process_bytes: int | None = None
     """Device memory that other processes hold."""
     links: tuple[Link, ...] = ()
+    others: tuple[OtherGpu, ...] = ()
+    """The machine's other visible GPUs whose memory is known; none in older profiles."""
 
     @property
     def budget(self) -> MemoryBudget:

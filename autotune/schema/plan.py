@@ -71,6 +71,17 @@ def count_shards(strategy: Strategy, num_processes: int, num_nodes: int) -> int:
     return {"fsdp2": num_processes, "hybrid": num_processes // num_nodes}.get(strategy, 1)
 
 
+class EncoderGpu(Frozen):
+    """The GPU beside the one that trains on which captions are encoded."""
+
+    name: str
+    total_memory_bytes: int = PositiveInt
+    budget_bytes: int = NaturalInt
+    """What a run might use of it when the plan was made."""
+    needed_bytes: int = NaturalInt
+    """What encoding takes of it."""
+
+
 class PlannedHardware(Frozen):
     """The machine that a plan was made for, as far as the plan depends on it."""
 
@@ -92,6 +103,8 @@ class PlannedHardware(Frozen):
     """Machines that the plan was made for; each has as many processes."""
     interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
     """What the prediction assumed between nodes, in one direction; None for one node."""
+    encoder_gpu: EncoderGpu | None = None
+    """None if the device that trains, or the CPU, encodes captions, and in older plans."""
 
     @property
     def num_shards(self) -> int:

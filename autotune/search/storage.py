@@ -1,4 +1,5 @@
-"""Where a search is stored, so that it survives its process and can be shared: a SQLite file, or a database by its URL.
+"""Where a search is stored, so that it survives its process and can be shared: a SQLite file, a database by its URL,
+or a journal on a shared folder.
 
 A database's password stays in the URL: no message, log or plan ever holds it.
 """
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import optuna
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
@@ -16,6 +18,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import ESCAPE_CHARACTERS, data_path, is_clear_url, quote_error
+from autotune.search.journal import SUFFIX, SharedJournal
 from autotune.search.study import OBJECTIVE, take_snapshot
 
 IDENTITY = "question"
@@ -37,14 +40,20 @@ class StudyLocation:
 
     name: str
     url: str | None = field(default=None, repr=False)
-    """SQLAlchemy's, e.g. `postgresql+psycopg://user:password@host/database`; None for a file of the user's own."""
+    """SQLAlchemy's, e.g. `postgresql+psycopg://user:password@host/database`, or a file on a shared folder whose name
+    ends with `.journal`; None for a file of the user's own."""
     heartbeat_seconds: int = HEARTBEAT_SECONDS
     grace_seconds: int = GRACE_SECONDS
 
     @property
     def server_url(self) -> str | None:
         """The URL, unless it is a file's, which holds no password."""
-        return None if self.url is None or self.url.startswith("sqlite:") else self.url
+        return None if self.url is None or self.url.startswith("sqlite:") or self.journal else self.url
+
+    @property
+    def journal(self) -> Path | None:
+        """The file on a shared folder, if it is one."""
+        return Path(self.url) if self.url and self.url.endswith(SUFFIX) and "://" not in self.url else None
 
 
 def open_study(location: StudyLocation | None, identity: Mapping[str, str | None]) -> optuna.Study:
@@ -103,7 +112,7 @@ def translate_storage_errors(location: StudyLocation | None) -> Iterator[None]:
     except AutotuneError:
         raise
     except Exception as error:
-        failure = _find_storage_error(error)
+        failure = _find_storage_error(error, location)
         if location is None or failure is None:
             raise
         while failure.__cause__ is not None:  # the outer errors say it in SQL
@@ -115,14 +124,17 @@ def translate_storage_errors(location: StudyLocation | None) -> Iterator[None]:
         ) from None  # the chain would show what was left out
 
 
-def _find_storage_error(error: BaseException | None) -> BaseException | None:
+def _find_storage_error(error: BaseException | None, location: StudyLocation | None) -> BaseException | None:
     """The storage's error behind `error`: Optuna raises others when it cannot store the end of a trial."""
+    journal = location.journal if location else None
     while error is not None and not isinstance(error, SQLAlchemyError | StorageInternalError):
+        if journal and isinstance(error, OSError) and str(error.filename).startswith(str(journal.with_suffix(""))):
+            break
         error = error.__cause__ or error.__context__
     return error
 
 
-def _connect(location: StudyLocation) -> optuna.storages.RDBStorage:
+def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
     if not re.fullmatch(r"[\w.-]{1,80}", location.name):
         raise InvalidInput(
             f"{location.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes"
@@ -132,6 +144,10 @@ def _connect(location: StudyLocation) -> optuna.storages.RDBStorage:
             "it is unclear which part of the URL of the shared search is the password",
             hint=f"write it like postgresql+psycopg://user:password@host/database; {ESCAPE_CHARACTERS}",
         )
+    if location.journal:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return SharedJournal(location.journal, location.heartbeat_seconds, location.grace_seconds)
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return _create_storage(location)

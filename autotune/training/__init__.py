@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         model_misfits,
         require_fit,
     )
-    from autotune.training.folder import check_folder, require_separate_output
+    from autotune.training.folder import (
+        check_folder,
+        finished_as_planned,
+        is_in_use,
+        read_report,
+        require_separate_output,
+    )
     from autotune.training.metrics import METRICS_FILE, read_metrics
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
 from autotune.knobs import KNOBS, TuningContext
-from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
+from autotune.schema import Bucket, Device, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
     "device_kind": "kind of device",
@@ -69,10 +69,22 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
         for key, value in planned.match_keys.items()
         if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
-    encoder = plan.frozen.caching.text_encoder_device
-    if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
-        misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
-    return tuple(misfits)
+    return (*misfits, *_encoder_misfits(plan, hardware.device))
+
+
+def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
+    """Why another GPU cannot encode captions here as the plan says."""
+    encoder, planned = plan.frozen.caching.text_encoder_device, plan.frozen.hardware.encoder_gpu
+    if not encoder.startswith("cuda:"):
+        return ()
+    there = next((gpu for gpu in device.others if f"cuda:{gpu.index}" == encoder), None)
+    if there is None:
+        why = "which trains here" if encoder == device.torch_name else f"this machine has {device.count} GPU(s)"
+        return (f"GPUs: the plan encodes captions on {encoder}, {why}",)
+    if planned is None or planned.needed_bytes <= there.budget_bytes:
+        return ()
+    needed, left = planned.needed_bytes / 2**30, there.budget_bytes / 2**30
+    return (f"GPUs: encoding captions on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB may be taken",)
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:

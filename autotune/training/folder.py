@@ -121,7 +121,7 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
-    if (report := _read_report(folder)) and _changed_fields(folder, plan) == []:
+    if (report := read_report(folder)) and _changed_fields(folder, plan) == []:
         raise InvalidInput(
             f"{folder} holds this very run, finished after {report.num_steps} steps",
             hint=f"look at it: autotune sample {folder} --prompt TEXT; train longer: add --resume --steps NUMBER; "
@@ -156,12 +156,39 @@ def _changed_fields(folder: Path, plan: TrainingPlan) -> list[str] | None:
 
 def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
     """The report of the run in the output folder, if it has taken all of the plan's steps; else None."""
-    report = _read_report(Path(plan.job.output))
+    report = read_report(Path(plan.job.output))
     num_steps = plan.job.steps_on(dataset.epoch_size, plan.frozen.workload.effective_batch_size)
     return report if report and report.num_steps == num_steps else None
 
 
-def _read_report(folder: Path) -> RunReport | None:
+def finished_as_planned(plan: TrainingPlan) -> RunReport | None:
+    """The report of exactly this plan's run, job and all, if it has ended in the output folder.
+
+    It looks at no data, so it cannot tell of a plan for a number of epochs: None.
+    """
+    folder = Path(plan.job.output)
+    try:
+        is_same = read_plan(folder / RUN_PLAN_FILE) == plan and plan.job.num_train_epochs is None
+    except InvalidPlan:
+        return None
+    report = read_report(folder) if is_same else None
+    return report if report and report.num_steps == plan.job.num_steps else None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a run is writing to the output folder now."""
+    if not (folder / LOCK_FILE).exists():
+        return False
+    lock = FileLock(folder / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def read_report(folder: Path) -> RunReport | None:
     """The report of a finished run whose adapter is still there; None if it cannot be read."""
     try:
         report = RunReport.model_validate_json((folder / REPORT_FILE).read_bytes())

@@ -31,7 +31,7 @@ def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:
         try:
             report = train(
                 read_plan(Path(plan_file)),
-                probe(),
+                probe(index=0),
                 Path(cache_folder),
                 write_event,
                 resume="--resume" in flags,

@@ -266,5 +266,6 @@ def card_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: i
         start = f"--nodes {planned.num_nodes} --rdzv-endpoint HOST:PORT on each starts its share"
         is_all = num_processes == planned.num_processes and planned.num_nodes > 1
         return (*misfits, *((f"nodes: the plan is for {planned.num_nodes}; {start}",) if is_all else ()))
-    others = range(1, num_processes if hardware.device.kind == "cuda" else 1)
-    return tuple(misfit for index in others for misfit in memory_misfits(plan, probe(index=index)))
+    others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
+    own = hardware.device.index  # which `memory_misfits` has looked at
+    return tuple(misfit for index in others if index != own for misfit in memory_misfits(plan, probe(index=index)))

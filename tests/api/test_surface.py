@@ -18,9 +18,10 @@ from autotune.schema.events import Event, event_line, parse_event
 FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
     export_records fetch find_record import_config import_records inspect_weights is_first_process job_script
-    judge_lesson list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
+    judge_lesson list_choices list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan
+    plan_from_config
     plan_text plan_variants prepare_process probe prune_records pull_records push_records read_record report
-    require_gpu sample save_plan shipped_profiles train verify_records warm_up
+    require_gpu sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
@@ -28,7 +29,7 @@ OBJECTS = """
     Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides
     ModelSpec ModelSummary
     PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace
-    TrainingPlan Transfer TrialResult Workload WorkloadOptions
+    Subject SubjectRun TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
     CandidatesPredicted Event Notice PhaseStarted PreviewsWritten Progressed RecordsMatched RunStarted SearchSpaceBuilt
@@ -41,7 +42,7 @@ ERRORS = """
 MAIN = """
     probe estimate fetch plan train sample load_plan load_variants check doctor list_gpus list_models save_plan
     list_choices
-    import_config plan_from_config export_config audit compare plan_variants report
+    load_subjects subject_job train_many import_config plan_from_config export_config audit compare plan_variants report
 """
 
 

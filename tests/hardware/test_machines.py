@@ -119,6 +119,27 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     assert left.is_set_by_user
 
 
+def unequal(*sizes_gib):
+    """GPUs of these sizes."""
+    torch, nvml = SOURCES["two-gpus"]["torch"], SOURCES["two-gpus"]["nvml"]
+    cards = [{**torch["devices"][0], "name": f"card of {size}", "total_bytes": size * GIB} for size in sizes_gib]
+    seen = [{**nvml["devices"][0], "free_bytes": size * GIB - GIB} for size in sizes_gib]
+    return changed(
+        "two-gpus", torch={"count": len(cards), "devices": cards}, nvml={"count": len(cards), "devices": seen}
+    )
+
+
+def test_of_unequal_gpus_the_largest_trains_and_knows_the_others():
+    device = read_profile(unequal(12, 48, 24)).device
+    assert (device.index, device.name) == (1, "card of 48")
+    assert [(gpu.index, gpu.name, gpu.total_memory_bytes) for gpu in device.others] == [
+        (0, "card of 12", 12 * GIB), (2, "card of 24", 24 * GIB)
+    ]  # fmt: skip
+    assert all(gpu.budget_bytes < gpu.total_memory_bytes - GIB for gpu in device.others)
+    assert read_profile(unequal(24, 24)).device.index == 0
+    assert read_profile(unequal(12, 48), 0).device.name == "card of 12"
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_absent_fact_says_why(name):
     profile = read_profile(machine(name))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.knobs.base import TuningContext
-from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, parse_pins, size_of
+from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, encoder_gpu_of, parse_pins, size_of
 from autotune.schema.candidate import CachingSettings
-from autotune.schema.hardware import HardwareProfile
+from autotune.schema.hardware import HardwareProfile, OtherGpu
 from tests import builders
 
 GIB = 2**30
@@ -19,11 +19,16 @@ QWEN = size_of(FAMILIES["qwen-image"].parts, "bf16", 254 << 20)
 CAPABILITIES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
 
 
+def other_gpu(index: int, budget_gib: float) -> OtherGpu:
+    size = int(budget_gib * GIB)
+    return OtherGpu(index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=size)
+
+
 def on(
     budget_gib: float,
     *,
     host_gib: float = 48,
-    count: int = 1,
+    others: tuple[float, ...] = (),
     kind: str = "discrete",
     quality: str = "high",
     capabilities=CAPABILITIES,
@@ -33,7 +38,17 @@ def on(
         {
             **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
             "device": plain.device.model_copy(
-                update={"memory_kind": kind, "count": count, "total_memory_bytes": 24 * GIB}
+                update={
+                    "memory_kind": kind,
+                    "count": 1 + len(others),
+                    "total_memory_bytes": 24 * GIB,
+                    "others": tuple(
+                        OtherGpu(
+                            index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=int(gib * GIB)
+                        )
+                        for index, gib in enumerate(others, 1)
+                    ),
+                }
             ),
             "host": plain.host.model_copy(update={"available_memory_bytes": int(host_gib * GIB)}),
         }
@@ -46,7 +61,9 @@ def on(
     [
         (on(22), "training device, as they are"),
         (on(11), "training device, torchao-int8"),
-        (on(11, count=2), "cuda:1, as they are"),
+        (on(11, others=(22,)), "cuda:1, as they are"),
+        (on(11, others=(12,)), "training device, torchao-int8"),  # its own size counts, not the trainer's
+        (on(11, others=(12, 20, 18)), "cuda:2, as they are"),
         (on(11, quality="exact"), "cpu, as they are"),
         (on(11, quality="exact", host_gib=12), "training device, streamed"),
         (on(7), "cpu, as they are"),
@@ -71,13 +88,13 @@ def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> Non
 @given(
     budget=st.floats(0.5, 200),
     host=st.floats(1, 500),
-    count=st.integers(1, 8),
+    others=st.lists(st.floats(0.5, 200), max_size=7),
     kind=st.sampled_from(["discrete", "integrated", "coherent", "host"]),
     quality=st.sampled_from(["exact", "high", "compact"]),
     parameters=st.integers(0, 10**11),
 )
-def test_some_way_is_always_found_and_never_below_the_quality_floor(budget, host, count, kind, quality, parameters):
-    context = on(budget, host_gib=host, count=count, kind=kind, quality=quality)
+def test_some_way_is_always_found_and_never_below_the_quality_floor(budget, host, others, kind, quality, parameters):
+    context = on(budget, host_gib=host, others=tuple(others), kind=kind, quality=quality)
     size = EncoderSize(parameters, 2, 0)
     caching, _ = choose_caching(context, size)
     assert quality != "exact" or caching.text_encoder_quantization == "none"
@@ -95,14 +112,14 @@ def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
 
 
 def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
-    context = on(11, count=2)
+    context = on(11, others=(22,))
     assert choose_caching(context, QWEN)[0].text_encoder_device == "cuda:1"
     assert choose_caching(context, QWEN, num_processes=2)[0].text_encoder_device == "training"
 
 
 def test_beside_a_rehearsed_smaller_gpu_the_other_is_as_small() -> None:
     """Of 24 GiB each, 11 are rehearsed: 17 for an encoder are on neither."""
-    context = on(11, count=2)
+    context = on(11, others=(22,))
     device = context.hardware.device.changed(budget_set_by_user=True)
     small = dataclasses.replace(context, hardware=context.hardware.changed(device=device))
     assert choose_caching(small, QWEN)[0].text_encoder_device != "cuda:1"
@@ -119,6 +136,18 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
         choose_caching(flux, size, {"text_encoder_quantization": "bnb-nf4"})
 
 
+def test_a_plan_knows_the_gpu_that_encodes_and_a_pinned_one_without_room_is_refused() -> None:
+    context = on(11, others=(22,))
+    caching, _ = choose_caching(context, QWEN)
+    planned = encoder_gpu_of(context.hardware, caching, QWEN)
+    assert planned is not None
+    assert (planned.name, planned.budget_bytes) == ("GPU 1", 22 * GIB)
+    assert planned.needed_bytes > QWEN.plain_bytes
+    assert encoder_gpu_of(context.hardware, CachingSettings(), QWEN) is None
+    with pytest.raises(InvalidInput, match=r"cuda:1: it needs 1\d\.\d GiB, 12\.0 GiB may be taken"):
+        choose_caching(on(11, others=(12,)), QWEN, {"text_encoder_device": "cuda:1"})
+
+
 def test_pins_are_taken_over_what_fits() -> None:
     caching, reason = choose_caching(on(11), QWEN, {"text_encoder_device": "cpu"})
     assert (describe_caching(caching), reason.why) == ("cpu, as they are", "pinned by the user")
@@ -131,7 +160,7 @@ def test_pins_are_taken_over_what_fits() -> None:
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ({"text_encoder_device": "cuda:3"}, "no cuda:3"),
+        ({"text_encoder_device": "cuda:3"}, "on cuda:3 here"),
         ({"text_encoder_device": "gpu"}, "no device"),
         ({"text_encoder_quantization": "int3"}, "unknown"),
         ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),

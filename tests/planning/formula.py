@@ -40,6 +40,7 @@ class FormulaCostModel:
     family: Any
     memory_budget: MemoryBudget
     model: Any = None
+    encoder_gpu: None = None
     caching: CachingSettings = field(default_factory=CachingSettings)
     caching_reason: Reason = field(default_factory=lambda: Reason(knob="caching", chosen="release", why="test"))
     parallel: Parallel = ONE_PROCESS

@@ -49,6 +49,12 @@ def _ready(_by_formula: None) -> None:
     make_plan(request(max_trials=1), HARDWARE, backend=surroundings())
 
 
+@pytest.fixture(params=["postgresql", "journal"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """What several machines can share a search through."""
+    return str(tmp_path / "x.journal") if request.param == "journal" else request.getfixturevalue("database")
+
+
 @pytest.fixture(scope="module")
 def database() -> Iterator[str]:
     """A real PostgreSQL; returns a URL with a password."""
@@ -320,8 +326,8 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
         make_plan(request(StudyLocation("mine")), other_card, backend=surroundings())
 
 
-def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
-    asked = request(StudyLocation("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
+def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, shared: str) -> None:
+    asked = request(StudyLocation("shared", shared, heartbeat_seconds=1, grace_seconds=3), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
     others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
@@ -349,9 +355,17 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, backend=replay)
     assert plan_text(again) == texts[0], "a shared search replays"
 
-    everything = "".join(path.read_text() for path in tmp_path.iterdir())
+    everything = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())
     assert PASSWORD not in everything
     assert "p%40ss" not in everything
+
+
+def test_a_journal_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AutotuneError, match=r"the storage of the search failed: .*No such file"):
+        open_study(StudyLocation("x", str(tmp_path / "nowhere" / "x.journal")), {})
+    (tmp_path / "x.journal").write_text("not JSON\n" * 3)
+    with pytest.raises(AutotuneError, match="the study 'x' is damaged"):
+        open_study(StudyLocation("x", str(tmp_path / "x.journal")), {})
 
 
 def _written(path: Path, text: str) -> Path:

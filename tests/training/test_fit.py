@@ -3,8 +3,8 @@
 import pytest
 
 from autotune.schema.candidate import CachingSettings
-from autotune.schema.hardware import Capability, HardwareProfile
-from autotune.schema.plan import TrainingPlan
+from autotune.schema.hardware import Capability, HardwareProfile, OtherGpu
+from autotune.schema.plan import EncoderGpu, TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket
 from autotune.training.fit import data_misfits, hardware_misfits
@@ -26,6 +26,23 @@ def planned(storage: str = "none", **settings: object) -> TrainingPlan:
         "caching": CachingSettings(text_encoder_quantization=storage),
     }
     return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+def test_the_gpu_that_encodes_must_be_another_one_with_room() -> None:
+    gpu = EncoderGpu(name="x", total_memory_bytes=24 * 10**9, budget_bytes=22 * 10**9, needed_bytes=10**10)
+    plan = planned()
+    hardware = plan.frozen.hardware.changed(encoder_gpu=gpu)
+    caching = CachingSettings(text_encoder_device="cuda:1")
+    plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
+
+    def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:
+        there = OtherGpu(index=index, name="small", total_memory_bytes=24 * builders.GIB, budget_bytes=budget_bytes)
+        return machine().changed(device=machine().device.changed(index=own, count=2, others=(there,)))
+
+    assert hardware_misfits(plan, beside(1, 10**10)) == ()
+    assert "small, needs 9.31 GiB, 8.38 GiB may be taken" in hardware_misfits(plan, beside(1, 9 * 10**9))[0]
+    assert "which trains here" in hardware_misfits(plan, beside(0, 10**11, own=1))[0]
+    assert "this machine has 1 GPU(s)" in hardware_misfits(plan, machine())[0]
 
 
 def test_a_plan_whose_settings_work_here_fits() -> None:

@@ -8,17 +8,19 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import write_plan
+from autotune.schema.run import RunReport
 from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.metrics import read_metrics
 from tests.runtime.test_launchers import in_slurm
@@ -132,6 +134,36 @@ def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(benc
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
+
+
+def test_weights_sharded_over_two_nodes_go_on_with_an_adapter_and_are_measured_on_images_held_out(
+    bench: Bench, tmp_path: Path
+) -> None:
+    before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
+    workload, earlier, held_out = before.plan.frozen.workload, tmp_path / "earlier.safetensors", tmp_path / "held-out"
+    save_trained(earlier, before.model, before.optimizer, workload, "sha256:0", 2)
+    begun = replace(bench, initial=[parameter.detach().clone() for parameter in bench.trained.adapter])
+    held_out.mkdir()
+    Image.new("RGB", (40, 40), "teal").save(held_out / "a.png")
+    (held_out / "a.txt").write_text("a red circle")
+    own = {"validation": str(held_out), "validation_every": 2, "keep_best": True, "from_adapter": str(earlier)}
+    plan = bench.plan(num_processes=2, num_nodes=2, strategy="fsdp2", num_steps=4, **own)
+    two = TwoNodes(tmp_path, plan)
+    assert two.finish(two.start()) == [0, 0], two.log(0).read_text() + two.log(1).read_text()
+    losses: list[float] = []
+    one = begun.loop(
+        plan.changed(job=plan.job.changed(validation=None)), tmp_path / "one", on_step=lambda e: losses.append(e.loss)
+    )
+    rows = read_metrics(two.output(0) / "metrics.jsonl")
+    assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-5)
+    assert [row.step for row in rows if row.validation_loss is not None] == [2, 4]
+    assert two.log(0).read_text().count("loss on 1 held-out image") == 1
+    report = RunReport.model_validate_json((two.output(0) / "report.json").read_bytes())
+    assert report.validation is not None
+    if report.validation.kept_step == 4:
+        save_trained(tmp_path / ADAPTER_FILE, one.model, one.optimizer, workload, plan.digest, 4)
+        left, right = load_file(two.output(0) / ADAPTER_FILE), load_file(tmp_path / ADAPTER_FILE)
+        assert all(torch.allclose(left[name], right[name], rtol=1e-3, atol=1e-5) for name in right)
 
 
 def test_a_process_that_hangs_is_noticed(two: TwoNodes) -> None:
