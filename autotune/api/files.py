@@ -129,8 +129,9 @@ def convert_weights(
         return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
-    adapter = read_adapter(source, [name for name, _ in modules])
-    write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
+    transformer = named.family.transformer_class if named else None
+    adapter = read_adapter(source, [name for name, _ in modules], transformer)
+    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
     return (target,)
 
 

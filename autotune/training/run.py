@@ -179,7 +179,7 @@ class _Run:
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
         trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
         if (started_from := self.plan.job.from_adapter) is not None:
-            start_from(Path(started_from), trained.transformer)
+            start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained

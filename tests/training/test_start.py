@@ -36,7 +36,7 @@ def test_an_adapter_of_any_format_and_alpha_starts_as_the_same_update(
             shapes = module.lora_A["default"].weight.shape, module.lora_B["default"].weight.shape
             made[name] = LoraLayer(torch.randn(shapes[0]), torch.randn(shapes[1]), alpha=7.0)
     write_adapter(tmp_path / "a.safetensors", Adapter(made, {}), form, model.family.transformer_class)  # type: ignore[arg-type]
-    start_from(tmp_path / "a.safetensors", transformer)
+    start_from(tmp_path / "a.safetensors", transformer, model.family)
     for name, layer in made.items():
         module = transformer.get_submodule(name)
         got = module.lora_B["default"].weight @ module.lora_A["default"].weight * module.scaling["default"]
@@ -71,8 +71,8 @@ def test_an_adapter_of_other_rank_or_layers_is_refused(small: tuple[Path, Path],
     }
     write_adapter(tmp_path / "a.safetensors", Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="has rank 3, the plan 2"):
-        starting_values(tmp_path / "a.safetensors", transformer)
+        starting_values(tmp_path / "a.safetensors", transformer, model.family)
     layers.pop(min(layers))
     write_adapter(tmp_path / "b.safetensors", Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="adapts other layers than the plan"):
-        starting_values(tmp_path / "b.safetensors", transformer)
+        starting_values(tmp_path / "b.safetensors", transformer, model.family)
