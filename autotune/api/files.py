@@ -10,9 +10,8 @@ from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport, Item, check_datas
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
 from autotune.runtime import atomic_write, require_writable
-from autotune.schema import Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import AdapterFormat, Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
-    AdapterFormat,
     FileSummary,
     inspect_file,
     is_model_path,

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
+        TEXT_ENCODER,
         VALIDATION_DRAWS,
+        AdapterFormat,
         ClipChoice,
         Crop,
         Job,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
         SaveDtype,
         TimestepSampling,
         Weighting,
+        file_parts,
         model_reference,
         num_previews,
         split_reference,

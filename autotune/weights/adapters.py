@@ -17,22 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
-from typing import Literal
 
 import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
 from autotune.errors import InvalidInput, first_line
-from autotune.schema import Frozen, NaturalInt, PositiveInt
+from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.joined_layers import join_layers, split_layers
 from autotune.weights.layer_names import KEPT_NAMES, LAYOUTS, Layout, find_class, find_layout, restore_dots
 from autotune.weights.loaders import load_file
 from autotune.weights.lora_layer import LoraLayer
 from autotune.weights.saving import save_file
-
-AdapterFormat = Literal["diffusers", "comfyui", "kohya"]
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
@@ -278,10 +275,15 @@ def _reraise_bad_shapes() -> Iterator[None]:
         raise CorruptFile(f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN) from error
 
 
+def can_write(to: AdapterFormat, transformer: str) -> bool:
+    """Whether the names of the format are known for a model of this class."""
+    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
+
+
 def _layout_of(adapter: Adapter, transformer: str | None) -> Layout | None:
     """What other programs call the layers; None if they call them as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
-    if known and known not in LAYOUTS and known not in KEPT_NAMES:
+    if known and not can_write("kohya", known):
         message = f"what other programs call the layers of a {known} is not known to autotune"
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     found = known or find_class(adapter.layers)

@@ -249,7 +249,7 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
         widths: (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart.
         transformer: class of the model, if it is known.
     """
-    known = (LAYOUTS[transformer],) if transformer in LAYOUTS else LAYOUTS.values()
+    known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
     fitting = [layout for layout in known if widths and layout.has_originals(widths)]
     if len(fitting) < 2:
         return fitting[0] if fitting else None
