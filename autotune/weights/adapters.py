@@ -139,9 +139,9 @@ def parse_adapter(
     adapter = Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, prefix[:-1])
     if source == "diffusers":
         return adapter
-    known = transformer or (adapter.info.transformer if adapter.info else None)
+    named = transformer or (adapter.info.transformer if adapter.info else None)
     widths = {name: (layer.down.shape[1], layer.up.shape[0]) for name, layer in layers.items()}
-    if layout := find_layout(widths, known):
+    if layout := find_layout(widths, named):
         with _reraise_bad_shapes():
             layers = split_layers(layers, layout)
     is_unet = any(name.startswith(UNET_STAGES) for name in layers)
