@@ -111,6 +111,8 @@ def summary(rows, machine):
     for size in sorted({row["checkpoint_bytes"] for row in rows}):
         for way in WAYS:
             found = [row for row in rows if (row["checkpoint_bytes"], row["way"]) == (size, way)]
+            if not found:
+                continue
             cpu, wall = ([row[key] for row in found] for key in ("cpu_seconds", "seconds"))
             peaks = ("peak_anonymous_bytes", "peak_mapped_bytes", "peak_resident_bytes")
             anonymous, mapped, resident = ([row[key] / MIB for row in found] for key in peaks)

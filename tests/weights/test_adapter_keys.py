@@ -102,6 +102,18 @@ def test_each_program_finds_every_layer_of_every_family_by_its_own_name(
         torch.testing.assert_close(update(back.layers[name]), update(layer))
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: Family) -> None:
+    known = table("diffusers")[family.transformer_class]["layers"]
+    pattern = "|".join(re.escape(layer).replace(r"\#", r"\d+") for layer in known)
+    for targets in family.target_sets:
+        made = make_layers(family, targets)
+        tensors, metadata = serialize_adapter(Adapter(made, {}, family.denoiser), "diffusers")
+        assert all(re.fullmatch(rf"({pattern})\.lora_[AB]\.weight", key) for key in tensors)
+        assert len(tensors) == 2 * len(made)
+        assert "lora_adapter_metadata" in metadata
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program: str) -> None:
     assert {*LAYOUTS, *KEPT_NAMES} == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
