@@ -10,9 +10,8 @@ from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport, Item, check_datas
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
 from autotune.runtime import atomic_write, require_writable
-from autotune.schema import Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import AdapterFormat, Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
-    AdapterFormat,
     FileSummary,
     inspect_file,
     is_model_path,
@@ -129,8 +128,9 @@ def convert_weights(
         return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
-    adapter = read_adapter(source, [name for name, _ in modules])
-    write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
+    transformer = named.family.transformer_class if named else None
+    adapter = read_adapter(source, [name for name, _ in modules], transformer)
+    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
     return (target,)
 
 

@@ -116,6 +116,7 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
         read += list_places(Path(job.data))
     if is_single_file(model) or not is_on_hub(model) or model.startswith(("/", "./", "../")):
         read.append(model)
+    read += [name for name in (job.vae, *job.text_encoders) if name]
     if job.base and not is_on_hub(job.base):
         read.append(job.base)
     written = [job.output]

@@ -35,6 +35,7 @@ from autotune.schema import (
     Notice,
     OnEvent,
     TrainingPlan,
+    file_parts,
     ignore_event,
     model_reference,
     split_reference,
@@ -283,10 +284,13 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
     }
     study, join = options.get("study"), options.get("join")
     name, parts = split_reference(base.model if model is None else str(model))
+    added = file_parts(asked.get("vae"), asked.get("text_encoders", ()))
     if "base" in asked:
-        if not is_single_file(name):
-            raise InvalidInput(f"{name} is no single file, so it takes no base", hint="leave the base out")
-        parts["base"] = str(asked["base"])
+        added["base"] = str(asked["base"])
+    if added and not is_single_file(name):
+        message = f"{name} is no single file, so it takes no base, VAE or text encoders"
+        raise InvalidInput(message, hint="leave them out: a folder has them all")
+    parts |= added
     request = replace(
         base,
         model=model_reference(name, parts),

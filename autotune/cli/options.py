@@ -90,11 +90,19 @@ class JobOptions(DataOptions):
     base: Annotated[
         str | None, typer.Option(help="For a --model in one file: folder or hub id that its other parts come from.")
     ] = None
+    vae: Annotated[str | None, typer.Option(help="For a --model in one file: its VAE.", metavar="FILE|FOLDER")] = None
+    text_encoders: Annotated[
+        list[str] | None,
+        typer.Option("--text-encoder", help="And its text encoder; repeat for several.", metavar="FILE|FOLDER"),
+    ] = None
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
     from_adapter: Annotated[
         Path | None, typer.Option(help="Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
     ] = None
     save_dtype: Annotated[str | None, typer.Option(help="Of the adapter: bf16 (default), fp16 or fp32.")] = None
+    adapter_format: Annotated[
+        str | None, typer.Option(help="Who else shall load the adapter: diffusers alone (default), comfyui or kohya.")
+    ] = None
     mask_floor: Annotated[
         float | None, typer.Option(min=0, max=1, help="Weight of the loss where a mask is black; default 0.")
     ] = None

@@ -46,7 +46,13 @@ class Encoders:
     def identity(self) -> EncoderIdentity:
         """Part of the keys of cache entries."""
         folder, precision = self.model.weights, str(self.dtype).removeprefix("torch.")
-        return identify_encoders(folder, self.model.family, settings=precision, text_settings=self.text_settings)
+        return identify_encoders(
+            folder,
+            self.model.family,
+            settings=precision,
+            text_settings=self.text_settings,
+            files=self.model.part_files,
+        )
 
     @property
     def _text_device(self) -> torch.device:
@@ -81,13 +87,20 @@ class Encoders:
         if loaded is not None:
             return loaded  # type: ignore[no-any-return]
         folder = self.model.weights
-        return load_component(folder, "vae", dtype=self.dtype, device=str(device), loader=self.loader)  # type: ignore[no-any-return]
+        return load_component(  # type: ignore[no-any-return]
+            folder,
+            "vae",
+            dtype=self.dtype,
+            device=str(device),
+            loader=self.loader,
+            weights=self.model.part_files.get("vae"),
+        )
 
     def _load_text_encoder(self, name: str) -> nn.Module:
-        folder, caching = self.model.weights, self.caching
+        folder, caching, weights = self.model.weights, self.caching, self.model.part_files.get(name)
         if caching.text_encoder_streamed:
             # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
-            encoder = load_component(folder, name, dtype=self.dtype)
+            encoder = load_component(folder, name, dtype=self.dtype, weights=weights)
             cpu_offload(encoder, self.device, offload_buffers=True)
             return encoder  # type: ignore[no-any-return]
 
@@ -96,7 +109,7 @@ class Encoders:
 
         device = str(self._text_device)
         return load_component(  # type: ignore[no-any-return]
-            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize
+            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize, weights=weights
         )
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.data.cache import entry_key
 from autotune.data.captions import EMPTY_CAPTION
@@ -13,6 +14,9 @@ from autotune.data.items import Item, file_digest
 from autotune.data.video import ClipSpan
 from autotune.families import Family
 from autotune.schema import Bucket, Crop
+from autotune.weights import open_weights, weights_digest
+
+NO_FILES: Mapping[str, Path] = MappingProxyType({})
 
 WEIGHT_SAMPLE_BYTES = 1024**2
 """Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take half a minute."""
@@ -26,7 +30,9 @@ class EncoderIdentity:
     vae: str
 
 
-def identify_encoders(model_folder: Path, family: Family, *, settings: str, text_settings: str = "") -> EncoderIdentity:
+def identify_encoders(
+    model_folder: Path, family: Family, *, settings: str, text_settings: str = "", files: Mapping[str, Path] = NO_FILES
+) -> EncoderIdentity:
     """Identify the encoders of a pipeline by its files, in the diffusers layout.
 
     Args:
@@ -34,12 +40,15 @@ def identify_encoders(model_folder: Path, family: Family, *, settings: str, text
         family: its way of encoding is part of the identity.
         settings: dtype of the encoders, e.g. `bfloat16`.
         text_settings: what else decides the text encoder's output, e.g. its quantization.
+        files: where the weights of components are that are not in that folder.
     """
+    elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
     vae = _components_digest(model_folder, ("vae",))
     text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
     encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
-    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae}")
+    encoder += "".join(f" {name} {digest}" for name, digest in sorted(elsewhere.items()) if name != "vae")
+    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip())
 
 
 def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:

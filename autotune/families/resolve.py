@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.architecture import build_on_meta, build_spec, public_config
 from autotune.families.base import Family
 from autotune.families.noise import NoiseProcess
+from autotune.families.part_files import find_parts, where_usually
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
 from autotune.families.single_file import SUFFIXES, find_config, open_single_file, recognize
 from autotune.schema import ModelSpec, split_reference
 from autotune.weights import (
     BadWeights,
+    MissingWeights,
     WeightSource,
     build_empty_component,
+    check_part,
     component_class,
     fetch,
     missing_files,
@@ -59,6 +62,8 @@ class ResolvedModel:
     """The file that holds the transformer, if it is not in `folder`."""
     base: str | None = None
     """Folder or hub id that the other parts come from, if there is such a file."""
+    part_files: Mapping[str, Path] = field(default_factory=dict)
+    """Files and folders of weights of the VAE and text encoders that are not in `folder`, by component."""
 
     @property
     def noise(self) -> NoiseProcess:
@@ -96,7 +101,7 @@ def resolve_model(model: str) -> ResolvedModel:
     Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known family.
     """
     if is_single_file(model):
-        return _resolve_single_file(model, _locate)
+        return _resolve_single_file(model, lambda base, _: _locate(base))
     if not is_on_hub(model):
         folder = _expand(model)
         return _resolve_folder(folder, Path(os.path.realpath(folder)).name)
@@ -126,7 +131,7 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
     if not is_on_hub(model):
         return resolve_model(model)
     if is_single_file(model):
-        return _resolve_single_file(model, lambda base: _fetch_base(base, weights=weights))
+        return _resolve_single_file(model, lambda base, find: _fetch_base(base, find if weights else None))
     family, repo, revision = _parse_name(model)
     if not REPO.fullmatch(repo):
         return resolve_model(model)
@@ -151,7 +156,11 @@ def is_single_file(model: str) -> bool:
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
-def _resolve_single_file(model: str, locate: Callable[[str], Path | None]) -> ResolvedModel:
+FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
+"""Files of the weights that are not in a base, for its family and folder."""
+
+
+def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | None]) -> ResolvedModel:
     """The model in a file, with its other parts in the folder that `locate` finds for its base, if it does."""
     name, parts = split_reference(model)
     file = Path(os.path.realpath(_expand(name)))
@@ -159,7 +168,8 @@ def _resolve_single_file(model: str, locate: Callable[[str], Path | None]) -> Re
     base = parts.get("base")
     if base is None:
         base = recognize(source)[0][1].hub_id
-    folder = locate(base)
+    find: FindParts = lambda family, folder: find_parts(source, family, parts, folder)  # noqa: E731
+    folder = locate(base, find)
     known, revision = find_published(base.partition("@")[0]), folder.name if folder and is_on_hub(base) else None
     if folder is None and known is None:
         raise InvalidInput(f"the base {base} is no folder, and not on this machine", hint=NAME_BASE)
@@ -172,7 +182,8 @@ def _resolve_single_file(model: str, locate: Callable[[str], Path | None]) -> Re
     lacking = [part for part in others if folder and not (folder / part).is_dir()]
     if folder and lacking and not revision:
         raise InvalidInput(f"the base {folder} has no {lacking[0]}/", hint=NAME_BASE)
-    is_complete = folder and not lacking and not (revision and missing_files(folder, others))
+    part_files = find(family, None if lacking else folder)
+    is_complete = folder and not lacking and not (revision and missing_files(folder, _in_base(family, part_files)))
     return ResolvedModel(
         family,
         config,
@@ -182,6 +193,7 @@ def _resolve_single_file(model: str, locate: Callable[[str], Path | None]) -> Re
         revision=revision,
         file=file,
         base=base.partition("@")[0] if is_on_hub(base) else base,
+        part_files=part_files,
     )
 
 
@@ -193,8 +205,14 @@ def _locate(base: str) -> Path | None:
     return snapshot_in_cache(repo, revision or "main") if REPO.fullmatch(repo) else None
 
 
-def _fetch_base(base: str, *, weights: bool) -> Path | None:
-    """The folder of a base after fetching it from the hub: all but the transformer's weights.
+def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
+    """The components whose files are all in the base."""
+    return [part for part in family.components if part != family.denoiser and part not in part_files]
+
+
+def _fetch_base(base: str, find: FindParts | None) -> Path | None:
+    """The folder of a base after fetching it from the hub: configurations, and with `find` the weights of what it does
+    not find.
 
     Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
     """
@@ -204,9 +222,8 @@ def _fetch_base(base: str, *, weights: bool) -> Path | None:
             index = fetch(repo, revision=revision or "main", components=())
             family, revision = _detect_family(index), index.name
         folder = fetch(repo, revision=revision or "main", components=family.components, weights=False)
-        if weights:
-            others = [part for part in family.components if part != family.denoiser]
-            folder = fetch(repo, revision=folder.name, components=others)
+        if find:
+            folder = fetch(repo, revision=folder.name, components=_in_base(family, find(family, folder)))
     except BadWeights as error:
         raise type(error)(
             f"{error.message}; the file's other parts come from there", hint=f"{error.hint}; or {NAME_BASE}"
@@ -227,6 +244,19 @@ def _parse_name(model: str) -> tuple[Family | None, str, str]:
     return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
 
 
+def _open_part(model: ResolvedModel, name: str) -> WeightSource:
+    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for what is missing."""
+    if (path := model.part_files.get(name)) is not None:
+        return check_part(model.weights, name, path)
+    try:
+        return open_weights(model.weights / name)
+    except MissingWeights as error:
+        if model.file is None:
+            raise
+        message = f"the weights of the {name} are missing: neither {model.file} nor {model.weights / name} has them"
+        raise MissingWeights(message, hint=where_usually(model.file, name)) from error
+
+
 def check_weights(model: ResolvedModel) -> None:
     """Read the headers of all weights in the model's folder, so that damage shows now, not after an hour of work.
 
@@ -235,7 +265,7 @@ def check_weights(model: ResolvedModel) -> None:
         BadWeights: a file is missing, cut off or damaged.
     """
     for part in ("vae", *model.family.text_encoders):
-        open_weights(model.weights / part)
+        _open_part(model, part)
     open_weights(model.transformer_file)
 
 
@@ -253,7 +283,7 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
         build_empty_component(folder, "vae", dtype=torch.float32)
-    encoders = [open_weights(folder / name) for name in family.text_encoders]
+    encoders = [_open_part(model, name) for name in family.text_encoders]
     return Parts(
         text_encoder_parameters=tuple(sum(math.prod(entry.shape) for _, entry in encoder) for encoder in encoders),
         vae_class=vae_class,

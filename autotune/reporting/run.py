@@ -72,6 +72,8 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
+    if report.adapter.startswith("comfyui"):
+        convert = ["cp", adapter, converted]
     return [
         f"{'adapter':<15}{output / report.adapter}",
         f"{'report':<15}{output / PAGE_FILE}",

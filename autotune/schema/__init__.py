@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
+        TEXT_ENCODER,
         VALIDATION_DRAWS,
+        AdapterFormat,
         ClipChoice,
         Crop,
         Job,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
         SaveDtype,
         TimestepSampling,
         Weighting,
+        file_parts,
         model_reference,
         num_previews,
         split_reference,

@@ -1,7 +1,7 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import parse_qsl, urlencode
 
@@ -11,6 +11,7 @@ from autotune.schema.base import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 SaveDtype = Literal["bf16", "fp16", "fp32"]
+AdapterFormat = Literal["diffusers", "comfyui", "kohya"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 Crop = Literal["center", "top"]
@@ -50,11 +51,19 @@ VALIDATION_DRAWS = 32
 
 SINGLE_FILE = ".safetensors"
 """What the name of a model in one file ends with."""
+TEXT_ENCODER = "text_encoder"
+"""What the names of its text encoders begin with in a reference."""
 
 
 def model_reference(model: str, parts: Mapping[str, str]) -> str:
     """One text for a model in a single file and where its other parts are: `FILE?base=...`; another model as it is."""
     return f"{model}?{urlencode(parts, safe='/@:')}" if parts and model.endswith(SINGLE_FILE) else model
+
+
+def file_parts(vae: str | None, text_encoders: Sequence[str]) -> dict[str, str]:
+    """Where a single file's VAE and text encoders are, by names for `model_reference`."""
+    parts = {"vae": vae} if vae else {}
+    return parts | {f"{TEXT_ENCODER}_{number}": path for number, path in enumerate(text_encoders, start=1)}
 
 
 def split_reference(reference: str) -> tuple[str, dict[str, str]]:
@@ -74,6 +83,10 @@ class Job(Frozen):
     base: Place | None = None
     """What such a file's other parts come from: a folder or a hub id; None for the model that the file is recognized
     as."""
+    vae: Place | None = None
+    """File or folder of its VAE; None for the file's own, if it has one, or the base's."""
+    text_encoders: tuple[Place, ...] = ()
+    """Files or folders of its text encoders, in any order; others are the file's own or the base's."""
     revision: Words | None = None
     """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is first fetched."""
     data: Place | None
@@ -94,6 +107,8 @@ class Job(Frozen):
     """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
     save_dtype: SaveDtype = "bf16"
     """Of the adapter's file; training and checkpoints keep fp32."""
+    adapter_format: AdapterFormat = "diffusers"
+    """Whose names of layers the adapter is also written under, beside diffusers'."""
     num_steps: int = PositiveInt
     """Number of optimizer steps, each of the effective batch."""
     num_train_epochs: int | None = Field(default=None, ge=1)
@@ -171,7 +186,8 @@ class Job(Frozen):
         """The model at its revision, or a file with its base at its revision, as `resolve_model` takes it."""
         at = "" if self.revision is None else f"@{self.revision}"
         if self.model.endswith(SINGLE_FILE):
-            return model_reference(self.model, {"base": self.base + at} if self.base else {})
+            parts = {"base": self.base + at} if self.base else {}
+            return model_reference(self.model, parts | file_parts(self.vae, self.text_encoders))
         return self.model + at
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
@@ -196,6 +212,8 @@ class JobOverrides(TypedDict, total=False):
     """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays."""
 
     base: str
+    vae: str
+    text_encoders: tuple[str, ...]
     revision: str
     control: str
     caption: str
@@ -205,6 +223,7 @@ class JobOverrides(TypedDict, total=False):
     output: str
     from_adapter: str
     save_dtype: SaveDtype
+    adapter_format: AdapterFormat
     num_steps: int
     num_train_epochs: int
     learning_rate: float

@@ -1,4 +1,4 @@
-"""The trained adapter: saved under the keys that diffusers loads, then read back and judged."""
+"""The trained adapter: saved under the keys that diffusers loads, and in another format, then read back and judged."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,15 @@ import torch
 from peft.utils import get_peft_model_state_dict
 
 from autotune.families import ADAPTER_NAME
-from autotune.schema import AdapterVerdict, SaveDtype, Workload
+from autotune.schema import AdapterFormat, AdapterVerdict, SaveDtype, Workload
 from autotune.training.model import TrainingModel
 from autotune.training.step import AdapterOptimizer
-from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter
+from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter, write_adapter
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The name that diffusers looks for in a folder."""
+EXPORT_FILE = "{}_lora_weights.safetensors"
+"""The same adapter in another format."""
 SAVE_DTYPES: Mapping[SaveDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -46,6 +48,15 @@ def save_trained(
     )
     state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME)
     save_adapter(path, state, info, model.family.denoiser)
+
+
+def export_trained(adapter: Path, to: AdapterFormat) -> Path:
+    """Write an adapter file in another format too, beside itself; returns that file, or the adapter's own."""
+    if to == "diffusers":
+        return adapter
+    written = adapter.with_name(EXPORT_FILE.format(to))
+    write_adapter(written, read_adapter(adapter), to)
+    return written
 
 
 def judge_adapter(

@@ -8,6 +8,7 @@ from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
+from autotune.weights import can_write
 
 NUM_QUANTILES = 16
 """Number of caption lengths that a workload holds."""
@@ -67,6 +68,11 @@ def check_job(job: Job, family: Family) -> None:
     if job.keep_best and job.validation is None:
         raise InvalidInput(
             "without held-out images nothing tells which adapter is best", hint="hold some out: --validation 10%"
+        )
+    if not can_write(job.adapter_format, family.transformer_class):
+        raise InvalidInput(
+            f"{job.adapter_format} loads no adapters of {family.name} that autotune knows how to write",
+            hint="leave --adapter-format out: diffusers loads them",
         )
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)

@@ -21,7 +21,22 @@ from autotune.training.files import REPORT_FILE
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "cache", "save_dtype", "report_to"}
+    {
+        "model",
+        "base",
+        "vae",
+        "text_encoders",
+        "revision",
+        "data",
+        "control",
+        "caption",
+        "trigger",
+        "output",
+        "cache",
+        "save_dtype",
+        "report_to",
+    }
+    | {"adapter_format"}
     | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
     | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )

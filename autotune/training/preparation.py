@@ -144,7 +144,7 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     transformer = build_on_meta(model.family, model.config)
     adapter = add_adapter(model.family, transformer, workload, torch.float32)
     if job.from_adapter is not None:  # before any long work
-        starting_values(Path(job.from_adapter), transformer)
+        starting_values(Path(job.from_adapter), transformer, model.family)
     adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(

@@ -27,7 +27,7 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, judge_adapter, save_trained
+from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, export_trained, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.context import RunContext
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
@@ -110,6 +110,7 @@ class _Run:
         self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
+        self.adapter_file = ADAPTER_FILE
         self.metrics: Metrics | None = None
         """None on all processes but the first, and before training."""
         frozen = plan.frozen
@@ -179,7 +180,7 @@ class _Run:
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
         trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
         if (started_from := self.plan.job.from_adapter) is not None:
-            start_from(Path(started_from), trained.transformer)
+            start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained
@@ -283,6 +284,7 @@ class _Run:
                 workload = self.plan.frozen.workload
                 dtype = SAVE_DTYPES[self.plan.job.save_dtype]
                 save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, kept_step, dtype)
+                self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
@@ -345,6 +347,6 @@ class _Run:
             nonfinite_gradients=loop.gradients.num_nonfinite,
             quantization_error=loop.model.quantization_error,
             validation=loop.validation.result(kept_step),
-            adapter=ADAPTER_FILE,
+            adapter=self.adapter_file,
             verdict=verdict,
         )

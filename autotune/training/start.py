@@ -7,23 +7,23 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
-from autotune.families import ADAPTER_NAME
+from autotune.families import ADAPTER_NAME, Family
 from autotune.weights import BadWeights, read_adapter
 
 
 @torch.no_grad()
-def start_from(path: Path, transformer: nn.Module) -> None:
+def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
     """Give the adapter of `transformer` the values of the one in the file.
 
     Raises InvalidInput or BadWeights as `starting_values`.
     """
-    values = starting_values(path, transformer)
+    values = starting_values(path, transformer, family)
     for name, parameter in transformer.named_parameters():
         if name in values:
             parameter.copy_(values[name])
 
 
-def starting_values(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
+def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[str, Tensor]:
     """The values of the adapter's parameters, by name, that give the update of the adapter in the file.
 
     `transformer` has an adapter, and may be on meta. Another alpha is made up for by the second matrix.
@@ -35,7 +35,7 @@ def starting_values(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
     adapted: dict[str, Any] = {
         name: module for name, module in transformer.named_modules() if ADAPTER_NAME in getattr(module, "lora_A", ())
     }
-    layers = read_adapter(path, adapted).layers
+    layers = read_adapter(path, adapted, family.transformer_class).layers
     if different := sorted(layers.keys() ^ adapted.keys()):
         whose = "the plan does not adapt" if different[0] in layers else "it does not have"
         more = f", and {len(different) - 1} more" if len(different) > 1 else ""

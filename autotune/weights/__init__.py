@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.weights.adapters import AdapterFormat, AdapterInfo, read_adapter, save_adapter, write_adapter
+    from autotune.weights.adapters import AdapterInfo, can_write, read_adapter, save_adapter, write_adapter
     from autotune.weights.building import (
         DtypePolicy,
         attribute_tensors,
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from autotune.weights.components import (
         DOWNLOAD_AGAIN,
         build_empty_component,
+        check_part,
         component_class,
         load_component,
         read_config,
         read_model_index,
     )
     from autotune.weights.errors import BadWeights, MissingWeights
+    from autotune.weights.file_parts import has_part
     from autotune.weights.files import read_header
     from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file

@@ -5,9 +5,8 @@
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI and kohya find a module by the name it has in their own model. That is diffusers' name, except in FLUX, where
-it is the authors' (`flux_layers`), and where the comfyui format has lora_down and lora_up: so ComfyUI writes it, and
-so diffusers understands it. Of other models than these (`KEPT_NAMES`) the names are not known here.
+ComfyUI and kohya find a module by the name it has in their own model: the authors' (`layer_names`), for which the
+comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
 """
 
 import contextlib
@@ -15,31 +14,22 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
-from typing import Literal
 
 import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
 from autotune.errors import InvalidInput, first_line
-from autotune.schema import Frozen, NaturalInt, PositiveInt
+from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
-from autotune.weights.flux_layers import (
-    FLUX_CLASS,
-    has_original_names,
-    is_flux,
-    join_layers,
-    restore_original_names,
-    split_layers,
-)
+from autotune.weights.joined_layers import join_layers, split_layers
+from autotune.weights.layer_names import KEPT_NAMES, LAYOUTS, Layout, find_class, find_layout, restore_dots
 from autotune.weights.loaders import load_file
 from autotune.weights.lora_layer import LoraLayer
 from autotune.weights.saving import save_file
-
-AdapterFormat = Literal["diffusers", "comfyui", "kohya"]
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
@@ -54,8 +44,7 @@ PREFIXES: Mapping[str, AdapterFormat] = {
     "diffusion_model.": "comfyui",
     "lora_unet_": "kohya",
 }
-KEPT_NAMES = frozenset({"QwenImageTransformer2DModel", "Kandinsky5Transformer3DModel"})
-"""Classes whose layers ComfyUI and kohya's scripts call as diffusers does."""
+UNET_STAGES = ("down_blocks.", "mid_block.", "up_blocks.")
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -116,13 +105,14 @@ def save_adapter(path: Path, state: Mapping[str, Tensor], info: AdapterInfo, com
     write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}, component), "diffusers")
 
 
-def read_adapter(path: Path, module_names: Iterable[str] = ()) -> Adapter:
+def read_adapter(path: Path, module_names: Iterable[str] = (), transformer: str | None = None) -> Adapter:
     """Read an adapter in any of the formats.
 
     `module_names` are needed for a kohya file that another program wrote: its underscores do not say where the dots
-    were. Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no adapter.
+    were. `transformer` is the class of the adapted model, for names that several models have. Raises BadWeights for a
+    damaged or pickled file and InvalidInput for one that is no adapter.
     """
-    return parse_adapter(*load_file(path), module_names)
+    return parse_adapter(*load_file(path), module_names, transformer)
 
 
 def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None) -> None:
@@ -132,21 +122,30 @@ def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat, transformer: 
 
 
 def parse_adapter(
-    state: Mapping[str, Tensor], metadata: Mapping[str, str], module_names: Iterable[str] = ()
+    state: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    module_names: Iterable[str] = (),
+    transformer: str | None = None,
 ) -> Adapter:
     """Parse tensors and metadata of a file in any of the formats. Pure."""
     prefix = _detect_prefix(state)
     source = PREFIXES[prefix]
     bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     if source == "kohya":
-        known = [*module_names, *_stored_module_names(metadata), *restore_original_names(_module_names(bare))]
+        known = [*module_names, *_stored_module_names(metadata), *restore_dots(_module_names(bare))]
         bare = _restore_dots(bare, known)
     alphas = _configured_alphas(metadata, prefix, _module_names(bare)) if source == "diffusers" else {}
     layers = _collect_layers(bare, alphas)
-    with _reraise_bad_shapes():
-        layers = split_layers(layers) if has_original_names(layers) else layers
-    component = prefix.removesuffix(".") if source == "diffusers" else COMPONENTS[0]
-    return Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, component)
+    adapter = Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, prefix[:-1])
+    if source == "diffusers":
+        return adapter
+    named = transformer or (adapter.info.transformer if adapter.info else None)
+    widths = {name: (layer.down.shape[1], layer.up.shape[0]) for name, layer in layers.items()}
+    if layout := find_layout(widths, named):
+        with _reraise_bad_shapes():
+            layers = split_layers(layers, layout)
+    is_unet = any(name.startswith(UNET_STAGES) for name in layers)
+    return replace(adapter, layers=layers, component="unet" if is_unet else "transformer")
 
 
 def _detect_prefix(state: Mapping[str, Tensor]) -> str:
@@ -249,10 +248,10 @@ def serialize_adapter(
     `transformer` is the class of the adapted model, for an adapter that does not store it. Raises InvalidInput if the
     names depend on it and it is unknown, or if the format has no name for a layer.
     """
-    original = to != "diffusers" and _has_flux_names(adapter, transformer)
+    layout = None if to == "diffusers" else _layout_of(adapter, transformer)
     with _reraise_bad_shapes():
-        layers = join_layers(adapter.layers) if original else adapter.layers
-    down, up = ("lora_down", "lora_up") if to == "kohya" or original else ("lora_A", "lora_B")
+        layers = join_layers(adapter.layers, layout) if layout else adapter.layers
+    down, up = ("lora_down", "lora_up") if to == "kohya" or layout else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
     prefixes = {"diffusers": f"{adapter.component}.", "comfyui": "diffusion_model.", "kohya": "lora_unet_"}
     for module, layer in layers.items():
@@ -268,25 +267,30 @@ def serialize_adapter(
 
 @contextlib.contextmanager
 def _reraise_bad_shapes() -> Iterator[None]:
-    """Raise CorruptFile if layers under FLUX's names cannot be taken apart or put together."""
+    """Raise CorruptFile if layers under the authors' names cannot be taken apart or put together."""
     try:
         yield
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
         reason = first_line(error)
-        raise CorruptFile(f"its layers do not have the shapes of FLUX: {reason}", hint=EXPORT_AGAIN) from error
+        raise CorruptFile(f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN) from error
 
 
-def _has_flux_names(adapter: Adapter, transformer: str | None) -> bool:
-    """Whether other programs call the layers as FLUX.1's authors do, rather than as diffusers does."""
+def can_write(to: AdapterFormat, transformer: str) -> bool:
+    """Whether the names of the format are known for a model of this class."""
+    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
+
+
+def _layout_of(adapter: Adapter, transformer: str | None) -> Layout | None:
+    """What other programs call the layers; None if they call them as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
-    if known and known not in (FLUX_CLASS, *KEPT_NAMES):
+    if known and not can_write("kohya", known):
         message = f"what other programs call the layers of a {known} is not known to autotune"
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
-    flux = known == FLUX_CLASS if known else is_flux(adapter.layers)
-    if flux is None:
-        message = "this adapter may be of FLUX.1, whose layers other programs call otherwise, or of another model"
+    found = known or find_class(adapter.layers)
+    if found is None:
+        message = "this adapter may be of FLUX, whose layers other programs call otherwise, or of another model"
         raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
-    return flux
+    return LAYOUTS.get(found)
 
 
 def _to_scalar(value: float) -> Tensor:

@@ -14,8 +14,9 @@ from autotune.errors import InvalidInput, first_line
 from autotune.runtime import read_bounded
 from autotune.weights.building import build_empty, from_pretrained_dtypes, transformers_renaming
 from autotune.weights.errors import BadWeights, MissingWeights
-from autotune.weights.sources import PIPELINE_INDEX, open_weights
-from autotune.weights.streaming import Transform, load_into
+from autotune.weights.file_parts import view_part
+from autotune.weights.sources import PIPELINE_INDEX, WeightSource, open_weights
+from autotune.weights.streaming import Transform, check_source, load_into
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries that component classes may come from: a name in an untrusted folder must not import anything else."""
@@ -141,6 +142,27 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
     return model
 
 
+def open_part(path: Path, name: str, model: nn.Module) -> WeightSource:
+    """The weights of the component `name` in its folder, or in a single file; `model` is of its class.
+
+    Raises BadWeights if there are none, they are damaged, or the file holds something else.
+    """
+    source = open_weights(path)
+    return view_part(source, name, model) if path.is_file() and path.suffix == ".safetensors" else source
+
+
+def check_part(folder: Path, name: str, path: Path) -> WeightSource:
+    """The weights of `folder`'s component `name` in a file or folder elsewhere, under the names that are stored there.
+
+    Raises InvalidInput or BadWeights as `load_component`.
+    """
+    library, _ = component_class(folder, name)
+    model = build_empty_component(folder, name, dtype=torch.float32)
+    source = open_part(path, name, model)
+    check_source(model, source, rename=transformers_renaming(model) if library == "transformers" else None)
+    return source
+
+
 def load_component(
     folder: Path,
     name: str,
@@ -149,9 +171,11 @@ def load_component(
     device: str = "cpu",
     loader: str = "safetensors",
     transform: Callable[[nn.Module], Transform | None] = lambda model: None,
+    weights: Path | None = None,
 ) -> Any:
     """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`.
 
+    `weights` is a file or folder that has the weights, if `folder/name` has the configuration alone.
     `transform` gets the empty model and returns what to do with each module as it arrives.
 
     Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent, damaged or of another
@@ -161,7 +185,7 @@ def load_component(
     model = build_empty_component(folder, name, dtype=dtype)
     load_into(
         model,
-        open_weights(folder / name),
+        open_part(weights or folder / name, name, model),
         loader=loader,
         device=device,
         dtype_policy=from_pretrained_dtypes(model, dtype),

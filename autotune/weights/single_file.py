@@ -9,7 +9,7 @@ rows it is. Rows are bytes one after the other: they are read from where they li
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -39,6 +39,8 @@ MAX_ROWS = 1 << 20
 ROW_BITS = 32
 
 NAME_BASE = "name the folder or repository that the file belongs to, by --base; or take another file"
+Conversion = Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]
+"""Makes a state under diffusers' names of one under other names, for a model of a configuration."""
 Run = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first one, and how many."""
 
@@ -51,6 +53,8 @@ class TensorView(TensorEntry):
     """(offset from the beginning of the file, number of bytes) of each run of rows."""
     scale: Tensor | None = field(default=None, compare=False)
     """Factor of each row; None if the stored values are the weights."""
+    is_turned: bool = False
+    """Whether a square matrix is stored with its columns as rows."""
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -58,7 +62,7 @@ class TensorView(TensorEntry):
 
     def finished(self, stored: Tensor) -> Tensor:
         if self.scale is None:
-            return stored
+            return stored.T.contiguous() if self.is_turned else stored
         return stored.float() * self.scale.to(stored.device).view(-1, *[1] * (stored.ndim - 1))
 
 
@@ -73,17 +77,40 @@ def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
         BadWeights: it is stored in a way that is not understood, or diffusers has no conversion for the class.
     """
     (file,) = source.files
-    tensors, scales = _split_scales(file, _denoiser_part(file))
+    tensors, scales = split_scales(file, take_prefix(file, PREFIXES))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if shapes.keys() <= tensors.keys():
-        runs = {name: [(name, 0, max(1, *entry.shape[:1]))] for name, entry in tensors.items()}
+    kind = type(model).__name__
+    conversion = None if shapes.keys() <= tensors.keys() else diffusers_conversion(kind)
+    return make_view(source, tensors, scales, shapes, kind, cast(Any, model).config, conversion)
+
+
+def make_view(
+    source: WeightSource,
+    tensors: Mapping[str, TensorEntry],
+    scales: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str,
+    config: Mapping[str, Any],
+    conversion: Conversion | None,
+    turned: frozenset[str] = frozenset(),
+) -> WeightSource:
+    """Stored tensors under the names that `conversion` gives them, or their own; in the model's `shapes`, by name.
+
+    `turned` names those that are stored with columns as rows.
+
+    Raises KeyMismatch and BadWeights as `view_as`.
+    """
+    if conversion is None:
+        runs = {name: [(name, 0, max((1, *entry.shape[:1])))] for name, entry in tensors.items()}
     else:
-        runs = _convert(source, tensors, type(model).__name__, cast(Any, model).config)
+        runs = _convert(source, tensors, kind, config, conversion)
     unknown = sorted(tensors.keys() - {stored for found in runs.values() for stored, _, _ in found} - DROPPED)
     if unknown:
         raise KeyMismatch(f"{source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE)
     views = [_view(name, shapes.get(name), found, tensors, scales) for name, found in runs.items()]
+    views = [replace(view, is_turned=view.name in turned) for view in views]
     views.sort(key=lambda view: view.pieces)
+    (file,) = source.files
     return WeightSource(source.path, (replace(file, entries=tuple(views)),), is_view=True)
 
 
@@ -93,9 +120,9 @@ def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> s
     Raises BadWeights as `view_as`; if diffusers has no conversion, names are taken as they are.
     """
     (file,) = source.files
-    tensors, _ = _split_scales(file, _denoiser_part(file))
+    tensors, _ = split_scales(file, take_prefix(file, PREFIXES))
     try:
-        names: Iterable[str] = _convert(source, tensors, kind, config)
+        names: Iterable[str] = _convert(source, tensors, kind, config, diffusers_conversion(kind))
     except KeyMismatch:
         raise
     except BadWeights:
@@ -103,16 +130,16 @@ def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> s
     return {name.partition(".")[0] for name in names}
 
 
-def _denoiser_part(file: WeightFile) -> dict[str, TensorEntry]:
-    """The entries of the DiT or UNet, by their names without a prefix."""
-    for prefix in PREFIXES:
+def take_prefix(file: WeightFile, prefixes: Iterable[str]) -> dict[str, TensorEntry]:
+    """The entries of one component, by their names without a prefix; all, if no name has any."""
+    for prefix in prefixes:
         found = {name.removeprefix(prefix): entry for name, entry in file.by_name.items() if name.startswith(prefix)}
         if found:
             return found
     return dict(file.by_name)
 
 
-def _split_scales(
+def split_scales(
     file: WeightFile, entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], dict[str, Tensor]]:
     """Weights, and the scales of those that have one, by the name of the weight; scales are read."""
@@ -136,24 +163,34 @@ def _scale_shapes(stored: TensorEntry) -> tuple[tuple[int, ...], ...]:
     return (), (1,), (1,) * len(stored.shape), rows, rows + (1,) * (len(stored.shape) - 1)
 
 
-def _convert(
-    source: WeightSource, tensors: Mapping[str, TensorEntry], kind: str, config: Mapping[str, Any]
-) -> dict[str, list[Run]]:
-    """The stored rows of each tensor of the model, by running diffusers' conversion on markers.
-
-    Raises:
-        KeyMismatch: the conversion does not find what it needs.
-        BadWeights: there is no conversion, or it does more than to rename and to rearrange rows.
-    """
+def diffusers_conversion(kind: str) -> Conversion:
+    """diffusers' own, for models of a class. Raises BadWeights if there is none."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     if kind not in SINGLE_FILE_LOADABLE_CLASSES:
         raise BadWeights(f"diffusers reads no single file as a {kind}", hint="use a folder in the diffusers layout")
+    function = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    return lambda state, config: function(checkpoint=state, config=config)
+
+
+def _convert(
+    source: WeightSource,
+    tensors: Mapping[str, TensorEntry],
+    kind: str,
+    config: Mapping[str, Any],
+    conversion: Conversion,
+) -> dict[str, list[Run]]:
+    """The stored rows of each tensor of the model, by running the conversion on markers.
+
+    Raises:
+        KeyMismatch: the conversion does not find what it needs.
+        BadWeights: it does more than to rename and to rearrange rows, or to turn a square matrix.
+    """
     order, unit = list(tensors), _unit(kind, tensors)
     prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
     markers = {prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)}
     try:
-        found = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"](checkpoint=markers, config=config)
+        found = conversion(markers, config)
     except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         message = f"{source.path} does not hold a {kind}: {type(error).__name__}: {first_line(error)[:80]}"
         raise KeyMismatch(message, hint=NAME_BASE) from error

@@ -85,13 +85,17 @@ def load_into(
         _return_memory(converted)
 
 
-def check_source(model: nn.Module, source: WeightSource) -> None:
+def check_source(model: nn.Module, source: WeightSource, rename: Callable[[str], str] | None = None) -> None:
     """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read nothing.
+
+    `rename` as for `load_into`.
 
     Raises:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
     """
-    _check_match(model, _find_slots(model), source, {name: name for name in source.locations})
+    _check_match(
+        model, _find_slots(model), source, {name: rename(name) if rename else name for name in source.locations}
+    )
 
 
 def stream_tensors(

@@ -172,6 +172,7 @@ WRONG = {
     "checkpointing_steps": "-1",
     "seed": "-1",
     "save_dtype": "fp8",
+    "adapter_format": "lycoris",
     "clips": "0",
     "shuffle_tags": "-1",
     "keep_tags": "-1",
@@ -180,7 +181,7 @@ WRONG = {
     "mask_floor": "2",
     "cache": "tape",
 }
-ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter"}
+ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter", "vae", "text_encoders"}
 FLAGS = {"flip", "keep_best"}
 
 

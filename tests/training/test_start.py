@@ -36,7 +36,7 @@ def test_an_adapter_of_any_format_and_alpha_starts_as_the_same_update(
             shapes = module.lora_A["default"].weight.shape, module.lora_B["default"].weight.shape
             made[name] = LoraLayer(torch.randn(shapes[0]), torch.randn(shapes[1]), alpha=7.0)
     write_adapter(tmp_path / "a.safetensors", Adapter(made, {}), form, model.family.transformer_class)  # type: ignore[arg-type]
-    start_from(tmp_path / "a.safetensors", transformer)
+    start_from(tmp_path / "a.safetensors", transformer, model.family)
     for name, layer in made.items():
         module = transformer.get_submodule(name)
         got = module.lora_B["default"].weight @ module.lora_A["default"].weight * module.scaling["default"]
@@ -52,10 +52,16 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
     first = read_adapter(tmp_path / "first" / name)
     halves = {key: LoraLayer(layer.down, layer.up * 100, layer.alpha) for key, layer in first.layers.items()}
     write_adapter(tmp_path / "strong.safetensors", Adapter(halves, {}), "diffusers")
-    goes_on = {"from_adapter": str(tmp_path / "strong.safetensors"), "save_dtype": "bf16"}
-    autotune.train(plan, output=str(tmp_path / "second"), **goes_on)  # type: ignore[arg-type]
+    goes_on = {"from_adapter": str(tmp_path / "strong.safetensors"), "save_dtype": "bf16", "adapter_format": "kohya"}
+    report = autotune.train(plan, output=str(tmp_path / "second"), **goes_on)  # type: ignore[arg-type]
     assert {tensor.dtype for tensor in load_file(tmp_path / "second" / name).values()} == {torch.bfloat16}
     second = read_adapter(tmp_path / "second" / name).layers
+    assert report.adapter == "kohya_lora_weights.safetensors"
+    for_kohya = tmp_path / "second" / report.adapter
+    assert all(key.startswith("lora_unet_transformer_blocks_") for key in load_file(for_kohya))
+    assert {key: update_norm(layer) for key, layer in read_adapter(for_kohya).layers.items()} == {
+        key: update_norm(layer) for key, layer in second.items()
+    }
     for key, layer in halves.items():
         assert update_norm(second[key]) == pytest.approx(update_norm(layer), rel=0.2, abs=1e-3)
 
@@ -71,8 +77,8 @@ def test_an_adapter_of_other_rank_or_layers_is_refused(small: tuple[Path, Path],
     }
     write_adapter(tmp_path / "a.safetensors", Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="has rank 3, the plan 2"):
-        starting_values(tmp_path / "a.safetensors", transformer)
+        starting_values(tmp_path / "a.safetensors", transformer, model.family)
     layers.pop(min(layers))
     write_adapter(tmp_path / "b.safetensors", Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="adapts other layers than the plan"):
-        starting_values(tmp_path / "b.safetensors", transformer)
+        starting_values(tmp_path / "b.safetensors", transformer, model.family)

@@ -3,13 +3,15 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
-from autotune.weights.flux_layers import is_flux, join_layers, split_layers
+from autotune.weights.joined_layers import join_layers, split_layers
+from autotune.weights.layer_names import FLUX1_CLASS, LAYOUTS, find_class
 from autotune.weights.lora_layer import LoraLayer
 from tests.weights.conftest import bits
 
 WIDTH = 3072
 """Of the published model: diffusers' converter takes no other."""
 
+FLUX1 = LAYOUTS[FLUX1_CLASS]
 SINGLE = "single_transformer_blocks.3."
 SHAPES = (("attn.to_q", 1, 3), ("attn.to_k", 4, 1), ("attn.to_v", 2, 2.5))
 QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
@@ -69,9 +71,9 @@ def test_double_blocks_are_read_exactly_where_diffusers_rounds_alpha_into_the_ma
 
 def test_parts_that_were_not_trained_do_not_come_back():
     layers = {SINGLE + "attn.to_k": layer(2, 8, 8, alpha=3), SINGLE + "attn.to_v": layer(2, 8, 8, alpha=3)}
-    joined = join_layers(layers)
+    joined = join_layers(layers, FLUX1)
     assert joined["single_blocks.3.linear1"].up.shape == (8 * 7, 8)
-    back = split_layers(joined)
+    back = split_layers(joined, FLUX1)
     assert back.keys() == layers.keys()
     for name, made in layers.items():
         assert (bits(back[name].down), bits(back[name].up)) == (bits(made.down), bits(made.up))
@@ -80,7 +82,7 @@ def test_parts_that_were_not_trained_do_not_come_back():
 
 def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
     layers = {SINGLE + part: layer(rank, 8, 8, alpha) for part, rank, alpha in SHAPES}
-    back = split_layers(join_layers(layers))
+    back = split_layers(join_layers(layers, FLUX1), FLUX1)
     assert {name: found.rank for name, found in back.items()} == {name: made.rank for name, made in layers.items()}
     for name, made in layers.items():
         assert torch.allclose(update(back[name]), update(made), atol=1e-5)
@@ -89,7 +91,7 @@ def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
 @pytest.mark.parametrize("rank", [2, 3])
 def test_a_layer_that_was_trained_as_one_is_split_by_rows(rank):
     trained = layer(rank, 8, 24, alpha=5)
-    back = split_layers({"double_blocks.0.img_attn.qkv": trained})
+    back = split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
     assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
     assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
 
@@ -110,23 +112,22 @@ def test_kohya_files_of_other_programs_need_no_names_of_the_model():
 @pytest.mark.parametrize("name", ["single_transformer_blocks.0.elsewhere", "norm_out.linear"])
 def test_layers_without_an_original_name_are_refused(name):
     with pytest.raises(InvalidInput, match="no name") as caught:
-        join_layers({name: layer(1, 2, 2)})
+        join_layers({name: layer(1, 2, 2)}, FLUX1)
     assert "diffusers" in caught.value.hint
-    with pytest.raises(InvalidInput, match="no layer of FLUX"):
-        split_layers({"double_blocks.0.elsewhere": layer(1, 2, 2)})
 
 
 @pytest.mark.parametrize(
     ("names", "answer"),
     [
-        (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_q"], True),
+        (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_q"], FLUX1_CLASS),
+        (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_out"], "Flux2Transformer2DModel"),
         (["transformer_blocks.18.attn.to_q", "transformer_blocks.0.ff.net.2"], None),  # also Stable Diffusion 3's
         (["transformer_blocks.0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
-        (["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"], False),  # FLUX.1 has 19
-        (["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.2"], False),
-        (["blocks.0.to_q", "proj_out"], False),
-        ([], False),
+        (["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"], ""),  # FLUX.1 has 19
+        (["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.2"], ""),
+        (["blocks.0.to_q", "proj_out"], ""),
+        ([], ""),
     ],
 )
-def test_names_tell_flux_another_model_or_neither(names, answer):
-    assert is_flux(names) is answer
+def test_names_tell_a_model_another_one_or_neither(names, answer):
+    assert find_class(names) == answer

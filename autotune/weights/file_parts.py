@@ -1,0 +1,101 @@
+"""VAEs and text encoders in single files: of their own, or within a checkpoint that holds the DiT or UNet as well.
+
+source = view_part(open_weights(file), "vae", vae)      # as `single_file.view_as` does for the DiT or UNet
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotune.weights.single_file import diffusers_conversion, make_view, split_scales, take_prefix
+from autotune.weights.sources import WeightSource
+
+State = dict[str, Tensor]
+Conversion = Callable[[State, Mapping[str, Any]], Mapping[str, Tensor]]
+
+OPEN_CLIP = "conditioner.embedders.1.model."
+OPEN_CLIP_LAYER = "transformer.resblocks.0.ln_1.weight"
+TURNED = "text_projection.weight"
+"""Of OpenCLIP, stored with columns as rows."""
+PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),
+    "text_encoder_2": (OPEN_CLIP, "text_encoders.clip_g.transformer.", "text_encoders.t5xxl.transformer."),
+}
+"""What the names of each component begin with in a checkpoint that holds others, too: Stability's and ComfyUI's."""
+IGNORED = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
+"""Endings of what is no weight of a text encoder."""
+HEADS = ("text_projection", "lm_head")
+"""Layers that files of text encoders may have and pipelines do not use."""
+
+
+def has_part(source: WeightSource, name: str) -> bool:
+    """Whether a checkpoint holds the component `name` beside the DiT or UNet."""
+    return any(each.startswith(PART_PREFIXES.get(name, ())) for each in source.locations)
+
+
+def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource:
+    """The component `name` of a single file, under the names that a folder in the diffusers layout has.
+
+    Raises KeyMismatch and BadWeights as `view_as`.
+    """
+    (file,) = source.files
+    tensors, scales = split_scales(file, take_prefix(file, PART_PREFIXES.get(name, ())))
+    if name != "vae":
+        lacking = tuple(f"{head}." for head in HEADS if not hasattr(model, head))
+        tensors = {key: entry for key, entry in tensors.items() if not key.endswith(IGNORED)}
+        tensors = {key: entry for key, entry in tensors.items() if not key.startswith(lacking)}
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()} if name == "vae" else {}
+    kind = type(model).__name__
+    if name == "vae":
+        conversion = None if shapes.keys() <= tensors.keys() else VAES.get(kind)
+    else:
+        conversion = _open_clip if OPEN_CLIP_LAYER in tensors else None
+    config: Any = model.config
+    return make_view(
+        source,
+        tensors,
+        scales,
+        shapes,
+        kind,
+        config,
+        conversion,
+        frozenset({TURNED} if conversion is _open_clip else ()),
+    )
+
+
+def _ldm_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    return diffusers_conversion("AutoencoderKL")(state, config)
+
+
+def _wan_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    return diffusers_conversion("AutoencoderKLWan")(state, config)
+
+
+def _flux2_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """That of FLUX.1 with the outer convolutions inside encoder and decoder, and a norm of the latents."""
+    moved = {
+        key.replace("encoder.quant_conv.", "quant_conv.").replace(
+            "decoder.post_quant_conv.", "post_quant_conv."
+        ): tensor
+        for key, tensor in state.items()
+    }
+    norm = {key: tensor for key, tensor in state.items() if key.startswith("bn.")}
+    return {**_ldm_vae(moved, config), **norm}
+
+
+def _open_clip(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    found: dict[str, Tensor] = convert_open_clip_checkpoint(None, state, prefix="")
+    return {name: tensor.T if name == TURNED else tensor for name, tensor in found.items()}
+
+
+VAES: Mapping[str, Conversion] = {
+    "AutoencoderKL": _ldm_vae,
+    "AutoencoderKLWan": _wan_vae,
+    "AutoencoderKLQwenImage": _wan_vae,
+    "AutoencoderKLFlux2": _flux2_vae,
+}
+"""How the authors' names become diffusers', by class; Qwen-Image's VAE is laid out as Wan's."""

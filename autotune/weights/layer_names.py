@@ -1,0 +1,263 @@
+"""What ComfyUI and kohya's scripts call the layers of models that diffusers names otherwise: as the models' authors do.
+
+A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own sources, with commits,
+are in `tests/weights/adapter_keys`, which what is written here is tested against. FLUX's `norm_out` is left out:
+its rows are in another order there.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+Parts = tuple[str, ...]
+BLOCK = re.compile(r"(^blocks|(?:transformer|double|single|layerwise|refiner)_blocks)([._])(\d+)(?=[._])")
+"""The number of a repeated block; of a UNet, of a repeated block within a stage."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One model's layers under both names; # stands for the number of a block."""
+
+    parts_of: Mapping[str, Parts]
+    """diffusers' layers in each layer of the authors."""
+    width_ratios: Mapping[str, int]
+    """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
+
+    @cached_property
+    def original_of(self) -> dict[str, str]:
+        return {part: original for original, parts in self.parts_of.items() for part in parts}
+
+    def parts(self, original: str) -> list[str]:
+        """The layers of diffusers in one of the authors'. Raises KeyError if they have none of that name."""
+        key, number = split_number(original)
+        return [part.replace("#", number) for part in self.parts_of[key]]
+
+    def original(self, layer: str) -> str:
+        """The inverse of `parts`, for one of them."""
+        key, number = split_number(layer)
+        return self.original_of[key].replace("#", number)
+
+    def has_originals(self, names: Iterable[str]) -> bool:
+        """Whether all names are the authors'."""
+        return all(split_number(name)[0] in self.parts_of for name in names)
+
+    def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether a layer has the outputs that this model's has."""
+        ratios = {name: self.width_ratios.get(split_number(name)[0].partition("#.")[2]) for name in widths}
+        return any(outputs == inputs * (ratios[name] or 0) for name, (inputs, outputs) in widths.items())
+
+    def has_layers(self, names: Iterable[str]) -> bool:
+        """Whether all names are diffusers'."""
+        return all(split_number(name)[0] in self.original_of for name in names)
+
+
+def split_number(name: str) -> tuple[str, str]:
+    """A name with # for the number of its block, and that number, empty outside the blocks."""
+    number = BLOCK.search(name)
+    return (BLOCK.sub(r"\1\2#", name, count=1), number[3]) if number else (name, "")
+
+
+def _within(places: Mapping[str, str], layers: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Layers in each of several places, by the authors' name of the place and diffusers'."""
+    return {
+        f"{original}.{layer}": tuple(f"{place}.{part}" for part in parts)
+        for original, place in places.items()
+        for layer, parts in layers.items()
+    }
+
+
+def _one(**names: str) -> dict[str, Parts]:
+    """Layers outside the blocks, with __ for dots."""
+    return {original.replace("__", "."): (name,) for original, name in names.items()}
+
+
+def _embedder(original: str, name: str) -> dict[str, Parts]:
+    return {f"{original}.in_layer": (f"{name}.linear_1",), f"{original}.out_layer": (f"{name}.linear_2",)}
+
+
+FLUX_ATTENTION: Mapping[str, Parts] = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn.proj": ("attn.to_add_out",),
+}
+DOUBLE, SINGLE = {"double_blocks.#": "transformer_blocks.#"}, {"single_blocks.#": "single_transformer_blocks.#"}
+FLUX1: Mapping[str, Parts] = {
+    **_within(DOUBLE, FLUX_ATTENTION),
+    **_within(
+        DOUBLE,
+        {
+            "img_mod.lin": ("norm1.linear",),
+            "txt_mod.lin": ("norm1_context.linear",),
+            "img_mlp.0": ("ff.net.0.proj",),
+            "img_mlp.2": ("ff.net.2",),
+            "txt_mlp.0": ("ff_context.net.0.proj",),
+            "txt_mlp.2": ("ff_context.net.2",),
+        },
+    ),
+    **_within(
+        SINGLE,
+        {
+            "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+            "linear2": ("proj_out",),
+            "modulation.lin": ("norm.linear",),
+        },
+    ),
+    **_embedder("time_in", "time_text_embed.timestep_embedder"),
+    **_embedder("vector_in", "time_text_embed.text_embedder"),
+    **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
+    **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
+}
+FLUX2: Mapping[str, Parts] = {
+    **_within(DOUBLE, FLUX_ATTENTION),
+    **_within(
+        DOUBLE,
+        {
+            "img_mlp.0": ("ff.linear_in",),
+            "img_mlp.2": ("ff.linear_out",),
+            "txt_mlp.0": ("ff_context.linear_in",),
+            "txt_mlp.2": ("ff_context.linear_out",),
+        },
+    ),
+    **_within(SINGLE, {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}),
+    **_embedder("time_in", "time_guidance_embed.timestep_embedder"),
+    **_one(
+        img_in="x_embedder",
+        txt_in="context_embedder",
+        final_layer__linear="proj_out",
+        double_stream_modulation_img__lin="double_stream_modulation_img.linear",
+        double_stream_modulation_txt__lin="double_stream_modulation_txt.linear",
+        single_stream_modulation__lin="single_stream_modulation.linear",
+    ),
+}
+FLUX2_RATIOS = {"img_mlp.0": 6, "txt_mlp.0": 6, "linear1": 9}
+"""Two rows of its gated feed-forward part, thrice as wide as the model, where FLUX.1 has four."""
+
+WAN: Mapping[str, Parts] = {
+    **{
+        f"blocks.#.{original}.{letter}": (f"blocks.#.{attention}.to_{part}",)
+        for original, attention in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for letter, part in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out.0"))
+    },
+    "blocks.#.ffn.0": ("blocks.#.ffn.net.0.proj",),
+    "blocks.#.ffn.2": ("blocks.#.ffn.net.2",),
+    **_one(
+        time_embedding__0="condition_embedder.time_embedder.linear_1",
+        time_embedding__2="condition_embedder.time_embedder.linear_2",
+        text_embedding__0="condition_embedder.text_embedder.linear_1",
+        text_embedding__2="condition_embedder.text_embedder.linear_2",
+        time_projection__1="condition_embedder.time_proj",
+        head__head="proj_out",
+    ),
+}
+KREA2: Mapping[str, Parts] = {
+    **_within(
+        {
+            "blocks.#": "transformer_blocks.#",
+            "txtfusion.layerwise_blocks.#": "text_fusion.layerwise_blocks.#",
+            "txtfusion.refiner_blocks.#": "text_fusion.refiner_blocks.#",
+        },
+        {
+            **{f"attn.w{letter}": (f"attn.to_{letter}",) for letter in "qkv"},
+            "attn.wo": ("attn.to_out.0",),
+            "attn.gate": ("attn.to_gate",),
+            **{f"mlp.{name}": (f"ff.{name}",) for name in ("gate", "up", "down")},
+        },
+    ),
+    **_one(
+        first="img_in",
+        tmlp__0="time_embed.linear_1",
+        tmlp__2="time_embed.linear_2",
+        tproj__1="time_mod_proj",
+        txtmlp__1="txt_in.linear_1",
+        txtmlp__3="txt_in.linear_2",
+        txtfusion__projector="text_fusion.projector",
+        last__linear="final_layer.linear",
+    ),
+}
+
+UNET_TRANSFORMERS = {
+    **{
+        f"input_blocks.{3 * stage + 1 + i}.1": f"down_blocks.{stage}.attentions.{i}" for stage in (1, 2) for i in (0, 1)
+    },
+    "middle_block.1": "mid_block.attentions.0",
+    **{f"output_blocks.{3 * stage + i}.1": f"up_blocks.{stage}.attentions.{i}" for stage in (0, 1) for i in range(3)},
+}
+UNET_RESNETS = {
+    **{f"input_blocks.{3 * stage + 1 + i}.0": f"down_blocks.{stage}.resnets.{i}" for stage in range(3) for i in (0, 1)},
+    **{f"middle_block.{2 * i}": f"mid_block.resnets.{i}" for i in (0, 1)},
+    **{f"output_blocks.{3 * stage + i}.0": f"up_blocks.{stage}.resnets.{i}" for stage in range(3) for i in range(3)},
+}
+UNET_LAYERS = (
+    "proj_in",
+    "proj_out",
+    *(
+        f"transformer_blocks.#.{attention}.{part}"
+        for attention in ("attn1", "attn2")
+        for part in ("to_q", "to_k", "to_v", "to_out.0")
+    ),
+    "transformer_blocks.#.ff.net.0.proj",
+    "transformer_blocks.#.ff.net.2",
+)
+SDXL: Mapping[str, Parts] = {
+    **_within(UNET_TRANSFORMERS, {layer: (layer,) for layer in UNET_LAYERS}),
+    **_within(UNET_RESNETS, {"emb_layers.1": ("time_emb_proj",)}),
+    **_one(
+        time_embed__0="time_embedding.linear_1",
+        time_embed__2="time_embedding.linear_2",
+        label_emb__0__0="add_embedding.linear_1",
+        label_emb__0__2="add_embedding.linear_2",
+    ),
+}
+"""Of the published UNet, with two layers a stage; its convolutions are left out."""
+
+FLUX1_CLASS = "FluxTransformer2DModel"
+LAYOUTS: Mapping[str, Layout] = {
+    "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
+    FLUX1_CLASS: Layout(FLUX1, {}),
+    "WanTransformer3DModel": Layout(WAN, {}),
+    "Krea2Transformer2DModel": Layout(KREA2, {}),
+    "UNet2DConditionModel": Layout(SDXL, {}),
+}
+"""By class in diffusers."""
+KEPT_NAMES = frozenset({"QwenImageTransformer2DModel", "Kandinsky5Transformer3DModel", "ZImageTransformer2DModel"})
+"""Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
+NUM_FLUX1_DOUBLE_BLOCKS = 19
+"""In the published model, by its configuration."""
+
+
+def find_class(layers: Iterable[str]) -> str | None:
+    """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None if they may be.
+
+    Stable Diffusion 3 has all names of FLUX.1's double blocks, Qwen-Image those of their attention, in layers as wide.
+    """
+    names = tuple(layers)
+    fitting = [name for name, layout in LAYOUTS.items() if names and layout.has_layers(names)]
+    numbers = [int(number) for _, number in map(split_number, names) if number]
+    if not fitting or not numbers:
+        return ""
+    if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)):
+        return fitting[0]
+    return None if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS else ""
+
+
+def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
+    """The layout whose authors' names these are; None if there is none.
+
+    Args:
+        widths: (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart.
+        transformer: class of the model, if it is known.
+    """
+    known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
+    fitting = [layout for layout in known if widths and layout.has_originals(widths)]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    return next((layout for layout in fitting if layout.has_widths(widths)), fitting[-1])
+
+
+def restore_dots(kohya_names: Iterable[str]) -> list[str]:
+    """The authors' names for those of `kohya_names`, which have underscores for dots, that are any layout's."""
+    dotted = {name.replace(".", "_"): name for layout in LAYOUTS.values() for name in layout.parts_of}
+    keys = [split_number(name) for name in kohya_names]
+    return [dotted[key].replace("#", number) for key, number in keys if key in dotted]

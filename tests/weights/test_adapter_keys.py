@@ -1,0 +1,156 @@
+"""The names of layers in adapter files, against tables of what each program calls them, taken from its own source."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from autotune.errors import InvalidInput
+from autotune.families.adapter import add_adapter
+from autotune.families.architecture import build_on_meta
+from autotune.families.base import Family
+from autotune.families.registry import FAMILIES
+from autotune.schema.workload import Workload
+from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
+from autotune.weights.layer_names import KEPT_NAMES, LAYOUTS, find_class
+from autotune.weights.lora_layer import LoraLayer
+from tests.builders import workload
+
+TABLES = Path(__file__).parent / "adapter_keys"
+PROGRAMS = ("comfyui", "kohya")
+CASES = [(family, targets) for family in FAMILIES.values() for targets in family.target_sets]
+
+
+@cache
+def table(program: str) -> Mapping[str, Any]:
+    return yaml.safe_load((TABLES / f"{program}.yaml").read_text())  # type: ignore[no-any-return]
+
+
+def parts_of(program: str, model: str, key: str) -> list[str]:
+    """The layers of diffusers that the program's own layer of this name consists of, by the table."""
+    for pattern, parts in table(program)[model]["layers"].items():
+        if match := re.fullmatch(re.escape(pattern).replace(r"\#", r"(\d+)"), key):
+            return [part.replace("#", match[1]) if match.groups() else part for part in parts]
+    raise AssertionError(f"{program} has no layer {key}")
+
+
+def make_layers(family: Family, targets: str) -> dict[str, LoraLayer]:
+    """An adapter of a small model, not zero, of another alpha than rank."""
+    config = {**family.transformer_config, **family.tiny_config}
+    if family.name == "sdxl":  # with the published stages, as the place of a layer is part of its name
+        config |= {
+            **{name: family.transformer_config[name] for name in ("down_block_types", "up_block_types")},
+            "block_out_channels": (32, 64, 64),
+            "transformer_layers_per_block": (1, 2, 2),
+            "attention_head_dim": (1, 1, 1),
+            "layers_per_block": 2,
+        }
+    transformer = build_on_meta(family, config)
+    work: Workload = workload(rank=2, lora_alpha=3.0, targets=targets)
+    add_adapter(family, transformer, work, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, module in transformer.named_modules():
+        if "default" in getattr(module, "lora_A", ()):
+            shapes = [getattr(module, part)["default"].weight.shape for part in ("lora_A", "lora_B")]
+            made[name] = LoraLayer(*(torch.randn(shape, generator=generator) for shape in shapes), 3.0)
+    return made
+
+
+def update(layer: LoraLayer) -> Tensor:
+    return layer.up @ layer.down * (layer.alpha / layer.rank)
+
+
+def check_against_table(program: str, model: str, tensors: Mapping[str, Tensor], made: Mapping[str, LoraLayer]) -> None:
+    """The program finds every layer, and adds to its rows what was trained for them."""
+    found = set()
+    for key in {re.sub(r"\.(lora_(up|down|A|B)\.weight|alpha)$", "", name) for name in tensors}:
+        down, up = (
+            next(tensors[f"{key}.{name}.weight"] for name in names if f"{key}.{name}.weight" in tensors)
+            for names in (("lora_down", "lora_A"), ("lora_up", "lora_B"))
+        )
+        whole = update(LoraLayer(down, up, tensors[f"{key}.alpha"].item()))
+        row = 0
+        for part in parts_of(program, model, key):
+            width = whole.shape[1] * (4 if part.endswith("mlp") else 1)
+            expected = update(made[part]) if part in made else torch.zeros(width, whole.shape[1])
+            torch.testing.assert_close(whole[row : row + len(expected)], expected)
+            row += len(expected)
+            found.add(part)
+        assert row == len(whole)
+    assert found >= made.keys()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES])
+def test_each_program_finds_every_layer_of_every_family_by_its_own_name(
+    family: Family, targets: str, program: str
+) -> None:
+    model, made = family.transformer_class, make_layers(family, targets)
+    tensors, metadata = serialize_adapter(Adapter(made, {}, family.denoiser), program, model)  # type: ignore[arg-type]
+    check_against_table(program, model, tensors, made)
+    back = parse_adapter(tensors, metadata, list(made), model)
+    assert back.component == family.denoiser
+    assert back.layers.keys() == made.keys()
+    for name, layer in made.items():
+        torch.testing.assert_close(update(back.layers[name]), update(layer))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: Family) -> None:
+    known = table("diffusers")[family.transformer_class]["layers"]
+    pattern = "|".join(re.escape(layer).replace(r"\#", r"\d+") for layer in known)
+    for targets in family.target_sets:
+        made = make_layers(family, targets)
+        tensors, metadata = serialize_adapter(Adapter(made, {}, family.denoiser), "diffusers")
+        assert all(re.fullmatch(rf"({pattern})\.lora_[AB]\.weight", key) for key in tensors)
+        assert len(tensors) == 2 * len(made)
+        assert "lora_adapter_metadata" in metadata
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program: str) -> None:
+    assert {*LAYOUTS, *KEPT_NAMES} == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
+    prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
+    for model, layout in LAYOUTS.items():
+        known = table(program)[model]["layers"]
+        for original, parts in layout.parts_of.items():
+            assert known[prefix + original.replace(".", dot)] == list(parts)
+        assert len(known) == len(layout.parts_of)
+    for entry in table(program).values():
+        assert all(re.match(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}:\S+\.py", source) for source in entry["sources"])
+
+
+@pytest.mark.parametrize(
+    ("was", "written"), [("img_attn", "image_attn"), ("linear1", "linear2"), ("blocks_0", "blocks0")]
+)
+def test_a_wrong_name_or_a_wrong_order_of_rows_is_found(was: str, written: str) -> None:
+    family = FAMILIES["flux1-dev"]
+    made = make_layers(family, "attention")
+    tensors, _ = serialize_adapter(Adapter(made, {}), "kohya", family.transformer_class)
+    check_against_table("kohya", family.transformer_class, tensors, made)
+    renamed = {name.replace(was, written): tensor for name, tensor in tensors.items()}
+    with pytest.raises((AssertionError, KeyError)):
+        check_against_table("kohya", family.transformer_class, renamed, made)
+
+
+def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names() -> None:
+    for family in FAMILIES.values():
+        layers = make_layers(family, "attention+mlp")
+        own = family.transformer_class if family.transformer_class in LAYOUTS else ""
+        assert find_class(layers) == own
+        tensors, metadata = serialize_adapter(Adapter(layers, {}, family.denoiser), "comfyui", family.transformer_class)
+        assert parse_adapter(tensors, metadata).layers.keys() == layers.keys()
+
+
+def test_a_class_that_is_not_in_the_tables_is_kept_for_diffusers() -> None:
+    layers = {"blocks.0.to_q": LoraLayer(torch.ones(1, 2), torch.ones(2, 1), 1.0)}
+    with pytest.raises(InvalidInput, match="not known to autotune") as caught:
+        serialize_adapter(Adapter(layers, {}), "comfyui", "SomeTransformer2DModel")
+    assert "diffusers" in caught.value.hint
