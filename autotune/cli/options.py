@@ -39,6 +39,14 @@ Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the ada
 Targets = Annotated[
     str | None, typer.Option(help="attention (default), attention+mlp, all-linear; of SDXL attention+mlp+proj, too.")
 ]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(help="adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."),
+]
+OptimizerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--optimizer-option", help="Of the optimizer; repeat for more.", metavar="NAME=VALUE"),
+]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
 ]
@@ -160,6 +168,26 @@ def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
     """The options that the user gave, by name, without those in `but`."""
     values = options if isinstance(options, dict) else vars(options)
     return {name: value for name, value in values.items() if name not in but and value not in (None, [])}
+
+
+def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """Values by name of texts such as `betas=(0.9, 0.99)`; None if there are none. Raises BadParameter for others."""
+    import ast
+
+    values: dict[str, Any] = {}
+    for text in texts or ():
+        name, sign, value = text.partition("=")
+        if not (name.isidentifier() and sign and value):
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--optimizer-option")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            values[name] = {"true": True, "false": False}.get(value, value)
+        if isinstance(values[name], list):
+            values[name] = tuple(values[name])
+        if isinstance(values[name], tuple):
+            values[name] = tuple(float(one) if isinstance(one, int) else one for one in values[name])
+    return values or None
 
 
 def option_of(name: str) -> str:

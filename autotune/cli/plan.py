@@ -15,11 +15,14 @@ from autotune.cli.options import (
     HostMemory,
     JobOptions,
     Json,
+    Optimizer,
+    OptimizerOptions,
     Price,
     Rank,
     Resolution,
     Targets,
     given,
+    named_values,
     one_of,
     takes,
 )
@@ -53,6 +56,8 @@ class PlanOptions:
         float | None, typer.Option("--dropout", min=0, max=0.9, help="Share of the adapter's inputs; default 0.")
     ] = None
     targets: Targets = None
+    optimizer: Optimizer = None
+    optimizer_options: OptimizerOptions = None
     effective_batch_size: Batch = None
     quality: Annotated[
         str | None,
@@ -118,7 +123,11 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     one_of("--objective", options.objective, ("throughput", "memory"))
-    pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
+    pairs: dict[str, Any] = {
+        "pins": _pairs("--pin", options.pins),
+        "exclusions": _pairs("--exclude", options.exclusions),
+    }
+    pairs["optimizer_options"] = named_values(options.optimizer_options)
     arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
     if len(options.hardware or ()) > 1 and not options.list_knobs:
         with show_events() as show:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
-from autotune.knobs import window_steps
+from autotune.knobs import optimizer_bytes, window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
 from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
@@ -39,7 +39,7 @@ class Resident:
     adapter_bytes: int
     optimizer_bytes: int
     optimizer_transient_bytes: int
-    """fp32 copies of the gradients while the optimizer steps."""
+    """fp32 copies of the gradients while the optimizer steps, and what it works with."""
     quantizing_bytes: int
     encoder_bytes: int
     """Text encoders and what they work with, as the cache phase holds them on the device."""
@@ -69,7 +69,7 @@ def resident_of(
     storage = model.storage(precision, quantization, candidate.modulation)
     half = precision != "fp32"
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
-    moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
+    state, working = optimizer_bytes(model.workload.optimizer, storage.adapter_shapes)
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
     ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
@@ -78,8 +78,8 @@ def resident_of(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
-        optimizer_bytes=masters + moments,
-        optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
+        optimizer_bytes=masters + state,
+        optimizer_transient_bytes=(storage.adapter_parameters * FP32_BYTES if half else 0) + working,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,

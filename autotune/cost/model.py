@@ -1,5 +1,6 @@
 """The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ class ModelBytes:
     """Buffers, and tensors that modules keep as plain attributes."""
     adapter_bytes: int
     adapter_parameters: int
-    adapter_tensors: int
+    adapter_shapes: Mapping[tuple[int, ...], int]
+    """How many of its tensors have each shape."""
     block_adapter_bytes: tuple[int, ...]
     """Of each block, in the order they run."""
     block_weight_bytes: tuple[int, ...]
@@ -290,7 +292,7 @@ class TracedModel:
             outside_bytes=outside,
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
-            adapter_tensors=len(full_trainable),
+            adapter_shapes=Counter(tuple(p.shape) for p in full_trainable),
             block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
             block_weight_bytes=tuple(frozen[i] for i in index),
             block_pinned_bytes=tuple(pinned[i] for i in index),

@@ -12,6 +12,20 @@ Objective = Literal["throughput", "memory"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 PositiveTokens = Annotated[int, PositiveInt]
+OptionValue = bool | int | float | str | tuple[float, ...]
+
+
+class OptimizerChoice(Frozen):
+    """The optimizer that the user wants: it decides what is learned, so none is searched."""
+
+    name: str = Field(default="adamw", pattern=r"^([a-z0-9]+(-[a-z0-9]+)*|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})$")
+    """A name from the table in `autotune.knobs.optimizer`, or `package:Class`, which is loaded only if the user names
+    it again where the plan is used."""
+    options: tuple[tuple[str, OptionValue], ...] = Field(default=(), max_length=32)
+    """(name, value) pairs: its keyword arguments."""
+
+
+ADAMW = OptimizerChoice()
 
 
 class ModelSpec(Frozen):
@@ -64,6 +78,7 @@ class Workload(Frozen):
     """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps its own copy of them."""
     targets: str
     """Name of the set of adapted layers, e.g. `attention`."""
+    optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
     """Images per optimizer step. The user decides it: tuning never changes what is learned."""
     quality: Quality = "high"

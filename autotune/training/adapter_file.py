@@ -10,7 +10,7 @@ from peft.utils import get_peft_model_state_dict
 from autotune.families import ADAPTER_NAME
 from autotune.schema import AdapterVerdict, SaveDtype, Workload
 from autotune.training.model import TrainingModel
-from autotune.training.step import AdapterOptimizer
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"

@@ -7,7 +7,8 @@ from autotune.cost import checked_bucket, positive
 from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, ResolvedModel
-from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
+from autotune.knobs import check_options
+from autotune.schema import ADAMW, Bucket, Job, Objective, OptimizerChoice, Quality, Workload, quantiles_of
 
 NUM_QUANTILES = 16
 """Number of caption lengths that a workload holds."""
@@ -26,12 +27,15 @@ class WorkloadOverrides:
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     targets: str = "attention"
+    optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int | None = None
     quality: Quality = "high"
     objective: Objective = "throughput"
 
 
-COPIED_FIELDS = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
+COPIED_FIELDS = (
+    *("rank", "lora_alpha", "lora_dropout", "targets", "optimizer", "effective_batch_size", "quality", "objective"),
+)
 """Fields that a workload has under the same names."""
 
 
@@ -88,6 +92,7 @@ def describe_workload(
     frames = given(overrides.num_frames, defaults.num_frames)
     bucket = checked_bucket(family, width, height, frames)
     family.target_set(overrides.targets)  # fails before captions are read
+    check_options(overrides.optimizer)
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     sides = family.size_multiple_px, family.max_side_px
@@ -111,6 +116,7 @@ def describe_workload(
         lora_alpha=overrides.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
         lora_dropout=overrides.lora_dropout,
         targets=overrides.targets,
+        optimizer=overrides.optimizer,
         effective_batch_size=positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size)),
         quality=overrides.quality,
         objective=overrides.objective,

@@ -19,7 +19,7 @@ from autotune.families import (
     is_on_hub,
     resolve_model,
 )
-from autotune.knobs import TuningContext
+from autotune.knobs import TuningContext, check_options
 from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
@@ -93,6 +93,7 @@ def _read_data(plan: TrainingPlan) -> SplitDataset:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
+    check_options(plan.frozen.workload.optimizer)
     family = get_family(plan.frozen.workload.model.family)
     return read_split(Path(job.data), make_options(dict(job), family, job.num_frames), job.validation, job.seed)
 

@@ -277,6 +277,7 @@ class _Run:
 
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        loop.optimizer.turn_to_average()
         kept_step = loop.validation.keep_best()
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):

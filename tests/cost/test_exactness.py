@@ -13,7 +13,7 @@ from autotune.families.registry import FAMILIES
 from autotune.knobs import modulation
 from autotune.knobs.block_swap import BlockSwap
 from autotune.schema.candidate import Candidate
-from autotune.training.step import AdapterOptimizer
+from autotune.training.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
 
@@ -55,7 +55,7 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    states = [t for state in optimizer.adamw.state.values() for t in state.values()]
+    states = [t for state in optimizer.inner.state.values() for t in state.values()]
     masters = [m for m, p in zip(optimizer.masters, parameters, strict=True) if m is not p]
     storage = own.model.storage(precision, quantization)
     assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)

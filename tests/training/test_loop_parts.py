@@ -30,8 +30,9 @@ from autotune.training.describe import check_job
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import TRACKERS, Metrics, Tracker, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
+from autotune.training.step import Noising, optimizer_step
 from autotune.weights.lora_layer import LoraLayer
 from tests.training.conftest import CPU, Bench
 from tests.training.small import finished_step
@@ -268,7 +269,7 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
 def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0)
-    optimizer.adamw.state[parameter]["step"] = torch.tensor(
+    optimizer.inner.state[parameter]["step"] = torch.tensor(
         0.0
     )  # as torch leaves it when there is no room for the rest
     optimizer.discard_step()
