@@ -14,6 +14,7 @@ from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext
 from autotune.schema import (
     ADAMW,
+    AdapterKind,
     Candidate,
     Estimate,
     HardwareProfile,
@@ -38,6 +39,9 @@ def estimate(
     text_tokens: int | None = None,
     rank: int | None = None,
     targets: str | None = None,
+    adapted_blocks: str = "all",
+    adapter: AdapterKind = "lora",
+    ema_decay: float = 0.0,
     optimizer: str | None = None,
     optimizer_options: Mapping[str, OptionValue] | None = None,
     effective_batch_size: int | None = None,
@@ -58,7 +62,10 @@ def estimate(
         num_frames: frames of a clip, for video models.
         text_tokens: length of an encoded caption.
         rank: rank of the adapter.
-        targets: named set of adapted layers, e.g. `attention`.
+        targets: named set of adapted layers, e.g. `attention`, or patterns as for `plan`.
+        adapted_blocks: as for `plan`.
+        adapter: as for `plan`.
+        ema_decay: as for `plan`.
         optimizer: as for `plan`.
         optimizer_options: as for `plan`.
         effective_batch_size: images per optimizer step.
@@ -86,6 +93,9 @@ def estimate(
         text_tokens=text_tokens,
         rank=rank,
         targets=targets or "attention",
+        adapted_blocks=adapted_blocks,
+        adapter=adapter,
+        ema_decay=ema_decay,
         optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
         effective_batch_size=default_batch if effective_batch_size is None else effective_batch_size,
     )

@@ -10,6 +10,7 @@ from autotune.api.amounts import ImageSize, LinkRate, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs import allow_optimizer
 from autotune.schema import (
+    AdapterKind,
     HardwareProfile,
     JobOverrides,
     Objective,
@@ -39,7 +40,13 @@ class WorkloadOptions(TypedDict, total=False):
     """Rank of the adapter."""
     targets: str
     """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`; of SDXL also
-    `attention+mlp+proj`, which sd-scripts adapts."""
+    `attention+mlp+proj`, which sd-scripts adapts. Or patterns of names or their ends: `to_q,ff.net.*`."""
+    adapted_blocks: str
+    """Numbers of the blocks that these layers lie in: `10-30`, `0-4,18`; `all` by default."""
+    adapter: AdapterKind
+    """`lora` (default), `rslora` or `dora`."""
+    ema_decay: float
+    """Of an average of the adapter over steps, which is saved in place of the last; 0 by default: none."""
     optimizer: str
     """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or `package:Class`, which is
     imported: a subclass of torch.optim.Optimizer."""

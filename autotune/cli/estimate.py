@@ -8,7 +8,11 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import (
+    ADAPTERS,
+    Adapter,
     Batch,
+    Blocks,
+    Ema,
     Frames,
     HostMemory,
     Json,
@@ -21,6 +25,7 @@ from autotune.cli.options import (
     Targets,
     given,
     named_values,
+    one_of,
     takes,
 )
 from autotune.cli.output import print_result, show_events
@@ -38,6 +43,9 @@ class EstimateOptions:
     text_tokens: Annotated[int | None, typer.Option(help="Length of an encoded caption.")] = None
     rank: Rank = None
     targets: Targets = None
+    adapted_blocks: Blocks = None
+    adapter: Adapter = None
+    ema_decay: Ema = None
     optimizer: Optimizer = None
     optimizer_options: OptimizerOptions = None
     effective_batch_size: Batch = None
@@ -62,6 +70,7 @@ class EstimateOptions:
 @takes(EstimateOptions)
 def estimate(options: EstimateOptions) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
+    one_of("--adapter", options.adapter, ADAPTERS)
     chosen = {"optimizer_options": named_values(options.optimizer_options)}
     arguments = {**given(options, but=("as_json", "checkpointing")), **given(chosen)}
     with show_events() as show:

@@ -37,7 +37,16 @@ Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a
 HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[
-    str | None, typer.Option(help="attention (default), attention+mlp, all-linear; of SDXL attention+mlp+proj, too.")
+    str | None,
+    typer.Option(help="attention (default), attention+mlp, all-linear (SDXL: attention+mlp+proj); or names: to_q,ff.*"),
+]
+ADAPTERS = ("lora", "rslora", "dora")
+Blocks = Annotated[
+    str | None, typer.Option("--blocks", help="Adapt layers of these blocks alone: 10-30 or 0-4,18.", metavar="RANGES")
+]
+Adapter = Annotated[str | None, typer.Option(help="lora (default), rslora or dora.")]
+Ema = Annotated[
+    float | None, typer.Option("--ema", min=0, max=0.99999, help="Save an average of steps with this decay: 0.999.")
 ]
 Optimizer = Annotated[
     str | None,

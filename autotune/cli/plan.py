@@ -9,8 +9,12 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import (
+    ADAPTERS,
+    Adapter,
     Batch,
+    Blocks,
     Data,
+    Ema,
     Frames,
     HostMemory,
     JobOptions,
@@ -56,6 +60,9 @@ class PlanOptions:
         float | None, typer.Option("--dropout", min=0, max=0.9, help="Share of the adapter's inputs; default 0.")
     ] = None
     targets: Targets = None
+    adapted_blocks: Blocks = None
+    adapter: Adapter = None
+    ema_decay: Ema = None
     optimizer: Optimizer = None
     optimizer_options: OptimizerOptions = None
     effective_batch_size: Batch = None
@@ -122,6 +129,7 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     if options.earlier is None and options.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
+    one_of("--adapter", options.adapter, ADAPTERS)
     one_of("--objective", options.objective, ("throughput", "memory"))
     pairs: dict[str, Any] = {
         "pins": _pairs("--pin", options.pins),

@@ -32,6 +32,9 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
     values = {
         "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
         "adapted layers": (work.targets, "attention", "diffusers' scripts"),
+        "blocks": (work.adapted_blocks, "all", "diffusers' scripts"),
+        "adapter": (work.adapter, "lora", "diffusers' scripts"),
+        "average": (work.ema_decay, 0.0, "diffusers' scripts"),
         "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
         "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
         "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.workload import (
         ADAMW,
+        AdapterKind,
         Bucket,
         ModelSpec,
         Objective,

@@ -9,6 +9,8 @@ from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
+BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
+AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 PositiveTokens = Annotated[int, PositiveInt]
@@ -77,7 +79,13 @@ class Workload(Frozen):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps its own copy of them."""
     targets: str
-    """Name of the set of adapted layers, e.g. `attention`."""
+    """Name of the set of adapted layers, e.g. `attention`, or patterns of their names, separated by commas."""
+    adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
+    """Numbers of the blocks that the adapted layers lie in, from 0 in the order they run: `10-30` or `0-4,18`."""
+    adapter: AdapterKind = "lora"
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of outputs, too."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Of the average of the adapter over steps, which is what is saved; 0 keeps none."""
     optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
     """Images per optimizer step. The user decides it: tuning never changes what is learned."""

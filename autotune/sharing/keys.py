@@ -88,6 +88,8 @@ WORKLOAD_KEYS: tuple[SoftKey, ...] = (
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),
     SoftKey("adapter dropout", lambda work: str(work.lora_dropout > 0), 0.5),
+    SoftKey("adapted blocks", lambda work: work.adapted_blocks, 1.0),
+    SoftKey("kind of adapter", lambda work: str(work.adapter == "dora"), 2.0),
     SoftKey("optimizer", lambda work: work.optimizer.name, 0.5),
     SoftKey("effective batch size", lambda work: work.effective_batch_size, 0.5),
     SoftKey("control images", lambda work: str(work.num_control_images), 1.0),

@@ -31,7 +31,10 @@ def save_trained(
     training_steps: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in the metadata."""
+    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in the metadata.
+
+    rsLoRA's scale is written as the alpha that gives it, so that its file is a LoRA to whoever reads it.
+    """
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
     named = {
         name: masters[id(p)].detach().to(dtype) for name, p in model.transformer.named_parameters() if id(p) in masters
@@ -41,7 +44,7 @@ def save_trained(
         transformer=model.family.transformer_class,
         plan_digest=plan_digest,
         rank=workload.rank,
-        alpha=workload.lora_alpha,
+        alpha=workload.lora_alpha * (workload.rank**0.5 if workload.adapter == "rslora" else 1),
         training_steps=training_steps,
     )
     state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME)

@@ -83,6 +83,7 @@ class TrainingLoop:
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm,
             choice=plan.frozen.workload.optimizer,
+            ema_decay=plan.frozen.workload.ema_decay,
         )
         self.rate = LearningRate(self.optimizer.inner, job, self.num_steps, order.epoch_steps)
         shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift

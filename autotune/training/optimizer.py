@@ -31,6 +31,7 @@ class AdapterOptimizer:
         weight_decay: float,
         max_grad_norm: float,
         choice: OptimizerChoice = ADAMW,
+        ema_decay: float = 0.0,
     ) -> None:
         self.parameters = list(parameters)
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
@@ -39,6 +40,8 @@ class AdapterOptimizer:
         self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
         """Whether it learns at other weights than those that are to be used: schedule-free."""
         self._set_mode(training=True)
+        self.ema_decay, self.num_updates = ema_decay, 0
+        self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
         self._stepped = set(self.inner.state)
         """Masters whose state is whole."""
 
@@ -61,11 +64,20 @@ class AdapterOptimizer:
             self.inner.step()
         elif norm.isfinite():
             self.inner.step()
+        self._average()
         if len(self._stepped) != len(self.inner.state):
             self._stepped = set(self.inner.state)
         self.inner.zero_grad(set_to_none=True)
         self._copy_to_parameters()
         return norm
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """The average follows faster at first, as diffusers' EMAModel lets it, or it would long be the beginning."""
+        if self.averages:
+            self.num_updates += 1
+            decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
+            torch._foreach_lerp_(self.averages, [master.detach() for master in self.masters], 1 - decay)
 
     def discard_step(self) -> None:
         """Drop the gradients and partial state of a step that failed, so that it can be taken again."""
@@ -81,12 +93,12 @@ class AdapterOptimizer:
     def live_tensors(self) -> list[Tensor]:
         """What stays on the device between steps, the adapter's own parameters apart."""
         values = (value for state in self.inner.state.values() for value in state.values())
-        return [*self.masters, *(value for value in values if isinstance(value, Tensor))]
+        return [*self.masters, *self.averages, *(value for value in values if isinstance(value, Tensor))]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the adapter is as it will be saved: where the optimizer averages, the average."""
-        if not self.averages_itself:
+        """Within it the adapter is as it will be saved: where steps are averaged, the average."""
+        if not (self.averages_itself or self.averages):
             yield
             return
         kept = [master.detach().clone() for master in self.masters]
@@ -100,7 +112,7 @@ class AdapterOptimizer:
     def turn_to_average(self) -> None:
         """Make the adapter what is to be saved; there can be no step after it."""
         self._set_mode(training=False)
-        self._copy_to_parameters()
+        self._set_masters(self.averages or self.masters)
 
     @torch.no_grad()
     def _set_masters(self, values: Sequence[Tensor]) -> None:
@@ -132,12 +144,14 @@ class AdapterOptimizer:
         """Masters and the optimizer's tensors by name: with `numbers`, a run continues as if it had never stopped."""
         values = self._values().items()
         found = {f"{at}.{name}": v for at, each in values for name, v in each.items() if isinstance(v, Tensor)}
-        return {**self.master_state(), **found}
+        averages = {f"{number:05}.average": tensor for number, tensor in enumerate(self.averages)}
+        return {**self.master_state(), **averages, **found}
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps besides tensors, as JSON."""
         plain = {at: {n: v for n, v in each.items() if isinstance(v, PLAIN)} for at, each in self._values().items()}
-        return {at: each for at, each in plain.items() if each}
+        own = {"average": {"num_updates": self.num_updates}} if self.averages else {}
+        return {**own, **{at: each for at, each in plain.items() if each}}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Load what `state` and `numbers` returned, from any device.
@@ -147,10 +161,13 @@ class AdapterOptimizer:
         """
         self.load_masters(tensors)
         found: dict[str, dict[str, Any]] = {at: dict(each) for at, each in numbers.items()}
+        self.num_updates = found.pop("average", {}).get("num_updates", 0)
+        for number, average in enumerate(self.averages):
+            average.copy_(tensors[f"{number:05}.average"])
         device = self.masters[0].device
         for key, tensor in tensors.items():
             at, _, name = key.partition(".")
-            if name != "master":
+            if name not in ("master", "average"):
                 found.setdefault(at, {})[name] = tensor.to(device, copy=True)
         self.inner.param_groups[0].update(found.pop("group", {}))
         self.inner.state.update({self.masters[int(at)]: state for at, state in found.items()})

@@ -136,7 +136,9 @@ class StepRunner:
             parameter.data.copy_(value)
             parameter.grad = None
         rates = {"learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0}
-        self.optimizer = AdapterOptimizer(model.adapter, **rates, choice=workload.optimizer)
+        self.optimizer = AdapterOptimizer(
+            model.adapter, **rates, choice=workload.optimizer, ema_decay=workload.ema_decay
+        )
         self.batches = self._batches(loaded.largest)
         self.step_number = 0
 

@@ -1,4 +1,4 @@
-"""Optimizers by name and by class: what they hold is predicted, a run goes on to the bit, no plan's code runs unasked."""
+"""Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's code runs unasked."""
 
 import json
 
