@@ -148,6 +148,18 @@ class JobOptions(DataOptions):
     keep_best: Annotated[
         bool | None, typer.Option("--keep-best", help="Keep the adapter that was best on held-out images.")
     ] = None
+    weighting_scheme: Annotated[
+        str | None,
+        typer.Option("--loss-weighting", help="By noise: none (default), sigma_sqrt, cosmap; of SDXL none or min_snr."),
+    ] = None
+    checkpointing_epochs: Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.")] = None
+    checkpoints_total_limit: Annotated[
+        int | None, typer.Option("--keep-last", min=1, help="Newest checkpoints that are kept; default 2.")
+    ] = None
+    checkpoints_keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", min=0, help="Of so many checkpoints keep one for good; default 0."),
+    ] = None
     checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
         None
     )
@@ -163,6 +175,8 @@ class JobOptions(DataOptions):
         """
         if self.num_steps and self.num_train_epochs:
             raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
+        if self.checkpointing_steps is not None and self.checkpointing_epochs:
+            raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("checkpointing_epochs"))
         return DataOptions.values(self)
 
 

@@ -23,7 +23,7 @@ LOCK_FILE = ".lock"
 CHANGEABLE_FIELDS = frozenset(
     {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "cache", "save_dtype", "report_to"}
     | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
-    | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
+    | {"checkpointing_steps", "checkpointing_epochs", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover (and
 which images train), and outputs."""

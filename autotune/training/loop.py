@@ -220,9 +220,10 @@ class TrainingLoop:
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
-        job, context, done = self.job, self.context, self.done
+        context, done, order = self.context, self.done, self.order
+        every = self.job.checkpoint_every(order.epoch_size, order.effective_batch_size)
         ending = stopping or done == self.num_steps
-        is_due = ending or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
+        is_due = ending or (every and done % every == 0)
         if is_due and context.processes.is_first:
             context.checkpoints.save(done, self.optimizer.state(), self._state())
         if ending:
