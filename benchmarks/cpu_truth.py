@@ -19,7 +19,8 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 from autotune.training.model import TrainingModel, apply_knobs
 from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step, to_device
+from autotune.training.optimizer import AdapterOptimizer
+from autotune.training.step import Noising, optimizer_step, to_device
 from autotune.weights.building import cast_as_loaded
 
 
@@ -102,7 +103,14 @@ def run(
 ) -> Truth:
     """Two warm-up steps, one profiled for memory, then `num_timed` timed ones."""
     transformer, parameters = build(family, config, workload, candidate)
-    optimizer = AdapterOptimizer(parameters, learning_rate=1e-4, weight_decay=1e-3, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        parameters,
+        learning_rate=1e-4,
+        weight_decay=1e-3,
+        max_grad_norm=1.0,
+        choice=workload.optimizer,
+        ema_decay=workload.ema_decay,
+    )
 
     windows = _windows(family, transformer, workload, candidate, batches(family, config, workload, candidate)[0])
 
@@ -130,11 +138,9 @@ def run(
         start = time.process_time()
         step(2 + number)
         seconds.append(time.process_time() - start)
-    states = [t for state in optimizer.adamw.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
     values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
     attributes = [value for value in values if isinstance(value, torch.Tensor)]
-    resident = storage_bytes(
-        [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states, *attributes]
-    )
+    kept = [*transformer.parameters(), *transformer.buffers(), *attributes]
+    resident = storage_bytes([*kept, *optimizer.live_tensors()])
     return Truth(resident + peak, peak, tuple(seconds))

@@ -1,19 +1,32 @@
 """`estimate`: what one candidate would take, before anything runs."""
 
+from collections.abc import Mapping
+
 from pydantic import ValidationError
 
 from autotune.api.amounts import ImageSize, MemoryAmount, image_size
 from autotune.api.machines import hardware_for
+from autotune.api.options import choose_optimizer
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext
-from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
+from autotune.schema import (
+    ADAMW,
+    AdapterKind,
+    Candidate,
+    Estimate,
+    HardwareProfile,
+    OnEvent,
+    OptionValue,
+    StatusChanged,
+    ignore_event,
+)
 from autotune.training import WorkloadOverrides, describe_workload
 
-CHOSEN_BY_MACHINE = ("precision", "allocator")
-"""Settings whose default is the machine's first choice rather than the field's default."""
+CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
+"""Settings whose default is the first choice for the machine and the work rather than the field's default."""
 
 
 def estimate(
@@ -26,6 +39,11 @@ def estimate(
     text_tokens: int | None = None,
     rank: int | None = None,
     targets: str | None = None,
+    adapted_blocks: str = "all",
+    adapter: AdapterKind = "lora",
+    ema_decay: float = 0.0,
+    optimizer: str | None = None,
+    optimizer_options: Mapping[str, OptionValue] | None = None,
     effective_batch_size: int | None = None,
     micro_batch_size: int = 1,
     checkpointed_blocks: int | None = None,
@@ -44,7 +62,12 @@ def estimate(
         num_frames: frames of a clip, for video models.
         text_tokens: length of an encoded caption.
         rank: rank of the adapter.
-        targets: named set of adapted layers, e.g. `attention`.
+        targets: named set of adapted layers, e.g. `attention`, or patterns as for `plan`.
+        adapted_blocks: as for `plan`.
+        adapter: as for `plan`.
+        ema_decay: as for `plan`.
+        optimizer: as for `plan`.
+        optimizer_options: as for `plan`.
         effective_batch_size: images per optimizer step.
         micro_batch_size: images per forward pass.
         checkpointed_blocks: blocks that recompute their activations; None for all.
@@ -70,6 +93,10 @@ def estimate(
         text_tokens=text_tokens,
         rank=rank,
         targets=targets or "attention",
+        adapted_blocks=adapted_blocks,
+        adapter=adapter,
+        ema_decay=ema_decay,
+        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
         effective_batch_size=default_batch if effective_batch_size is None else effective_batch_size,
     )
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))

@@ -4,9 +4,21 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypedDict
 
+from pydantic import ValidationError
+
 from autotune.api.amounts import ImageSize, LinkRate, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.schema import HardwareProfile, JobOverrides, Objective, Quality, TrainingPlan
+from autotune.knobs import allow_optimizer
+from autotune.schema import (
+    AdapterKind,
+    HardwareProfile,
+    JobOverrides,
+    Objective,
+    OptimizerChoice,
+    OptionValue,
+    Quality,
+    TrainingPlan,
+)
 
 KnobValues = Mapping[str, str | int]
 """A value for each of some knobs, e.g. `{"quantization": "none"}`."""
@@ -28,7 +40,18 @@ class WorkloadOptions(TypedDict, total=False):
     """Rank of the adapter."""
     targets: str
     """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`; of SDXL also
-    `attention+mlp+proj`, which sd-scripts adapts."""
+    `attention+mlp+proj`, which sd-scripts adapts. Or patterns of names or their ends: `to_q,ff.net.*`."""
+    adapted_blocks: str
+    """Numbers of the blocks that these layers lie in: `10-30`, `0-4,18`; `all` by default."""
+    adapter: AdapterKind
+    """`lora` (default), `rslora` or `dora`."""
+    ema_decay: float
+    """Of an average of the adapter over steps, which is saved in place of the last; 0 by default: none."""
+    optimizer: str
+    """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or `package:Class`, which is
+    imported: a subclass of torch.optim.Optimizer."""
+    optimizer_options: Mapping[str, OptionValue]
+    """Its keyword arguments beside learning rate and weight decay, which are the job's."""
     effective_batch_size: int
     """Images per optimizer step."""
     price_per_hour: float
@@ -95,3 +118,27 @@ def require_known(names: Collection[str], known: Collection[str], kind: str) -> 
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise InvalidInput(f"there is no {kind} {unknown[0]!r}", hint=suggest_nearest(unknown[0], known))
+
+
+def choose_optimizer(
+    base: OptimizerChoice, name: str | None, options: Mapping[str, OptionValue] | None
+) -> OptimizerChoice:
+    """What the user asks for, on top of `base`; a `package:Class` that the user names may be loaded.
+
+    Raises:
+        InvalidInput: it is no name of an optimizer, or an option has no such value.
+    """
+    if name is None and options is None:
+        return base
+    chosen = base.name if name is None else name
+    kept = dict(base.options) if chosen == base.name else {}
+    try:
+        made = OptimizerChoice(name=chosen, options=tuple({**kept, **(options or {})}.items()))
+    except ValidationError as error:
+        message = f"{chosen!r} is no optimizer with such options: {error.errors()[0]['msg'].lower()}"
+        raise InvalidInput(
+            message, hint="give --optimizer NAME or package:Class, --optimizer-option name=value"
+        ) from error
+    if name is not None and ":" in name:
+        allow_optimizer(name)
+    return made

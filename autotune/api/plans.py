@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
-from autotune.api.options import PlanOptions, require_known
+from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
@@ -347,6 +347,7 @@ def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOve
         named["size_px"] = image_size(asked["resolution"])
     if "rank" in asked:
         named.setdefault("lora_alpha", None)
+    named["optimizer"] = choose_optimizer(base.optimizer, asked.get("optimizer"), asked.get("optimizer_options"))
     return replace(base, **named)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.metrics_server import MetricsServer
-from autotune.api.options import require_known
+from autotune.api.options import choose_optimizer, require_known
 from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
@@ -51,6 +51,7 @@ def train(
     *,
     model: str | None = None,
     data: str | Path | None = None,
+    optimizer: str | None = None,
     resume: bool = False,
     trace: bool = False,
     nodes: int | None = None,
@@ -71,6 +72,7 @@ def train(
         plan: a plan, or its file.
         model: another folder or hub id of the same architecture; without a plan, as for `plan`.
         data: another data folder.
+        optimizer: the plan's `package:Class`, without which such code is not loaded; without a plan, as for `plan`.
         resume: go on from the newest checkpoint, if there is one.
         trace: write a profile of a few steps to `trace.json` in the output folder.
         nodes: number of machines that share the plan's processes; call this on each of them.
@@ -97,8 +99,10 @@ def train(
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     if plan is None:
         is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3
-        plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone and not started_by_launcher())
+        asked = {**changes, "optimizer": optimizer}
+        plan = _plan_first(asked, on_event, resume=resume, is_alone=is_alone and not started_by_launcher())
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
+    _require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
     on_event = on_event if place.is_first else ignore_event
@@ -106,6 +110,15 @@ def train(
         if metrics_port is not None and place.is_first:
             on_event = stack.enter_context(MetricsServer(metrics_port, on_event))
         return _train_here(chosen, file, place, on_event, resume=resume, trace=trace)
+
+
+def _require_optimizer(plan: TrainingPlan, named: str | None) -> None:
+    """Let the plan's optimizer be loaded if the user names it. Raises InvalidInput if that is another."""
+    planned = plan.frozen.workload.optimizer
+    if named not in (None, planned.name):
+        hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
+        raise InvalidInput(f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint)
+    choose_optimizer(planned, named, None)
 
 
 def _train_here(

@@ -7,7 +7,27 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Batch, Frames, HostMemory, Json, Price, Rank, Resolution, Steps, Targets, given, takes
+from autotune.cli.options import (
+    ADAPTERS,
+    Adapter,
+    Batch,
+    Blocks,
+    Ema,
+    Frames,
+    HostMemory,
+    Json,
+    Optimizer,
+    OptimizerOptions,
+    Price,
+    Rank,
+    Resolution,
+    Steps,
+    Targets,
+    given,
+    named_values,
+    one_of,
+    takes,
+)
 from autotune.cli.output import print_result, show_events
 
 
@@ -23,6 +43,11 @@ class EstimateOptions:
     text_tokens: Annotated[int | None, typer.Option(help="Length of an encoded caption.")] = None
     rank: Rank = None
     targets: Targets = None
+    adapted_blocks: Blocks = None
+    adapter: Adapter = None
+    ema_decay: Ema = None
+    optimizer: Optimizer = None
+    optimizer_options: OptimizerOptions = None
     effective_batch_size: Batch = None
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 1
     checkpointing: Annotated[str, typer.Option(help="none, all, or how many blocks.")] = "all"
@@ -45,7 +70,9 @@ class EstimateOptions:
 @takes(EstimateOptions)
 def estimate(options: EstimateOptions) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
-    arguments = given(options, but=("as_json", "checkpointing"))
+    one_of("--adapter", options.adapter, ADAPTERS)
+    chosen = {"optimizer_options": named_values(options.optimizer_options)}
+    arguments = {**given(options, but=("as_json", "checkpointing")), **given(chosen)}
     with show_events() as show:
         answer = autotune.estimate(checkpointed_blocks=_checkpointed(options.checkpointing), on_event=show, **arguments)
     print_result(answer, options.as_json, reporting.estimate_text)

@@ -37,7 +37,24 @@ Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a
 HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[
-    str | None, typer.Option(help="attention (default), attention+mlp, all-linear; of SDXL attention+mlp+proj, too.")
+    str | None,
+    typer.Option(help="attention (default), attention+mlp, all-linear (SDXL: attention+mlp+proj); or names: to_q,ff.*"),
+]
+ADAPTERS = ("lora", "rslora", "dora")
+Blocks = Annotated[
+    str | None, typer.Option("--blocks", help="Adapt layers of these blocks alone: 10-30 or 0-4,18.", metavar="RANGES")
+]
+Adapter = Annotated[str | None, typer.Option(help="lora (default), rslora or dora.")]
+Ema = Annotated[
+    float | None, typer.Option("--ema", min=0, max=0.99999, help="Save an average of steps with this decay: 0.999.")
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(help="adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."),
+]
+OptimizerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--optimizer-option", help="Of the optimizer; repeat for more.", metavar="NAME=VALUE"),
 ]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
@@ -139,6 +156,18 @@ class JobOptions(DataOptions):
     keep_best: Annotated[
         bool | None, typer.Option("--keep-best", help="Keep the adapter that was best on held-out images.")
     ] = None
+    weighting_scheme: Annotated[
+        str | None,
+        typer.Option("--loss-weighting", help="By noise: none (default), sigma_sqrt, cosmap; of SDXL none or min_snr."),
+    ] = None
+    checkpointing_epochs: Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.")] = None
+    checkpoints_total_limit: Annotated[
+        int | None, typer.Option("--keep-last", min=1, help="Newest checkpoints that are kept; default 2.")
+    ] = None
+    checkpoints_keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", min=0, help="Of so many checkpoints keep one for good; default 0."),
+    ] = None
     checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
         None
     )
@@ -154,6 +183,8 @@ class JobOptions(DataOptions):
         """
         if self.num_steps and self.num_train_epochs:
             raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
+        if self.checkpointing_steps is not None and self.checkpointing_epochs:
+            raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("checkpointing_epochs"))
         return DataOptions.values(self)
 
 
@@ -168,6 +199,26 @@ def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
     """The options that the user gave, by name, without those in `but`."""
     values = options if isinstance(options, dict) else vars(options)
     return {name: value for name, value in values.items() if name not in but and value not in (None, [])}
+
+
+def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """Values by name of texts such as `betas=(0.9, 0.99)`; None if there are none. Raises BadParameter for others."""
+    import ast
+
+    values: dict[str, Any] = {}
+    for text in texts or ():
+        name, sign, value = text.partition("=")
+        if not (name.isidentifier() and sign and value):
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--optimizer-option")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            values[name] = {"true": True, "false": False}.get(value, value)
+        if isinstance(values[name], list):
+            values[name] = tuple(values[name])
+        if isinstance(values[name], tuple):
+            values[name] = tuple(float(one) if isinstance(one, int) else one for one in values[name])
+    return values or None
 
 
 def option_of(name: str) -> str:

@@ -9,17 +9,24 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import (
+    ADAPTERS,
+    Adapter,
     Batch,
+    Blocks,
     Data,
+    Ema,
     Frames,
     HostMemory,
     JobOptions,
     Json,
+    Optimizer,
+    OptimizerOptions,
     Price,
     Rank,
     Resolution,
     Targets,
     given,
+    named_values,
     one_of,
     takes,
 )
@@ -53,6 +60,11 @@ class PlanOptions:
         float | None, typer.Option("--dropout", min=0, max=0.9, help="Share of the adapter's inputs; default 0.")
     ] = None
     targets: Targets = None
+    adapted_blocks: Blocks = None
+    adapter: Adapter = None
+    ema_decay: Ema = None
+    optimizer: Optimizer = None
+    optimizer_options: OptimizerOptions = None
     effective_batch_size: Batch = None
     quality: Annotated[
         str | None,
@@ -118,10 +130,15 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     if options.earlier is None and options.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
+    one_of("--adapter", options.adapter, ADAPTERS)
     one_of("--objective", options.objective, ("throughput", "memory"))
     if not (options.hardware or options.replay or options.list_knobs):
         autotune.warm_up()
-    pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
+    pairs: dict[str, Any] = {
+        "pins": _pairs("--pin", options.pins),
+        "exclusions": _pairs("--exclude", options.exclusions),
+    }
+    pairs["optimizer_options"] = named_values(options.optimizer_options)
     arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
     if len(options.hardware or ()) > 1 and not options.list_knobs:
         with show_events() as show:

@@ -24,6 +24,10 @@ class TrainOptions:
         str | None, typer.Option(help="The same architecture from another folder; without PLAN, what to train.")
     ] = None
     data: Data = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"),
+    ] = None
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
     trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False

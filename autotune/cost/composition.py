@@ -38,9 +38,9 @@ class PassTable:
     inputs: "NDArray[np.float64]"
     """Bytes of each block's first input, if the pass goes back through it."""
 
-    def stretched(self, counts: Sequence[int], traced: Sequence[int]) -> "PassTable":
-        """To `counts` blocks of each kind, from the `traced` ones: the one in the middle is repeated."""
-        index = stretched_index(counts, traced)
+    def stretched(self, index: Sequence[int]) -> "PassTable":
+        """To the full model, of each of whose blocks `index` names the traced one that stands for it."""
+        index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
         return PassTable(self.before, self.forward[index], self.between, backward, self.inputs[index])
 
@@ -58,18 +58,6 @@ class PassTable:
 
 
 PARTS = tuple(each.name for each in fields(PassTable))
-
-
-def stretched_index(counts: Sequence[int], traced: Sequence[int]) -> list[int]:
-    """For each block of the full model, the traced block that stands for it."""
-    index: list[int] = []
-    start = 0
-    for count, have in zip(counts, traced, strict=True):
-        last = [have - 1] if have > 1 else []
-        order = [0, *[min(1, have - 1)] * (count - 1 - len(last)), *last] if count > have else list(range(count))
-        index += [start + j for j in order]
-        start += have
-    return index
 
 
 def table_of(traced: "TracePass", rates: Rates, rank: int) -> PassTable:

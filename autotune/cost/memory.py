@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
-from autotune.knobs import window_steps
+from autotune.knobs import optimizer_bytes, window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
 from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
@@ -39,7 +39,9 @@ class Resident:
     adapter_bytes: int
     optimizer_bytes: int
     optimizer_transient_bytes: int
-    """fp32 copies of the gradients while the optimizer steps."""
+    """fp32 copies of the gradients while the optimizer steps, and what it works with."""
+    set_aside_bytes: int
+    """Masters while previews show an average of them."""
     quantizing_bytes: int
     encoder_bytes: int
     """Text encoders and what they work with, as the cache phase holds them on the device."""
@@ -69,7 +71,8 @@ def resident_of(
     storage = model.storage(precision, quantization, candidate.modulation)
     half = precision != "fp32"
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
-    moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
+    average = storage.adapter_parameters * FP32_BYTES
+    state, working = optimizer_bytes(model.workload.optimizer, storage.adapter_shapes)
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
     ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
@@ -78,8 +81,9 @@ def resident_of(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
-        optimizer_bytes=masters + moments,
-        optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
+        optimizer_bytes=masters + state + (average if model.workload.ema_decay else 0),
+        optimizer_transient_bytes=(storage.adapter_parameters * FP32_BYTES if half else 0) + working,
+        set_aside_bytes=average if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free" else 0,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
@@ -199,13 +203,18 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)
         correction -= step[part] - before
-    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
+    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes) + r.set_aside_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
     encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images
     return (
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
         phase("cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
-        phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
+        phase(
+            "preview",
+            weight_bytes=weights + r.vae_bytes,
+            **kept,
+            transient_bytes=forward + r.library_bytes,
+        ),
         phase("save", weight_bytes=weights, **kept),
     )

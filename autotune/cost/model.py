@@ -1,5 +1,6 @@
 """The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.quantized import quantize_for_tracing
 from autotune.cost.trace.passes import (
-    TRACED_BLOCKS,
     TracePass,
+    choose_traced,
     meta_batch,
     shorten,
     stored_tensors,
@@ -20,7 +21,7 @@ from autotune.cost.trace.passes import (
     trace_pass,
 )
 from autotune.errors import InvalidInput, first_line
-from autotune.families import Family, Parts, add_adapter, build_on_meta
+from autotune.families import Family, Parts, add_adapter, block_numbers, build_on_meta
 from autotune.knobs import (
     Checkpointing,
     ModulationAhead,
@@ -68,7 +69,8 @@ class ModelBytes:
     """Buffers, and tensors that modules keep as plain attributes."""
     adapter_bytes: int
     adapter_parameters: int
-    adapter_tensors: int
+    adapter_shapes: Mapping[tuple[int, ...], int]
+    """How many of its tensors have each shape."""
     block_adapter_bytes: tuple[int, ...]
     """Of each block, in the order they run."""
     block_weight_bytes: tuple[int, ...]
@@ -128,8 +130,11 @@ class TracedModel:
         self._resident = build_on_meta(family, config)
         self.counts = self._counts(self._resident)
         """Blocks of each kind in the full model."""
-        shorten(family, self._resident, TRACED_BLOCKS)
-        self.traced_counts = self._counts(self._resident)
+        adapted = block_numbers(workload.adapted_blocks, sum(self.counts))
+        self.traced_counts, self.index, adapted_traced = choose_traced(self.counts, adapted)
+        """Blocks of each kind that are traced; for each block of the full model, the one that stands for it."""
+        self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
+        shorten(family, self._resident, self.traced_counts)
         self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
         self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
@@ -141,7 +146,7 @@ class TracedModel:
             return self._resident
         transformer = build_on_meta(self.family, self.config)
         take_layers(self.family, transformer)
-        shorten(self.family, transformer, TRACED_BLOCKS)
+        shorten(self.family, transformer, self.traced_counts)
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
@@ -194,7 +199,7 @@ class TracedModel:
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            add_adapter(self.family, transformer, self.workload, dtype)
+            add_adapter(self.family, transformer, self.workload.changed(adapted_blocks=self._traced_blocks), dtype)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained
@@ -269,11 +274,9 @@ class TracedModel:
 
     def _storage(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
-        from autotune.cost.composition import stretched_index
-
         model = self.model(precision, quantization, modulation)
         blocks = self.family.blocks(model)
-        index = stretched_index(self.counts, self.traced_counts)
+        index = self.index
         trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         frozen = [_frozen_bytes(block) for block in blocks]
         pinned = [region_offsets(_frozen_sizes(block))[1] for block in blocks]
@@ -290,7 +293,7 @@ class TracedModel:
             outside_bytes=outside,
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
-            adapter_tensors=len(full_trainable),
+            adapter_shapes=Counter(tuple(p.shape) for p in full_trainable),
             block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
             block_weight_bytes=tuple(frozen[i] for i in index),
             block_pinned_bytes=tuple(pinned[i] for i in index),

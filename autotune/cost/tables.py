@@ -166,7 +166,7 @@ class PassTables:
         kernel = self._kernel(choice, at)
         trace = self.model.traced(choice.precision, choice.quantization, kernel, at, recomputed, **options)
         table = table_of(trace, self._rates_of(choice), self.workload.rank)
-        return table.stretched(self.model.counts, self.model.traced_counts)
+        return table.stretched(self.model.index)
 
     def forward_seconds(self, candidate: Candidate) -> float:
         """Time of one item's forward pass, as a preview's denoising step makes it."""
@@ -277,7 +277,7 @@ class PassTables:
         traced = choice.precision, choice.quantization, self._kernel(choice, size), size, 0
         typical, largest = (
             table_of(model.traced(*traced, **choice.traced_options()), self.usual_rates, self.workload.rank)
-            .stretched(model.counts, model.traced_counts)
+            .stretched(model.index)
             .seconds
             for model in (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)
         )

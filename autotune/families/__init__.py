@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
+    from autotune.families.adapter import (
+        ADAPTER_NAME,
+        add_adapter,
+        block_numbers,
+        choose_layers,
+        disable_dropout,
+        find_dropout_layers,
+        target_matcher,
+    )
     from autotune.families.architecture import build_on_meta
     from autotune.families.base import Batch, Family, Sample, unwrap_model
     from autotune.families.fetching import FetchedModel, fetch_whole

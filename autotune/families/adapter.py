@@ -1,9 +1,12 @@
-"""Put a LoRA adapter on a transformer: the same way for training, trials and tracing."""
+"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer: the same way for training, trials and tracing."""
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from autotune.errors import InvalidInput
 from autotune.families.base import Family
 from autotune.schema import Workload
 
@@ -14,28 +17,98 @@ if TYPE_CHECKING:
 ADAPTER_NAME = "default"
 
 
+def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
+    """The numbers of blocks that `0-4,18` names; None for `all`.
+
+    Raises:
+        InvalidInput: the model has fewer blocks.
+    """
+    if text == "all":
+        return None
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    numbers = {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
+    if not numbers or max(numbers) >= num_blocks:
+        raise InvalidInput(
+            f"{text} are no blocks of this model", hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18"
+        )
+    return frozenset(numbers)
+
+
+def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks: str = "all") -> Sequence[str] | str:
+    """The adapted layers, in the form that peft's `target_modules` takes.
+
+    Args:
+        family: of the model.
+        transformer: without an adapter.
+        targets: name of a set of the family's, or patterns as of a shell for names of Linear layers or their ends,
+            separated by commas: `*.attn.to_q,to_v`.
+        blocks: as `Workload.adapted_blocks`; layers outside of blocks are not adapted if it is not `all`.
+
+    Raises:
+        InvalidInput: there are no such layers.
+    """
+    from torch import nn
+
+    own = family.blocks(transformer)
+    numbers = block_numbers(blocks, len(own))
+    if targets in family.target_sets and numbers is None:
+        return family.target_set(targets)
+    is_target = target_matcher(family, targets)
+    kept = None if numbers is None else {module for number in numbers for module in own[number].modules()}
+    kinds = (nn.Linear, nn.Conv2d) if targets in family.target_sets else (nn.Linear,)
+    chosen = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, kinds) and is_target(name) and (kept is None or module in kept)
+    ]
+    if not chosen:
+        if targets not in family.target_sets and not set(targets) & set("*?.,[_"):
+            family.target_set(targets)  # a name, not a pattern: the nearest is told
+        linear = (name for name, module in transformer.named_modules() if isinstance(module, nn.Linear))
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:8])
+        where = f" in the blocks {blocks}" if numbers else ""
+        raise InvalidInput(
+            f"no layer of {family.name} is called {targets!r}{where}",
+            hint=f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end in {ends}",
+        )
+    return "|".join(re.escape(name) for name in chosen)
+
+
+def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
+    """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by pattern."""
+    known = family.target_sets.get(targets)
+    if isinstance(known, str):
+        return lambda name: re.fullmatch(known, name) is not None
+    if known is not None:
+        return lambda name: any(name == end or name.endswith(f".{end}") for end in known)
+    patterns = [part.strip() for part in targets.split(",") if part.strip()]
+    return lambda name: any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+
+
 def add_adapter(
     family: Family, transformer: "nn.Module", workload: Workload, dtype: "torch.dtype", *, seed: int = 0
 ) -> list["nn.Parameter"]:
-    """Freeze `transformer`, add the workload's LoRA adapter to it, and return its parameters in order.
+    """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
     the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
     even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off.
 
-    Raises InvalidInput if the family has no target set of that name.
+    Raises InvalidInput if the model has no such layers.
     """
     import torch
     from peft import LoraConfig
 
     from autotune.families.low_rank import make_lean
 
-    modules = family.target_set(workload.targets)
+    modules = choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
     config = LoraConfig(
         r=workload.rank,
         lora_alpha=workload.lora_alpha,
         lora_dropout=workload.lora_dropout,
         init_lora_weights=True,
+        use_rslora=workload.adapter == "rslora",
+        use_dora=workload.adapter == "dora",
         target_modules=modules if isinstance(modules, str) else list(modules),
     )
     transformer.requires_grad_(False)

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from autotune.knobs.modulation import window_steps
     from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
     from autotune.knobs.norm_rope import NormRope
+    from autotune.knobs.optimizer import (
+        OPTIMIZERS,
+        allow_optimizer,
+        build_optimizer,
+        check_options,
+        optimizer_bytes,
+        optimizer_class,
+        usual_learning_rate,
+    )
     from autotune.knobs.precision import Precision, torch_dtype
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.registry import KNOBS, reload_key

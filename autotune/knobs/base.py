@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+WHOLE_WEIGHTS = "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
+
+
 @dataclass(frozen=True)
 class TuningContext:
     """What choices depend on: the machine, the model and what it is trained on."""

@@ -4,7 +4,6 @@ The noise levels of all draws are known before a run, so what the layers make of
 coming draws at a time, on the device, layer by layer. Steps get the results; the layers themselves are never loaded.
 """
 
-import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -73,16 +72,9 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
     """A modulation layer that the set of adapted layers has, by peft's rule; None if it has none."""
-    from autotune.families import build_on_meta
+    from autotune.families import build_on_meta, target_matcher
 
     assert family.modulation is not None
-    chosen = family.target_set(targets)
+    is_adapted = target_matcher(family, targets)
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
-    for _, layer in family.modulation.find(model):
-        if isinstance(chosen, str):
-            is_adapted = re.fullmatch(chosen, layer) is not None
-        else:
-            is_adapted = any(f".{layer}".endswith(f".{name}") for name in chosen)
-        if is_adapted:
-            return layer
-    return None
+    return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice, Workload
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class Quantization(Knob):
         floor = context.workload.quality
         for name, weight_format in WEIGHT_FORMATS.items():
             capability = context.hardware.capability(weight_format.capability)
-            if not weight_format.meets(floor):
+            if weight_format.quantize and context.workload.adapter == "dora":
+                rejected[name] = WHOLE_WEIGHTS
+            elif not weight_format.meets(floor):
                 rejected[name] = f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
             elif weight_format.quantize and not capability.available:
                 rejected[name] = capability.reason

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Swapping(Knob):
         if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected={number: reason for number in levels if number})
+        if context.workload.adapter == "dora":
+            return Choices((0,), rejected={number: WHOLE_WEIGHTS for number in levels if number})
         return Choices(levels)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:

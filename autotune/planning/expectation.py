@@ -1,10 +1,20 @@
 """From a winner and its evidence to the frozen part of a plan."""
 
+import math
 from collections.abc import Sequence
 
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
-from autotune.schema import Expected, Job, MemoryBudget, PlannedHardware, TrialResult, Workload
+from autotune.knobs import torch_dtype
+from autotune.schema import (
+    Expected,
+    Job,
+    MemoryBudget,
+    PlannedHardware,
+    TrialResult,
+    Workload,
+    mean_text_tokens,
+)
 from autotune.search import Score
 
 
@@ -67,6 +77,8 @@ def build_expectation(
     if trials:  # which ran in one process
         alone = cost.single_process().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
+    data_bytes = held_data_bytes(cost, workload, job, best.candidate.precision)
+    on_host = shares_host_memory(cost.hardware.device.memory_kind)
     num_images = sum(bucket.num_items for bucket in workload.buckets)
     shown = {"num_previews": job.num_previews, "num_validations": job.num_validations}
     around = job_time(cost, prediction, num_steps=0, num_images=num_images, **shown)
@@ -75,13 +87,33 @@ def build_expectation(
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=peak,
-        process_memory_bytes=max(0, overhead) + kept,
+        process_memory_bytes=max(0, overhead) + kept + (data_bytes if on_host else 0),
         phases=phases,
-        host_memory_bytes=None
-        if shares_host_memory(cost.hardware.device.memory_kind)
-        else max(host, prediction.host_memory_bytes),
+        host_memory_bytes=None if on_host else max(host, prediction.host_memory_bytes) + data_bytes,
         time_uncertainty=None if trials else prediction.time_uncertainty,
         memory_uncertainty=None if trials else prediction.memory_uncertainty,
         other_seconds=round(around.total_seconds, 3),
         price_per_hour=price_per_hour,
     )
+
+
+def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: str) -> int:
+    """What a run holds of its data in the host's memory: loss masks, and with `cache: memory` all that is encoded.
+
+    Captions count at their mean length, and one for each image; `shuffle_tags` and `flip` multiply what is encoded.
+    """
+    images = captions = masks = 0
+    for bucket in workload.buckets:
+        shapes = cost.family.sample_shapes(
+            cost.model.config, bucket, mean_text_tokens(workload), workload.num_control_images
+        )
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        texts = sum(size for name, size in sizes.items() if "prompt" in name)
+        images += bucket.num_items * (sum(sizes.values()) - texts)
+        captions += bucket.num_items * texts
+        masks += bucket.num_items * math.prod(shapes["latents"][-2:])
+    held = masks if job.loss_mask != "none" else 0
+    if job.cache == "memory":
+        element = torch_dtype(precision).itemsize
+        held += element * (images * (1 + job.flip) + captions * max(1, job.shuffle_tags))
+    return held

@@ -188,6 +188,9 @@ def _choose_strategy(
             return cost, lighter
     except NothingFits:
         pass
+    if workload.adapter == "dora":
+        what = f"nothing fits on each of {number} devices, and DoRA cannot be trained on weights sharded over them"
+        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     plain = keep_shardable(space)
     if not plain.candidates:
         what = f"nothing fits on each of {number} devices, and quantized weights cannot be sharded over them"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
-from autotune.knobs import PIN, TuningContext
+from autotune.knobs import PIN, TuningContext, usual_learning_rate
 from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from, split_reference
 from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import (
@@ -130,7 +130,7 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
     usual = {
         "data": None,
         "num_steps": defaults.num_steps(max(1, len(items))),
-        "learning_rate": defaults.learning_rate,
+        "learning_rate": usual_learning_rate(request.workload_overrides.optimizer, defaults.learning_rate),
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
         "timestep_sampling": defaults.timestep_sampling,

@@ -1,6 +1,7 @@
 """Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
 
 from autotune.families import VIEWS_PER_IMAGE, get_family
+from autotune.knobs import usual_learning_rate
 from autotune.reporting.text import wrapped
 from autotune.schema import TrainingPlan
 
@@ -26,13 +27,22 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
     job, work = plan.job, plan.frozen.workload
     defaults = get_family(work.model.family).defaults
     images = sum(bucket.num_items for bucket in work.buckets)
+    optimizer = work.optimizer
     usual_alpha = defaults.lora_alpha * work.rank / defaults.rank
     values = {
         "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
         "adapted layers": (work.targets, "attention", "diffusers' scripts"),
+        "blocks": (work.adapted_blocks, "all", "diffusers' scripts"),
+        "adapter": (work.adapter, "lora", "diffusers' scripts"),
+        "average": (work.ema_decay, 0.0, "diffusers' scripts"),
         "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
         "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
         "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),
+        "optimizer": (
+            " ".join([optimizer.name, *(f"{n}={v}" for n, v in optimizer.options)]),
+            "adamw",
+            "AdamW in fp32",
+        ),
         "batch": (work.effective_batch_size, defaults.effective_batch_size, "our choice"),
         "steps": (
             job.num_steps if job.num_train_epochs is None else None,
@@ -40,7 +50,11 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
             f"{VIEWS_PER_IMAGE} views of each image, 500 in all or more",
         ),
         "epochs": (job.num_train_epochs, None, None),
-        "learning rate": (job.learning_rate, defaults.learning_rate, defaults.sources.get("learning_rate")),
+        "learning rate": (
+            job.learning_rate,
+            usual_learning_rate(optimizer, defaults.learning_rate),
+            defaults.sources.get("learning_rate") if optimizer.name == "adamw" else f"usual for {optimizer.name}",
+        ),
         "weight decay": (job.weight_decay, defaults.weight_decay, "between diffusers' 1e-4 and torch's 1e-2"),
         "noise levels": (job.timestep_sampling, defaults.timestep_sampling, DENSITIES.get(defaults.timestep_sampling)),
         "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),

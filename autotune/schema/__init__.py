@@ -110,6 +110,17 @@ if TYPE_CHECKING:
         typical_bucket,
         typical_text_tokens,
     )
-    from autotune.schema.workload import Bucket, ModelSpec, Objective, Quality, TextPadding, Workload
+    from autotune.schema.workload import (
+        ADAMW,
+        AdapterKind,
+        Bucket,
+        ModelSpec,
+        Objective,
+        OptimizerChoice,
+        OptionValue,
+        Quality,
+        TextPadding,
+        Workload,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -150,6 +150,8 @@ class Job(Frozen):
     """Seed of initial weights, order and noise. torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
     """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
+    checkpointing_epochs: int | None = Field(default=None, ge=1)
+    """Epochs between checkpoints; if it is given, it takes the place of `checkpointing_steps`."""
     checkpoints_total_limit: int = Field(default=2, ge=1)
     """Number of newest checkpoints that are kept."""
     checkpoints_keep_every: int = Field(default=0, ge=0)
@@ -195,6 +197,12 @@ class Job(Frozen):
         if self.num_train_epochs is None:
             return self.num_steps
         return -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
+
+    def checkpoint_every(self, images_per_epoch: int, effective_batch_size: int) -> int:
+        """Steps between checkpoints if an epoch has so many images; 0 for none but the last."""
+        if self.checkpointing_epochs is None:
+            return self.checkpointing_steps
+        return -(-self.checkpointing_epochs * images_per_epoch // effective_batch_size)
 
     @property
     def num_previews(self) -> int:
@@ -245,6 +253,7 @@ class JobOverrides(TypedDict, total=False):
     cache: Literal["disk", "memory"]
     seed: int
     checkpointing_steps: int
+    checkpointing_epochs: int
     checkpoints_total_limit: int
     checkpoints_keep_every: int
     preview_prompts: tuple[str, ...]

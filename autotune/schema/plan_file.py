@@ -291,6 +291,8 @@ def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
     )  # a commit of another repository
     if "num_steps" in said:
         gone["num_train_epochs"] = None
+    if "checkpointing_steps" in said:
+        gone["checkpointing_epochs"] = None
     try:
         return Job.model_validate({**before, **gone, **said})
     except ValidationError as error:

@@ -18,7 +18,7 @@ class MemoryBreakdown(Frozen):
     gradient_bytes: int = NaturalInt
     """Gradients of the adapter, as far as they exist at that moment."""
     optimizer_bytes: int = NaturalInt
-    """fp32 master weights and AdamW's two moments."""
+    """fp32 master weights and the optimizer's state, such as AdamW's two moments."""
     saved_activation_bytes: int = NaturalInt
     """Activations saved for the backward pass, with inputs and what blocks pass on."""
     transient_bytes: int = NaturalInt

@@ -9,9 +9,25 @@ from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
+BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
+AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 PositiveTokens = Annotated[int, PositiveInt]
+OptionValue = bool | int | float | str | tuple[float, ...]
+
+
+class OptimizerChoice(Frozen):
+    """The optimizer that the user wants: it decides what is learned, so none is searched."""
+
+    name: str = Field(default="adamw", pattern=r"^([a-z0-9]+(-[a-z0-9]+)*|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})$")
+    """A name from the table in `autotune.knobs.optimizer`, or `package:Class`, which is loaded only if the user names
+    it again where the plan is used."""
+    options: tuple[tuple[str, OptionValue], ...] = Field(default=(), max_length=32)
+    """(name, value) pairs: its keyword arguments."""
+
+
+ADAMW = OptimizerChoice()
 
 
 class ModelSpec(Frozen):
@@ -63,7 +79,14 @@ class Workload(Frozen):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps its own copy of them."""
     targets: str
-    """Name of the set of adapted layers, e.g. `attention`."""
+    """Name of the set of adapted layers, e.g. `attention`, or patterns of their names, separated by commas."""
+    adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
+    """Numbers of the blocks that the adapted layers lie in, from 0 in the order they run: `10-30` or `0-4,18`."""
+    adapter: AdapterKind = "lora"
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of outputs, too."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Of the average of the adapter over steps, which is what is saved; 0 keeps none."""
+    optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
     """Images per optimizer step. The user decides it: tuning never changes what is learned."""
     quality: Quality = "high"

@@ -17,6 +17,7 @@ from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 LEARNING = (
     *("resolution", "num_frames", "clips", "rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size"),
+    *("adapted_blocks", "adapter", "ema_decay"),
     *("control", "caption", "trigger", "num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps"),
     *("weight_decay", "max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale", "weighting_scheme"),
     *("caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor"),
@@ -65,8 +66,9 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:
-    names = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size")
+    names = ("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay")
     values = {name: getattr(workload, name) for name in names}
+    values["effective_batch_size"] = workload.effective_batch_size
     return {**values, "resolution": workload.resolution_px, "num_frames": workload.largest_bucket.num_frames}
 
 
@@ -194,13 +196,17 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
     return tuple(found)
 
 
+ADAPTED = {"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0}
+"""What a file does that says nothing of it."""
+
+
 def _assumed(family: Family) -> dict[str, Any]:
     """What a name that a trainer does not mention stands for."""
     fields = {**Candidate.model_fields, **Job.model_fields}
     usual = {name: field.default for name, field in fields.items() if not field.is_required()}
     encoders: dict[str, Any] = {"caching.text_encoder_device": "training", "caching.text_encoder_quantization": "none"}
     encoders |= {"caching.text_encoder_streamed": False, "caching.residency": "release"}
-    return {**usual, **encoders, "lora_dropout": 0.0, "guidance_scale": family.defaults.training_guidance}
+    return {**usual, **encoders, **ADAPTED, "guidance_scale": family.defaults.training_guidance}
 
 
 def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:

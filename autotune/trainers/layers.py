@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from autotune.families import Family
+from autotune.families import Family, target_matcher
 
 ATTENTION = "{to_q,to_k,to_v,to_out.0}"
 JOINT = "attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}"
@@ -152,10 +152,8 @@ def original_name(family: Family, layer: str) -> str:
 
 
 def layers_of(family: Family, targets: str) -> frozenset[str]:
-    """The layers that a target set adapts, by peft's rule: a pattern of whole names, or a list of their ends."""
-    wanted = family.target_set(targets)
-    selects = by_pattern(wanted) if isinstance(wanted, str) else by_ends(wanted)
-    return frozenset(filter(selects, linear_layers(family)))
+    """The layers that a target set, or patterns, adapt."""
+    return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch
+    from autotune.training.optimizer import AdapterOptimizer
     from autotune.training.preparation import check_inputs, fetch_weights, prepare
     from autotune.training.preview import Preview, PreviewSampler
     from autotune.training.processes import card_misfits, device_misfits, make_current
@@ -40,6 +41,6 @@ if TYPE_CHECKING:
     from autotune.training.run import train
     from autotune.training.sample import SampleRequest, sample_run
     from autotune.training.several import train_in_processes
-    from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
+    from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

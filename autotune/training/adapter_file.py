@@ -10,7 +10,7 @@ from peft.utils import get_peft_model_state_dict
 from autotune.families import ADAPTER_NAME
 from autotune.schema import AdapterFormat, AdapterVerdict, SaveDtype, Workload
 from autotune.training.model import TrainingModel
-from autotune.training.step import AdapterOptimizer
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter, write_adapter
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
@@ -33,7 +33,10 @@ def save_trained(
     training_steps: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in the metadata."""
+    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in the metadata.
+
+    rsLoRA's scale is written as the alpha that gives it, so that its file is a LoRA to whoever reads it.
+    """
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
     named = {
         name: masters[id(p)].detach().to(dtype) for name, p in model.transformer.named_parameters() if id(p) in masters
@@ -43,7 +46,7 @@ def save_trained(
         transformer=model.family.transformer_class,
         plan_digest=plan_digest,
         rank=workload.rank,
-        alpha=workload.lora_alpha,
+        alpha=workload.lora_alpha * (workload.rank**0.5 if workload.adapter == "rslora" else 1),
         training_steps=training_steps,
     )
     state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME)

@@ -2,13 +2,28 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autotune.cost import checked_bucket, positive
 from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
-from autotune.families import Family, ResolvedModel
-from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
+from autotune.families import Family, ResolvedModel, build_on_meta, choose_layers, target_matcher
+from autotune.knobs import check_options
+from autotune.schema import (
+    ADAMW,
+    AdapterKind,
+    Bucket,
+    Job,
+    Objective,
+    OptimizerChoice,
+    Quality,
+    Workload,
+    quantiles_of,
+)
 from autotune.weights import can_write
+
+if TYPE_CHECKING:
+    from torch import nn
 
 NUM_QUANTILES = 16
 """Number of caption lengths that a workload holds."""
@@ -27,12 +42,19 @@ class WorkloadOverrides:
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     targets: str = "attention"
+    adapted_blocks: str = "all"
+    adapter: AdapterKind = "lora"
+    ema_decay: float = 0.0
+    optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int | None = None
     quality: Quality = "high"
     objective: Objective = "throughput"
 
 
-COPIED_FIELDS = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
+COPIED_FIELDS = (
+    *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay", "optimizer"),
+    *("effective_batch_size", "quality", "objective"),
+)
 """Fields that a workload has under the same names."""
 
 
@@ -93,7 +115,7 @@ def describe_workload(
     width, height = overrides.size_px or (defaults.resolution_px, defaults.resolution_px)
     frames = given(overrides.num_frames, defaults.num_frames)
     bucket = checked_bucket(family, width, height, frames)
-    family.target_set(overrides.targets)  # fails before captions are read
+    _check_learning(model, overrides)  # before captions are read
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     sides = family.size_multiple_px, family.max_side_px
@@ -117,10 +139,40 @@ def describe_workload(
         lora_alpha=overrides.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
         lora_dropout=overrides.lora_dropout,
         targets=overrides.targets,
+        adapted_blocks=overrides.adapted_blocks,
+        adapter=overrides.adapter,
+        ema_decay=overrides.ema_decay,
+        optimizer=overrides.optimizer,
         effective_batch_size=positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size)),
         quality=overrides.quality,
         objective=overrides.objective,
     )
+
+
+def _check_learning(model: ResolvedModel, overrides: WorkloadOverrides) -> None:
+    """Raise InvalidInput if the model has no such layers, or the optimizer cannot be had."""
+    family = model.family
+    if overrides.targets not in family.target_sets or overrides.adapted_blocks != "all":
+        transformer = build_on_meta(family, model.config)
+        choose_layers(family, transformer, overrides.targets, overrides.adapted_blocks)
+        _require_alike(family, transformer, overrides.targets)
+    check_options(overrides.optimizer)
+    if overrides.ema_decay and overrides.optimizer.name == "schedule-free":
+        raise InvalidInput("schedule-free is an average of its steps already", hint="leave --ema out")
+
+
+def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> None:
+    """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats one of them."""
+    is_target, number = target_matcher(family, targets), 0
+    for name, blocks in family.find_block_lists(transformer).items():
+        chosen = {
+            tuple(part for part, _ in block.named_modules() if is_target(f"{name}.{at}.{part}"))
+            for at, block in enumerate(blocks[1:-1], 1)
+        }
+        number += len(blocks)
+        if len(chosen) > 1:
+            hint = f"name the blocks apart from the layers: --blocks 0-{number - 1}"
+            raise InvalidInput(f"{targets!r} names other layers in some blocks of {name} than in others", hint=hint)
 
 
 def given(value: int | None, default: int) -> int:

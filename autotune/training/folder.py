@@ -38,7 +38,7 @@ CHANGEABLE_FIELDS = frozenset(
     }
     | {"adapter_format"}
     | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
-    | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
+    | {"checkpointing_steps", "checkpointing_epochs", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover (and
 which images train), and outputs."""

@@ -29,8 +29,9 @@ from autotune.training.context import RunContext
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import make_windows
 from autotune.training.monitor import GpuUtilization, GradientWatch, MemoryWatch, profile_steps
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import LearningRate
-from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
+from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
 from autotune.training.validation import HeldOutLoss, Validation
 
 EVALUATION_STEPS = 4
@@ -81,8 +82,10 @@ class TrainingLoop:
             learning_rate=job.learning_rate,
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm,
+            choice=plan.frozen.workload.optimizer,
+            ema_decay=plan.frozen.workload.ema_decay,
         )
-        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
+        self.rate = LearningRate(self.optimizer.inner, job, self.num_steps, order.epoch_steps)
         shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
         self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
         self.windows = make_windows(model, encoded, order, self.noising, context.processes, self._to_device)
@@ -110,7 +113,7 @@ class TrainingLoop:
         """When the first step of this start was finished, and its number."""
 
     def _resume(self, checkpoint: Checkpoint) -> int:
-        self.optimizer.load_state(checkpoint.tensors)
+        self.optimizer.load_state(checkpoint.tensors, checkpoint.state.get("optimizer", {}))
         self.rate.load_state(checkpoint.state["rate"])
         return checkpoint.step
 
@@ -217,9 +220,10 @@ class TrainingLoop:
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
-        job, context, done = self.job, self.context, self.done
+        context, done, order = self.context, self.done, self.order
+        every = self.job.checkpoint_every(order.epoch_size, order.effective_batch_size)
         ending = stopping or done == self.num_steps
-        is_due = ending or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
+        is_due = ending or (every and done % every == 0)
         if is_due and context.processes.is_first:
             context.checkpoints.save(done, self.optimizer.state(), self._state())
         if ending:
@@ -231,13 +235,14 @@ class TrainingLoop:
     def _state(self) -> dict[str, Any]:
         """What goes on with the run besides tensors, as JSON."""
         own = {"gradients": self.gradients.state(), "validation": self.validation.state()}
-        return {"rate": self.rate.state(), **own}
+        return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
 
     def _preview_if_due(self) -> None:
         every, context = self.job.preview_every, self.context
         if every and self.done % every == 0:
             if context.processes.is_sampler:
-                context.preview(self.done)
+                with self.optimizer.averaged():
+                    context.preview(self.done)
             context.processes.wait()
 
     def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:

@@ -1,5 +1,6 @@
 """Everything that is checked before a run's long work: plan, machine, model, data, output folder and disk."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from autotune.families import (
     is_on_hub,
     resolve_model,
 )
-from autotune.knobs import TuningContext
+from autotune.knobs import TuningContext, check_options, optimizer_bytes
 from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
@@ -93,6 +94,7 @@ def _read_data(plan: TrainingPlan) -> SplitDataset:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
+    check_options(plan.frozen.workload.optimizer)
     family = get_family(plan.frozen.workload.model.family)
     return read_split(Path(job.data), make_options(dict(job), family, job.num_frames), job.validation, job.seed)
 
@@ -138,8 +140,8 @@ def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
-    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a checkpoint with two moments
-    for each."""
+    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a checkpoint with the
+    optimizer's state and the average of steps."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     adapter = add_adapter(model.family, transformer, workload, torch.float32)
@@ -148,6 +150,9 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(
-        1, job.checkpointing_steps * job.checkpoints_keep_every
+        1, job.checkpoint_every(epoch_size, workload.effective_batch_size) * job.checkpoints_keep_every
     )
-    return adapter_bytes * (1 + job.keep_best + 3 * (job.checkpoints_total_limit + 1 + num_permanent))
+    state_bytes, _ = optimizer_bytes(workload.optimizer, Counter(tuple(parameter.shape) for parameter in adapter))
+    checkpoint_bytes = adapter_bytes * (1 + bool(workload.ema_decay)) + state_bytes
+    num_checkpoints = job.checkpoints_total_limit + 1 + num_permanent
+    return adapter_bytes * (1 + job.keep_best) + checkpoint_bytes * num_checkpoints

@@ -123,13 +123,14 @@ class _Run:
         plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
             encoded, held_out = self._encode()
-        run_key = compute_run_key(plan, encoded)
+        run_key, epoch_size = compute_run_key(plan, encoded), sum(item.repeats for item in encoded.items)
+        every = job.checkpoint_every(epoch_size, plan.frozen.workload.effective_batch_size)
         processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
             self.output / CHECKPOINTS,
             run_key,
             keep_last=job.checkpoints_total_limit,
-            keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
+            keep_every=job.checkpoints_keep_every * every,
             weights=self.prepared.weights,
         ) as checkpoints:
             # Refused before anything is loaded.
@@ -278,6 +279,7 @@ class _Run:
 
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        loop.optimizer.turn_to_average()
         kept_step = loop.validation.keep_best()
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):

@@ -45,6 +45,12 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     for name, layer in layers.items():
         module = adapted[name]
         down, up = module.lora_A[ADAPTER_NAME].weight, module.lora_B[ADAPTER_NAME].weight
+        vectors = module.lora_magnitude_vector
+        magnitude = vectors[ADAPTER_NAME].weight if ADAPTER_NAME in vectors else None
+        if (layer.magnitude is None) != (magnitude is None):
+            kinds = ("a LoRA", "a DoRA") if layer.magnitude is None else ("a DoRA", "a LoRA")
+            message = f"{path} is {kinds[0]}, the plan trains {kinds[1]}"
+            raise InvalidInput(message, hint=f"plan with --adapter {'lora' if layer.magnitude is None else 'dora'}")
         if layer.rank != len(down):
             raise InvalidInput(f"{path} has rank {layer.rank}, the plan {len(down)}", hint=f"plan --rank {layer.rank}")
         if layer.down.shape != down.shape or layer.up.shape != up.shape:
@@ -52,6 +58,10 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
         scale = layer.alpha / layer.rank / module.scaling[ADAPTER_NAME]
         if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
             raise BadWeights(f"{path}: {name} has numbers that are not finite", hint="take an earlier checkpoint")
+        if magnitude is not None and layer.magnitude is not None:
+            values[f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = layer.magnitude.float().reshape_as(
+                magnitude
+            )
         values[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = layer.down.float()
         values[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = layer.up.float() * scale
     return values

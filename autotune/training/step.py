@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from autotune.families import FLOW_MATCHING, Batch, Family, NoiseProcess, denoising_loss
 from autotune.schema import TimestepSampling, Weighting
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import attribute_tensors
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's state of each parameter."""
 
 
 @dataclass(frozen=True)
@@ -92,90 +90,6 @@ class StepOutcome:
     gradient_norm: float
 
 
-class AdapterOptimizer:
-    """AdamW on fp32 master copies of the adapter's parameters.
-
-    A bf16 parameter loses updates smaller than 1/256 of itself; the masters accumulate them. For fp32 parameters the
-    masters are the parameters themselves. Weight decay pulls both of LoRA's matrices, and so their product, towards
-    zero: an adapter has no norms or biases, for which decay would be harmful.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], *, learning_rate: float, weight_decay: float, max_grad_norm: float
-    ) -> None:
-        self.parameters = list(parameters)
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
-        self.max_grad_norm = max_grad_norm
-        device = self.parameters[0].device
-        self.adamw = torch.optim.AdamW(
-            self.masters, lr=learning_rate, weight_decay=weight_decay, fused=device.type != "mps"
-        )
-
-    def step(self) -> Tensor:
-        """Clip, update and clear the gradients; returns the gradient norm before clipping.
-
-        If it is not finite fused AdamW updates nothing, so that the step can be taken again.
-        """
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-        norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        if self.adamw.defaults["fused"]:
-            self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined] # as GradScaler tells it
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
-        self._copy_to_parameters()
-        return norm
-
-    def discard_step(self) -> None:
-        """Drop the gradients and partial state of a step that failed, so that it can be taken again."""
-        for tensor in (*self.parameters, *self.masters):
-            tensor.grad = None
-        for master in self.masters:
-            if not set(MOMENTS) <= self.adamw.state.get(master, {}).keys():
-                self.adamw.state.pop(master, None)  # memory ran out between one moment and the next
-
-    def _copy_to_parameters(self) -> None:
-        if self.parameters[0] is not self.masters[0]:  # one kernel launch for all, of which there may be a thousand
-            torch._foreach_copy_([p.data for p in self.parameters], [master.data for master in self.masters])
-
-    def master_state(self) -> dict[str, Tensor]:
-        """Masters by name, for `load_masters`."""
-        return {f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)}
-
-    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the masters alone, from any device.
-
-        Raises:
-            KeyError, RuntimeError: they belong to another adapter.
-        """
-        for number, master in enumerate(self.masters):
-            master.data.copy_(tensors[f"{number:05}.master"])
-        self._copy_to_parameters()
-
-    def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name: after `load_state` a run continues as if it had never stopped."""
-        tensors = self.master_state()
-        for number, master in enumerate(self.masters):
-            moments = self.adamw.state.get(master, {})
-            tensors |= {f"{number:05}.{name}": moments[name] for name in MOMENTS if name in moments}
-        return tensors
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned, from any device.
-
-        Raises:
-            KeyError, RuntimeError: it belongs to another adapter.
-        """
-        self.load_masters(tensors)
-        for number, master in enumerate(self.masters):
-            moments = {name: tensors.get(f"{number:05}.{name}") for name in MOMENTS}
-            self.adamw.state[master] = {
-                name: tensor.to(master.device, copy=True) for name, tensor in moments.items() if tensor is not None
-            }
-
-
 def optimizer_step(
     family: Family,
     transformer: nn.Module,
@@ -215,7 +129,6 @@ def optimizer_step(
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:
-    """Tensors that stay on the device between steps: weights, master weights and the optimizer's moments."""
-    states = [value for state in optimizer.adamw.state.values() for value in state.values()]
+    """Tensors that stay on the device between steps: weights, master weights and the optimizer's state."""
     attributes = attribute_tensors(transformer)
-    return [*transformer.parameters(), *transformer.buffers(), *attributes, *optimizer.masters, *states]
+    return [*transformer.parameters(), *transformer.buffers(), *attributes, *optimizer.live_tensors()]

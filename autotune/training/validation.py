@@ -21,8 +21,9 @@ from autotune.schema import VALIDATION_DRAWS, Job, StepFinished, ValidationResul
 from autotune.training.context import RunContext
 from autotune.training.model import TrainingModel, eager_eval
 from autotune.training.modulation import collect_conditionings, pick_inputs
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.overfitting import ValidationHistory
-from autotune.training.step import AdapterOptimizer, Noising
+from autotune.training.step import Noising
 
 NOISE_STEP = 10**12
 """The step whose noise is taken, after the last of any run."""
@@ -162,9 +163,10 @@ class Validation:
             return event
         with self._measuring() as meter:
             if meter and self.history:
-                is_best = self.history.add(event.step, meter.measure(micro_batch_size))
-                if is_best and self.job.keep_best and self.context.processes.is_first:
-                    self.context.checkpoints.save_best(event.step, self.optimizer.master_state())
+                with self.optimizer.averaged():
+                    is_best = self.history.add(event.step, meter.measure(micro_batch_size))
+                    if is_best and self.job.keep_best and self.context.processes.is_first:
+                        self.context.checkpoints.save_best(event.step, self.optimizer.master_state())
                 if warning := self.history.warning:
                     self.on_warning(warning)
                 return event.changed(

@@ -18,7 +18,7 @@ from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
 from autotune.runtime import __version__, data_path, write_text_atomic
-from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
+from autotune.schema import ADAMW, Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import Failure, GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -119,7 +119,8 @@ def small_workload(family: Family, workload: Workload) -> Workload:
     )
     tokens = min(workload.max_text_tokens, MAX_TEXT_TOKENS)
     shape = {"buckets": (bucket,), "max_text_tokens": tokens, "text_token_quantiles": (), "effective_batch_size": 2}
-    return workload.changed(**shape, rank=RANK, lora_alpha=float(RANK), lora_dropout=0.0)
+    usual = {"lora_dropout": 0.0, "adapted_blocks": "all", "ema_decay": 0.0, "optimizer": ADAMW}
+    return workload.changed(**shape, **usual, rank=RANK, lora_alpha=float(RANK))
 
 
 def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], precision: str) -> Path:

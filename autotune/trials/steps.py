@@ -135,7 +135,10 @@ class StepRunner:
         for parameter, value in zip(model.adapter, loaded.initial, strict=True):
             parameter.data.copy_(value)
             parameter.grad = None
-        self.optimizer = AdapterOptimizer(model.adapter, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
+        rates = {"learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0}
+        self.optimizer = AdapterOptimizer(
+            model.adapter, **rates, choice=workload.optimizer, ema_decay=workload.ema_decay
+        )
         self.batches = self._batches(loaded.largest)
         self.step_number = 0
 
@@ -226,8 +229,9 @@ class StepRunner:
             return "the loss is not finite"
         last = {id(parameter) for parameter in self.model.family.blocks(self.model.transformer)[-1].parameters()}
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
-        state = self.optimizer.adamw.state
-        unmoved = sum(1 for parameter, master in pairs if id(parameter) not in last and not state.get(master))
+        state = self.optimizer.inner.state
+        still = [master for parameter, master in pairs if id(parameter) not in last and not state.get(master)]
+        unmoved = len(still) if any(state.values()) else 0  # plain SGD has no state at all
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from autotune.knobs import configure_allocator
+from autotune.knobs import allow_optimizer, configure_allocator
 from autotune.runtime import host_peak_bytes
 from autotune.training import make_current
 from autotune.trials.gradients import gradient_error, update_error
@@ -78,6 +78,8 @@ def _perform(request: Any, state: ChildState, limits: MemoryLimits) -> Any:
                 configure_allocator(candidate.allocator)  # before the cap starts CUDA
             cap_memory(limits)
             state.is_capped = True
+        if workload := getattr(request, "workload", None):
+            allow_optimizer(workload.optimizer.name)  # the parent has loaded it
         result = TASKS[type(request)](request, state)
         require_within_cap(limits)
         return result

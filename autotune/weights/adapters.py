@@ -51,6 +51,7 @@ PARTS: Mapping[str, str] = {
     "lora_down.weight": "down",
     "lora_up.weight": "up",
     "alpha": "alpha",
+    "lora_magnitude_vector": "magnitude",
 }
 
 EXPORT_AGAIN = "export or train the adapter again"
@@ -161,7 +162,9 @@ def _split_key(key: str) -> tuple[str, str]:
     for suffix, part in PARTS.items():
         if key.endswith("." + suffix):
             return key.removesuffix("." + suffix), part
-    raise InvalidInput(f"{key!r} is no part of a LoRA", hint="only plain LoRA is understood: no DoRA, LoKr or LoHa")
+    raise InvalidInput(
+        f"{key!r} is no part of a LoRA", hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa"
+    )
 
 
 def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ def _collect_layers(bare: Mapping[str, Tensor], alphas: Mapping[str, float]) -> 
         alpha = alphas.get(module, float(stored[0]) if len(stored) == 1 else math.nan)
         if not math.isfinite(alpha):
             raise CorruptFile(f"the alpha of {module} is no finite number", hint=EXPORT_AGAIN)
-        layers[module] = LoraLayer(parts["down"], parts["up"], alpha)
+        layers[module] = LoraLayer(parts["down"], parts["up"], alpha, parts.get("magnitude"))
     return layers
 
 
@@ -248,6 +251,8 @@ def serialize_adapter(
     `transformer` is the class of the adapted model, for an adapter that does not store it. Raises InvalidInput if the
     names depend on it and it is unknown, or if the format has no name for a layer.
     """
+    if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
+        raise InvalidInput("a DoRA is written in the diffusers format alone", hint="train --adapter lora for others")
     layout = None if to == "diffusers" else _layout_of(adapter, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
@@ -258,6 +263,8 @@ def serialize_adapter(
         key = prefixes[to] + (module.replace(".", "_") if to == "kohya" else module)
         tensors[f"{key}.{down}.weight"] = layer.down
         tensors[f"{key}.{up}.weight"] = layer.up
+        if layer.magnitude is not None:
+            tensors[f"{key}.lora_magnitude_vector"] = layer.magnitude
         if to != "diffusers":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
@@ -311,6 +318,8 @@ def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, st
         "rank_pattern": {f"^{re.escape(name)}": layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": x.alpha for name, x in layers.items() if x.alpha != alpha},
     }
+    if any(layer.magnitude is not None for layer in layers.values()):
+        config["use_dora"] = True
     packed = {prefix + key: value for key, value in config.items()}
     return {DIFFUSERS_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 

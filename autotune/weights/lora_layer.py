@@ -14,6 +14,8 @@ class LoraLayer:
     up: Tensor
     """(outputs, rank)"""
     alpha: float
+    magnitude: Tensor | None = None
+    """(outputs,) norms of DoRA; None of a LoRA."""
 
     @property
     def rank(self) -> int:

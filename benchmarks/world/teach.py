@@ -33,7 +33,8 @@ from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.training.model import load_model
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step, to_device
+from autotune.training.optimizer import AdapterOptimizer
+from autotune.training.step import Noising, optimizer_step, to_device
 
 CPU = torch.device("cpu")
 PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
@@ -110,7 +111,7 @@ class Classroom:
             while len(queue) < job.batch:
                 queue += rng.sample(images, len(images))
             fall = (1 + math.cos(math.pi * step / job.steps)) / 2 if job.cosine else 1
-            optimizer.adamw.param_groups[0]["lr"] = job.rate * fall
+            optimizer.inner.param_groups[0]["lr"] = job.rate * fall
             picked, queue = queue[: job.batch], queue[job.batch :]
             size = settings.micro_batch_size
             parts = [picked[start : start + size] for start in range(0, job.batch, size)]

@@ -180,6 +180,10 @@ WRONG = {
     "loss_mask": "perhaps",
     "mask_floor": "2",
     "cache": "tape",
+    "weighting_scheme": "heavy",
+    "checkpointing_epochs": "0",
+    "checkpoints_total_limit": "0",
+    "checkpoints_keep_every": "-1",
 }
 ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter", "vae", "text_encoders"}
 FLAGS = {"flip", "keep_best"}

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost.composition import BlockTables, compose, stretched_index, table_of
+from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
+from autotune.cost.trace.passes import choose_traced
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES
 
@@ -20,20 +21,27 @@ DEPTHS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rules"), [("qwen-image", "cpu"), ("flux1-dev", "cuda"), ("kandinsky5-image-lite", "cpu")]
+    ("name", "rules", "adapted"),
+    [
+        ("qwen-image", "cpu", "all"),
+        ("flux1-dev", "cuda", "all"),
+        ("kandinsky5-image-lite", "cpu", "all"),
+        ("qwen-image", "cpu", "2-6"),
+        ("flux1-dev", "cuda", "2-3,5"),
+    ],
 )
-def test_short_traces_predict_deep_models_to_the_byte(name, rules, monkeypatch):
+def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monkeypatch):
     config = {**TINY[name], **DEPTHS[name]}
-    workload = workload_of(name, config=config)
+    workload = workload_of(name, config=config).changed(adapted_blocks=adapted)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
     short = TracedModel(FAMILIES[name], config, workload, rules, Parts())
-    monkeypatch.setattr("autotune.cost.model.TRACED_BLOCKS", 99)
+    monkeypatch.setattr("autotune.cost.trace.passes.TRACED_BLOCKS", 99)
     full = TracedModel(FAMILIES[name], config, workload, rules, Parts())
     kernel = "cpu" if rules == "cpu" else "flash"
 
     def peak(model, k, modes):
         tables = [table_of(model.traced("fp32", "none", kernel, 2, c), rates, 4) for c in modes]
-        stretched = [t.stretched(full.counts, model.traced_counts) for t in tables]
+        stretched = [t.stretched(model.index) for t in tables]
         grads = np.array(model.storage("fp32", "none").block_adapter_bytes, dtype=float)
         plain, mixed = stretched
         blocks = BlockTables([plain, plain, mixed], grads)
@@ -49,17 +57,14 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, monkeypatch):
     assert peak(short, 0, (0, 0)) == peak(full, 0, (0, 0))
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), min_size=1, max_size=3))
-def test_every_block_is_stood_for_by_one_of_its_kind(kinds):
-    counts = [count for count, _ in kinds]
-    traced = [min(count, limit) for count, limit in kinds]
-    index = stretched_index(counts, traced)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.sets(st.integers(0, 179)))
+def test_every_block_is_stood_for_by_one_of_its_kind(counts, adapted):
+    traced, index, numbers = choose_traced(counts, adapted)
     assert len(index) == sum(counts)
-    start = position = 0
-    for count, have in zip(counts, traced, strict=True):
-        own = index[position : position + count]
-        assert all(start <= i < start + have for i in own)
-        assert own == sorted(own)
-        if count:
-            assert (own[0], own[-1]) == (start, start + have - 1)
-        start, position = start + have, position + count
+    assert index == sorted(index)
+    assert set(index) == set(range(sum(traced)))
+    assert [i in numbers for i in index] == [number in adapted for number in range(sum(counts))]
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    traced_kinds = [kind for kind, count in enumerate(traced) for _ in range(count)]
+    assert [traced_kinds[i] for i in index] == kinds
+    assert choose_traced(counts)[0] == tuple(min(count, 3) for count in counts)

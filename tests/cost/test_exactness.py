@@ -7,13 +7,14 @@ import torch
 from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.cost.trace.passes import TRACED_BLOCKS, shorten
+from autotune.cost.trace.passes import shorten
 from autotune.families.loss import denoising_loss
 from autotune.families.registry import FAMILIES
 from autotune.knobs import modulation
 from autotune.knobs.block_swap import BlockSwap
 from autotune.schema.candidate import Candidate
-from autotune.training.step import AdapterOptimizer
+from autotune.schema.workload import OptimizerChoice
+from autotune.training.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
 
@@ -55,7 +56,7 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    states = [t for state in optimizer.adamw.state.values() for t in state.values()]
+    states = [t for state in optimizer.inner.state.values() for t in state.values()]
     masters = [m for m, p in zip(optimizer.masters, parameters, strict=True) if m is not p]
     storage = own.model.storage(precision, quantization)
     assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
@@ -92,7 +93,7 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_
     transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization, norm_rope=norm_rope))
     batch = batches(family, TINY[name], own.workload, candidate_of("fp32"))[0]
     noise, sigmas = torch.randn_like(batch["latents"]), torch.rand(2)
-    shorten(family, transformer, TRACED_BLOCKS)
+    shorten(family, transformer, own.model.traced_counts)
     known = {t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))}
     saved: dict[int, weakref.ref] = {}
 
@@ -262,6 +263,27 @@ def test_what_dropout_keeps_is_predicted(predictor):
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
     assert predicted > 1.04 * plain.predict(candidate).allocated_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "k"),
+    [
+        ("qwen-image", {"adapter": "dora"}, 0),
+        ("flux1-dev", {"adapter": "dora"}, 2),
+        ("qwen-image", {"adapted_blocks": "1-2"}, 0),
+        ("flux1-dev", {"adapted_blocks": "1,3"}, 2),
+        ("qwen-image", {"targets": "to_q,img_mlp.*"}, 0),
+        ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
+    ],
+)
+def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, changes, k):
+    plain = predictor(name)
+    work = plain.workload.changed(**changes)
+    own, candidate = CostModel.build(cpu(), work, plain.family, TINY[name]), candidate_of("fp32", k=k)
+    truth = run(plain.family, TINY[name], work, candidate, num_timed=0)
+    predicted = own.predict(candidate).allocated_memory_bytes
+    assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert predicted != plain.predict(candidate).allocated_memory_bytes
 
 
 @pytest.mark.parametrize(

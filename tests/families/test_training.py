@@ -11,7 +11,8 @@ from PIL import Image
 
 from autotune.families.loss import denoising_loss
 from autotune.schema.workload import Bucket
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
+from autotune.training.optimizer import AdapterOptimizer
+from autotune.training.step import Noising, optimizer_step
 from tests.families import reference
 from tests.families.small import CAPTIONS, NO_GUIDANCE, Small
 

@@ -20,6 +20,7 @@ from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
+from autotune.schema.workload import OptimizerChoice
 from tests.builders import hardware, workload
 
 
@@ -142,8 +143,14 @@ def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
         assert [*choices.rejected] == [4]
 
 
-def test_8_bit_moments_are_refused_with_the_reason():
-    assert "0.4 s" in Optimizer().choices(context()).rejected["adamw-8bit"]
+def test_what_learns_is_the_users():
+    usual = context()
+    assert Optimizer().choices(usual).admitted == ("adamw",)
+    for name, kind in (("lion", "lion"), ("package:Class", "custom")):
+        work = usual.workload.changed(optimizer=OptimizerChoice(name=name))
+        choices = Optimizer().choices(replace(usual, workload=work))
+        assert choices.admitted == (kind,)
+        assert "--optimizer" in choices.rejected["adamw"]
 
 
 @pytest.mark.parametrize(("speed", "is_tried"), [(1.5, True), (1.0, False), (0.5, False), (None, False)])
@@ -161,3 +168,11 @@ def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_p
     assert ("_native_flash" in choices.on_request) == (not is_tried)
     assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.on_request.keys()
     assert "native" in choices.admitted
+
+
+def test_dora_has_whole_weights_on_the_device():
+    usual = context()
+    dora = replace(usual, workload=usual.workload.changed(adapter="dora"))
+    assert Quantization().choices(dora).admitted == ("none",)
+    assert Swapping().choices(dora).admitted == (0,)
+    assert len(Swapping().choices(usual).admitted) > 1

@@ -158,11 +158,13 @@ _LEAVES = """
     trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
     trials.quantization_error trials.step_seconds trials.wall_seconds trials.warmup_seconds
+    workload.adapted_blocks workload.adapter workload.ema_decay
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.lora_dropout workload.max_text_tokens
     workload.model.architecture workload.model.family workload.model.name workload.model.num_blocks
-    workload.model.num_parameters workload.num_control_images workload.objective workload.quality workload.rank
-    workload.resolution_px workload.targets workload.text_padding workload.text_token_quantiles
+    workload.model.num_parameters workload.num_control_images workload.objective workload.optimizer.name
+    workload.optimizer.options workload.quality workload.rank workload.resolution_px
+    workload.targets workload.text_padding workload.text_token_quantiles
 """
 
 

@@ -24,14 +24,16 @@ from autotune.runtime.memory import library_bytes, resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
-from autotune.schema.plan_file import seal
+from autotune.schema.plan_file import seal, with_job
 from autotune.training.adapter_file import update_norm
+from autotune.training.checkpoint import list_checkpoints
 from autotune.training.describe import check_job
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import TRACKERS, Metrics, Tracker, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
+from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
+from autotune.training.step import Noising, optimizer_step
 from autotune.weights.lora_layer import LoraLayer
 from tests.training.conftest import CPU, Bench
 from tests.training.small import finished_step
@@ -268,7 +270,7 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
 def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0)
-    optimizer.adamw.state[parameter]["step"] = torch.tensor(
+    optimizer.inner.state[parameter]["step"] = torch.tensor(
         0.0
     )  # as torch leaves it when there is no room for the rest
     optimizer.discard_step()
@@ -404,3 +406,11 @@ def test_wandb_keeps_curves_and_previews_offline(tmp_path: Path, monkeypatch: py
     assert rows[0]["learning_rate"] == "0.0001"
     assert rows[1]["preview 1/format"] == '"png"'
     assert len(list(log.parent.glob("files/media/images/preview 1_2_*.png"))) == 1
+
+
+def test_checkpoints_go_by_epochs(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=5, checkpointing_epochs=1, checkpoints_total_limit=5)
+    bench.loop(plan, tmp_path)
+    every = -(-sum(item.repeats for item in bench.encoded.items) // 4)
+    assert sorted(list_checkpoints(tmp_path / "checkpoints")) == sorted({*range(every, 6, every), 5})
+    assert with_job(plan, checkpointing_steps=3).job.checkpoint_every(5, 4) == 3

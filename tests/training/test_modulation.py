@@ -108,7 +108,7 @@ def gradients(loop: TrainingLoop, steps: range) -> list[torch.Tensor]:
     batches = iter(loop._make_loader())
     for step in steps:
         loop._step(step, batches)
-        found += [state["exp_avg"].clone() for state in loop.optimizer.adamw.state.values()]
+        found += [state["exp_avg"].clone() for state in loop.optimizer.inner.state.values()]
     return found
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
+from autotune.training.optimizer import AdapterOptimizer
+from autotune.training.step import Noising, optimizer_step
 
 
 class Scaled:

@@ -1,13 +1,15 @@
 """Trace one micro-batch's forward and backward pass of a family's real transformer without data.
 
 The model is the real class with the real adapter, checkpointing and quantization, on the meta device, shortened to
-three blocks of each kind: the first (whose input needs no gradient), one from the middle, and the last. All blocks
-between are alike, so `composition` repeats the middle one to any depth.
+three blocks of each kind: the first (whose input needs no gradient), one from the middle, and the last; and if a part
+of the blocks is adapted, of each row of those that are and of those that are not. All blocks between are alike, so
+`composition` repeats the middle one to any depth.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from autotune.cost.trace.recorder import Recorder, Segment
 
 TRACED_BLOCKS = 3
-"""Of each kind: first, middle, last."""
+"""Of each kind and row: first, middle, last."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,42 @@ class TracePass:
     """Kept for the backward pass when the loss is known, the loss included."""
 
 
-def shorten(family: Family, transformer: "nn.Module", num_blocks: int) -> None:
-    """Leave at most `num_blocks` blocks of each list."""
-    for name, blocks in family.find_block_lists(transformer).items():
-        if len(blocks) > num_blocks:
-            transformer.set_submodule(name, transformer.get_submodule(name)[:num_blocks])  # type: ignore[index]
+def choose_traced(
+    counts: Sequence[int], adapted: Collection[int] | None = None
+) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """Which blocks are traced: of each kind, and of each row of blocks of it that are adapted or not, at most three.
+
+    Args:
+        counts: blocks of each kind.
+        adapted: numbers of the adapted blocks; None for all.
+
+    Returns:
+        how many blocks of each kind are traced; for each block of the full model, the traced one that stands for it;
+        and the numbers of the traced ones that are adapted.
+    """
+    traced: list[int] = []
+    index: list[int] = []
+    numbers: list[int] = []
+    start = 0
+    for count in counts:
+        before = sum(traced)
+        for is_adapted, row in groupby(range(start, start + count), lambda n: adapted is None or n in adapted):
+            length = len(list(row))
+            have = min(length, TRACED_BLOCKS)
+            stands = range(length) if length <= have else (0, *[1] * (length - 2), have - 1)
+            index += [before + at for at in stands]
+            numbers += range(before, before + have) if is_adapted else ()
+            before += have
+        traced.append(before - sum(traced))
+        start += count
+    return tuple(traced), index, numbers
+
+
+def shorten(family: Family, transformer: "nn.Module", counts: Sequence[int]) -> None:
+    """Leave so many blocks of each list."""
+    for (name, blocks), count in zip(family.find_block_lists(transformer).items(), counts, strict=True):
+        if len(blocks) > count:
+            transformer.set_submodule(name, transformer.get_submodule(name)[:count])  # type: ignore[index]
 
 
 def meta_batch(

@@ -12,7 +12,6 @@ from accuracy import ALL, INT8, tried, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from search import plan, plan_command
 
-from autotune.cost.composition import stretched_index
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
@@ -94,7 +93,7 @@ def model_flops(predictor: CostModel, chosen: Candidate) -> float:
     model = predictor.model
     kernel = kernel_for(chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
-    index = stretched_index(model.counts, model.traced_counts)
+    index = model.index
     fixed = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
     blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
     return float(sum(item[2] * count for segment in (*fixed, *blocks) for item, count in segment.work.items()))

@@ -1,0 +1,174 @@
+"""The optimizer of the adapter: any torch optimizer on fp32 masters, with what a resumed run needs of it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotune.knobs import build_optimizer
+from autotune.schema import ADAMW, OptimizerChoice
+
+PLAIN = (bool, int, float, str, type(None))
+"""Values that JSON carries as they are."""
+
+
+class AdapterOptimizer:
+    """An optimizer on fp32 master copies of the adapter's parameters.
+
+    A bf16 parameter loses updates smaller than 1/256 of itself; the masters accumulate them. For fp32 parameters the
+    masters are the parameters themselves. Weight decay pulls both of LoRA's matrices, and so their product, towards
+    zero: an adapter has no norms or biases, for which decay would be harmful.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        choice: OptimizerChoice = ADAMW,
+        ema_decay: float = 0.0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
+        self.max_grad_norm = max_grad_norm
+        self.inner: Any = build_optimizer(choice, self.masters, learning_rate=learning_rate, weight_decay=weight_decay)
+        self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
+        """Whether it learns at other weights than those that are to be used: schedule-free."""
+        self._set_mode(training=True)
+        self.ema_decay, self.num_updates = ema_decay, 0
+        self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
+        self._stepped = set(self.inner.state)
+        """Masters whose state is whole."""
+
+    def _set_mode(self, *, training: bool) -> None:
+        if self.averages_itself:
+            (self.inner.train if training else self.inner.eval)()
+
+    def step(self) -> Tensor:
+        """Clip, update and clear the gradients; returns the gradient norm before clipping.
+
+        If it is not finite nothing is updated, so that the step can be taken again.
+        """
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        if self.inner.defaults.get("fused"):
+            self.inner.found_inf = (~norm.isfinite()).float()  # as GradScaler tells it: without waiting for the device
+            self.inner.step()
+        elif norm.isfinite():
+            self.inner.step()
+        self._average()
+        if len(self._stepped) != len(self.inner.state):
+            self._stepped = set(self.inner.state)
+        self.inner.zero_grad(set_to_none=True)
+        self._copy_to_parameters()
+        return norm
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """The average follows faster at first, as diffusers' EMAModel lets it, or it would long be the beginning."""
+        if self.averages:
+            self.num_updates += 1
+            decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
+            torch._foreach_lerp_(self.averages, [master.detach() for master in self.masters], 1 - decay)
+
+    def discard_step(self) -> None:
+        """Drop the gradients and partial state of a step that failed, so that it can be taken again."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+        for master in self.inner.state.keys() - self._stepped:
+            del self.inner.state[master]  # memory ran out between one moment and the next
+
+    def _copy_to_parameters(self) -> None:
+        if self.parameters[0] is not self.masters[0]:  # one kernel launch for all, of which there may be a thousand
+            torch._foreach_copy_([p.data for p in self.parameters], [master.data for master in self.masters])
+
+    def live_tensors(self) -> list[Tensor]:
+        """What stays on the device between steps, the adapter's own parameters apart."""
+        values = (value for state in self.inner.state.values() for value in state.values())
+        return [*self.masters, *self.averages, *(value for value in values if isinstance(value, Tensor))]
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the adapter is as it will be saved: where steps are averaged, the average."""
+        if not (self.averages_itself or self.averages):
+            yield
+            return
+        kept = [master.detach().clone() for master in self.masters]
+        try:
+            self.turn_to_average()
+            yield
+        finally:
+            self._set_mode(training=True)
+            self._set_masters(kept)  # turning back computes them, up to rounding
+
+    def turn_to_average(self) -> None:
+        """Make the adapter what is to be saved; there can be no step after it."""
+        self._set_mode(training=False)
+        self._set_masters(self.averages or self.masters)
+
+    @torch.no_grad()
+    def _set_masters(self, values: Sequence[Tensor]) -> None:
+        for master, value in zip(self.masters, values, strict=True):
+            master.copy_(value)
+        self._copy_to_parameters()
+
+    def master_state(self) -> dict[str, Tensor]:
+        """Masters by name, for `load_masters`."""
+        return {f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)}
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the masters alone, from any device.
+
+        Raises:
+            KeyError, RuntimeError: they belong to another adapter.
+        """
+        self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
+
+    def _values(self) -> dict[str, dict[str, Any]]:
+        """All that the optimizer keeps, by where: a parameter's number, or `group`, whose rate is the schedule's."""
+        group = {
+            name: v for name, v in self.inner.param_groups[0].items() if name not in ("params", "lr", "initial_lr")
+        }
+        states = {f"{n:05}": self.inner.state[m] for n, m in enumerate(self.masters) if m in self.inner.state}
+        return {"group": group, **states}
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and the optimizer's tensors by name: with `numbers`, a run continues as if it had never stopped."""
+        values = self._values().items()
+        found = {f"{at}.{name}": v for at, each in values for name, v in each.items() if isinstance(v, Tensor)}
+        averages = {f"{number:05}.average": tensor for number, tensor in enumerate(self.averages)}
+        return {**self.master_state(), **averages, **found}
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps besides tensors, as JSON."""
+        plain = {at: {n: v for n, v in each.items() if isinstance(v, PLAIN)} for at, each in self._values().items()}
+        own = {"average": {"num_updates": self.num_updates}} if self.averages else {}
+        return {**own, **{at: each for at, each in plain.items() if each}}
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Load what `state` and `numbers` returned, from any device.
+
+        Raises:
+            KeyError, RuntimeError: it belongs to another adapter.
+        """
+        self.load_masters(tensors)
+        found: dict[str, dict[str, Any]] = {at: dict(each) for at, each in numbers.items()}
+        self.num_updates = found.pop("average", {}).get("num_updates", 0)
+        for number, average in enumerate(self.averages):
+            average.copy_(tensors[f"{number:05}.average"])
+        device = self.masters[0].device
+        for key, tensor in tensors.items():
+            at, _, name = key.partition(".")
+            if name not in ("master", "average"):
+                found.setdefault(at, {})[name] = tensor.to(device, copy=True)
+        self.inner.param_groups[0].update(found.pop("group", {}))
+        self.inner.state.update({self.masters[int(at)]: state for at, state in found.items()})
+        self._stepped = set(self.inner.state)
