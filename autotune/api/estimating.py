@@ -9,6 +9,7 @@ from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext
+from autotune.runtime import collect_rarely
 from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
 from autotune.training import WorkloadOverrides, describe_workload
 
@@ -16,6 +17,7 @@ CHOSEN_BY_MACHINE = ("precision", "allocator")
 """Settings whose default is the machine's first choice rather than the field's default."""
 
 
+@collect_rarely()
 def estimate(
     model: str,
     *,

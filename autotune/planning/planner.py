@@ -27,7 +27,7 @@ from autotune.planning.forecasting import build_forecast
 from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.planning.resuming import kept_study
-from autotune.runtime import interrupt_on_signal
+from autotune.runtime import collect_rarely, interrupt_on_signal
 from autotune.schema import (
     SCHEMA_VERSION,
     Candidate,
@@ -95,6 +95,7 @@ class PlanInterrupted(KeyboardInterrupt):
         self.plan = plan
 
 
+@collect_rarely()
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
