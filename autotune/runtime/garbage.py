@@ -12,7 +12,7 @@ RARELY = 100_000
 def collect_rarely() -> Iterator[None]:
     """Within this context, or a function that it decorates, look for cycles of objects rarely.
 
-    Imports of torch and transformers and traces of models make a million objects that stay: a plan takes a seventh less
+    Imports of torch and transformers and traces of models make a million objects that stay: a plan takes an eighth less
     time so. Not for what holds large tensors, which a cycle would keep alive for longer.
     """
     before = gc.get_threshold()
