@@ -12,6 +12,7 @@ from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext
+from autotune.runtime import collect_rarely
 from autotune.schema import (
     ADAMW,
     AdapterKind,
@@ -29,6 +30,7 @@ CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the field's default."""
 
 
+@collect_rarely()
 def estimate(
     model: str,
     *,

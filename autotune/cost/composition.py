@@ -131,9 +131,10 @@ class BlockTables:
         )
         """(kinds, segments in the order of the pass, columns)"""
         self.outside_work = np.stack([(t.before + t.between)[SECONDS:] for t in tables])
-        self.work = np.stack([(t.forward + t.backward)[:, SECONDS:] for t in tables])
-        """(kinds, blocks, classes)"""
-        self.again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
+        work = np.stack([(t.forward + t.backward)[:, SECONDS:] for t in tables])
+        again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
+        self.work_rows, self.again_rows = np.concatenate(work), np.concatenate(again)
+        """(kinds x blocks, classes)"""
 
 
 def compose(
@@ -173,7 +174,7 @@ def compose(
         arrived[:] = gradients.sum()
     at = np.argmax(starts + peak, axis=1)
     one = np.arange(len(mixtures)), at
-    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.work))], axis=1).astype(np.float64)
+    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1).astype(np.float64)
     return ComposedPasses(
         peak_bytes=starts[one] + peak[one],
         saved_bytes=starts[one] - arrived[at],
@@ -181,6 +182,6 @@ def compose(
         workspace_bytes=scratch[one],
         gradient_bytes=arrived[at],
         offloaded_bytes=np.where(number < offloaded, tables.inputs, 0.0).sum(axis=1),
-        work=tables.outside_work[ends[:, 0]] + is_kind @ np.concatenate(tables.work),
-        recompute=is_kind @ np.concatenate(tables.again),
+        work=tables.outside_work[ends[:, 0]] + is_kind @ tables.work_rows,
+        recompute=is_kind @ tables.again_rows,
     )

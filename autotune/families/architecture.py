@@ -6,6 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
@@ -44,7 +45,7 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     """
     getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
     try:
-        with torch.device("meta"), limit_tensors():
+        with torch.device("meta"), limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         reason = first_line(error)

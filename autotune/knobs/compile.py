@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 STARTUP_SECONDS = 60.0
-"""Seconds to compile one kind of block, forward and backward, for one shape. A round figure; Qwen-Image's with
+"""Seconds to compile one kind of block, forward and backward, for one shape, until a trial has measured them: they
+decide whether one is made, and no more. A round figure; Qwen-Image's with
 8-bit products took 34 s of a CPU's time beside the C++ compiler's, 43 more at the second shape, and 13 and 19 where an
 earlier process had left its code."""
 ELEMENTWISE_SHARE = 0.6
-"""Share of the time of elementwise kernels that is left once they are fused. Not measured."""
+"""Share of the time of elementwise kernels that is left once they are fused. Not measured: it decides what is tried."""
 LAUNCH_SHARE = 0.4
 """Share of the launches that is left."""
 
 
 class Compile(Knob):
-    """`off`, or `block` on request."""
+    """`off`; `block` for the winner of a search if a trial shows that it pays, or on request."""
 
     name = "compile"
     title = "compile"
@@ -36,7 +37,7 @@ class Compile(Knob):
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
         startup = _seconds_of_blocks(context.family, context.workload)
-        why = f"compiling takes about {startup:.0f} s here, and what it saves has to be measured: pin it to try"
+        why = f"the winner is tried compiled if the steps may pay back a start-up of some {startup:.0f} s"
         return Choices(("off",), on_request={"block": why})
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:

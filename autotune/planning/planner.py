@@ -13,8 +13,10 @@ import optuna
 
 from autotune.errors import InvalidInput
 from autotune.hardware import shares_host_memory
+from autotune.knobs import parity_capability, unavailable_reason
 from autotune.planning.alternatives import advise_larger_batch, suggest_relaxation
 from autotune.planning.backend import PlannerBackend
+from autotune.planning.compiling import explain_compile, try_compiled
 from autotune.planning.confirming import (
     MIN_SECONDS,
     SHARE_OF_SEARCH,
@@ -25,9 +27,9 @@ from autotune.planning.confirming import (
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.planning.forecasting import build_forecast
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import PlanRequest, ResolvedRequest
+from autotune.planning.request import PlanRequest, ResolvedRequest, resolve_request_model
 from autotune.planning.resuming import kept_study
-from autotune.runtime import interrupt_on_signal
+from autotune.runtime import collect_rarely, interrupt_on_signal
 from autotune.schema import (
     SCHEMA_VERSION,
     Candidate,
@@ -95,6 +97,7 @@ class PlanInterrupted(KeyboardInterrupt):
         self.plan = plan
 
 
+@collect_rarely()
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
@@ -138,6 +141,7 @@ def make_plan(
                 try:
                     trials = _search(problem, backend, warm_start, study, on_event)
                     if not warm_start.is_reproduced(trials):  # else a record has confirmed them
+                        trials = _try_compiled(problem, backend, trials, study, on_event)
                         trials = _confirm(problem, backend, trials, study, on_event)
                 except KeyboardInterrupt:
                     known = take_snapshot(study).results
@@ -253,6 +257,31 @@ def _try_doubtful_again(
     return trials
 
 
+def _try_compiled(
+    problem: PlanningProblem,
+    backend: PlannerBackend,
+    trials: tuple[TrialResult, ...],
+    study: optuna.Study,
+    on_event: OnEvent,
+) -> tuple[TrialResult, ...]:
+    """The trials, and those that decide whether the fastest settings are compiled."""
+
+    def run(candidate: Candidate) -> TrialResult | None:
+        request = problem.request
+        model, _ = resolve_request_model(request)
+        checked = backend.check_parity(problem.cost.context, {"compile": (candidate.compile,)}, model)
+        wrong = unavailable_reason(checked, parity_capability("compile", candidate.compile))
+        if wrong:
+            return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
+        on_event(TrialStarted(candidate=candidate))
+        with backend.trials(request.model, problem.cost) as trial:  # in a process that has compiled nothing
+            result = trial(candidate)
+        on_event(TrialFinished(result=result))
+        return result
+
+    return try_compiled(trials, problem, lambda what, candidate: memoize(study, what, candidate, run))
+
+
 def _confirm(
     problem: PlanningProblem,
     backend: PlannerBackend,
@@ -304,7 +333,10 @@ def _plan(
         settings=best.candidate,
         caching=cost.caching,
         expected=build_expectation(best, trials, cost, problem.global_workload, problem.job, request.price_per_hour),
-        reasons=(*explain_choices(problem.space, scores, best, objective), cost.caching_reason),
+        reasons=(
+            *explain_compile(explain_choices(problem.space, scores, best, objective), trials, problem, best.candidate),
+            cost.caching_reason,
+        ),
         fallbacks=choose_fallbacks(scores, best),
         records=warm_start.records,
         search_seconds=search_cost_seconds(trials),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         require_writable,
         write_text_atomic,
     )
+    from autotune.runtime.garbage import collect_rarely
     from autotune.runtime.launchers import (
         THIS_NODE,
         Launch,

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune.runtime.garbage import collect_rarely
+
 
 def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` for `package`, from the imports under its `if TYPE_CHECKING:`.
@@ -31,6 +33,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], li
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = homes[name]
+        if module not in sys.modules:
+            with collect_rarely():
+                importlib.import_module(module)
         return getattr(importlib.import_module(module), original)
 
     return get, lambda: names, names

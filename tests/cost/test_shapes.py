@@ -17,9 +17,6 @@ def test_a_trace_from_memory_equals_one_that_torch_worked_out(name, storage, mon
     CostModel.build(*known).model.traced(*asked)
     remembered = CostModel.build(*known).model.traced(*asked)
 
-    def work_out(func, args, kwargs):
-        return func(*args, **kwargs)
-
     for module in (recorder, shapes):
-        monkeypatch.setattr(module, "called", work_out)
+        monkeypatch.setattr(module, "key_of", lambda func, args, kwargs: None)
     assert CostModel.build(*known).model.traced(*asked) == remembered

@@ -89,11 +89,11 @@ def test_swapping_refuses_what_would_keep_weights_on_the_device(changes, word):
     assert conflict is None if word is None else word in conflict
 
 
-def test_compiling_is_offered_with_what_is_known_of_its_cost_and_never_searched():
+def test_compiling_is_offered_with_what_is_known_of_its_cost():
     offered = Compile().choices(context("compile"))
     assert offered.admitted == ("off",)
     assert offered.on_request["block"] == (
-        "compiling takes about 120 s here, and what it saves has to be measured: pin it to try"
+        "the winner is tried compiled if the steps may pay back a start-up of some 120 s"
     ), "no payback is claimed: how many operations a step has is only known once it is traced"
     assert Compile().choices(context()).rejected.keys() == {"block"}
 

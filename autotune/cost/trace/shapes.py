@@ -21,20 +21,22 @@ _kinds: dict[Any, str] = {}
 MOST_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give."""
+def kind_of(func: Any) -> str:
+    """What `func` gives: something "new", its first argument, written "in place", or a "view" or another alias."""
     if func not in _kinds:
-        _kinds[func] = _kind_of(func)
-    kind = _kinds[func]
-    key = None if kind == "view" else _key_of(func, args, kwargs)
+        _kinds[func] = _find_kind(func)
+    return _kinds[func]
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable | None) -> Any:
+    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give; `key` is its `key_of`."""
     if key is None:
         return func(*args, **kwargs)
-    if key in _known:
+    kind, known = kind_of(func), _known.get(key)
+    if known is not None:
         if kind == "in place":
             return args[0]
-        made = tuple(
-            each and torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") for each in _known[key]
-        )
+        made = tuple(each and torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") for each in known)
         return made if len(func._schema.returns) > 1 else made[0]
     out = func(*args, **kwargs)
     results = () if kind == "in place" else out if isinstance(out, tuple) else (out,)
@@ -48,10 +50,15 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, operations on plain meta tensors are `called` by what is remembered of them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `recorder.Recorder`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantized weight: let it say which plain operations it is made of
-        return called(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return called(func, args, kwargs, key_of(func, args, kwargs))
 
 
 def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
@@ -65,8 +72,7 @@ def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _kind_of(func: Any) -> str:
-    """What `func` gives: something "new", its first argument, written "in place", or a "view" or another alias."""
+def _find_kind(func: Any) -> str:
     arguments, returns = func._schema.arguments, func._schema.returns
     aliases = [item.alias_info for item in (*arguments, *returns) if item.alias_info]
     if not aliases:
@@ -86,8 +92,10 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
     return storage.nbytes() == dense * item.element_size() and storage._cdata not in inputs
 
 
-def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What decides the result; None where that is not known for certain, as with numbers in tensors."""
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """What decides the result; None where that is not known for certain, as with numbers in tensors, and for views."""
+    if kind_of(func) == "view":
+        return None
     parts: list[Hashable] = [func]
     for item in (*args, *kwargs.items()):
         if isinstance(item, torch.Tensor):

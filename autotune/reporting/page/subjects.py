@@ -173,6 +173,7 @@ OUTCOMES = {
     "unsupported": "is not supported here",
     "numerics": "computed wrong numbers",
     "crash": "crashed",
+    "unpaid": "takes longer to start than it saves",
 }
 
 

@@ -1,0 +1,111 @@
+"""The fastest settings are compiled only if measured steps pay the measured start-up back, and the plan says why."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Capability
+from autotune.schema.plan import Reason, TrainingPlan
+from autotune.schema.trial import TrialResult
+from autotune.search.study import TrialFunction
+from tests import builders
+from tests.planning.machines import CAPABILITIES, answer, make_plan, request, surroundings
+
+COMPILING = builders.hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
+STEPS = 1000
+PLAIN = (("norm_rope", "stock"), ("modulation", "resident"))
+"""What leaves compiled blocks something to gain."""
+
+
+def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunction, list[Candidate]]:
+    """A machine whose compiled steps are so much faster than others; each trial of them starts up as told."""
+    tried: list[Candidate] = []
+
+    def run(candidate: Candidate) -> TrialResult:
+        plain = answer(candidate.changed(compile="off"))
+        if candidate.compile == "off":
+            return plain
+        tried.append(candidate)
+        startup = startup_seconds[min(len(tried), len(startup_seconds)) - 1]
+        best = answer(candidate.changed(compile="off")).median_step_seconds or 0.0
+        seconds = best - saved_seconds
+        return builders.trial(
+            candidate, seconds, plain.peak_memory_bytes or 0, warmup_seconds=(seconds + startup, seconds)
+        )
+
+    return run, tried
+
+
+def plan_on(run: TrialFunction, **changes: object) -> TrainingPlan:
+    asked = request(job_overrides={"num_steps": STEPS}, pins=PLAIN, **changes)
+    return make_plan(asked, COMPILING, backend=surroundings(run))
+
+
+def reason_of(plan: TrainingPlan) -> Reason:
+    return next(reason for reason in plan.frozen.reasons if reason.knob == "compile")
+
+
+@pytest.fixture(autouse=True)
+def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model expects next to nothing of the start-up, so that a trial decides."""
+    monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 0.001)
+
+
+def test_a_start_up_that_the_steps_pay_back_is_taken_after_one_trial() -> None:
+    run, tried = machine(0.3, 100.0)
+    plan = plan_on(run)
+    assert plan.frozen.settings.compile == "block"
+    assert len(tried) == 1
+    assert "0.3 s a step" in reason_of(plan).why
+    assert "100 s to start" in reason_of(plan).why
+
+
+def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> None:
+    run, tried = machine(0.3, 400.0, 50.0)
+    plan = plan_on(run)
+    assert plan.frozen.settings.compile == "block"
+    assert [trial.outcome for trial in plan.frozen.trials if trial.candidate.compile == "block"] == ["unpaid", "ok"]
+    assert "50 s to start" in reason_of(plan).why
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "startup", "words"), [(0.3, 400.0, "400 s to start"), (-0.1, 1.0, "steps become 0.1 s slower")]
+)
+def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
+    saved: float, startup: float, words: str
+) -> None:
+    plan = plan_on(machine(saved, startup)[0])
+    assert plan.frozen.settings.compile == "off"
+    assert words in reason_of(plan).rejected[0].reason
+
+
+def test_no_trial_is_spent_where_the_cost_model_expects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 1e6)
+    run, tried = machine(0.3, 1.0)
+    plan = plan_on(run)
+    assert not tried
+    assert "predicted: saves" in reason_of(plan).rejected[0].reason
+
+
+def test_nobody_who_excluded_it_gets_it() -> None:
+    run, tried = machine(0.3, 1.0)
+    assert plan_on(run, exclusions=(("compile", "block"),)).frozen.settings.compile == "off"
+    assert not tried
+
+
+def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> None:
+    run, tried = machine(0.3, 1.0)
+
+    def check(context: object, choices: object, model: object) -> object:
+        verdict = Capability(name="parity.compile.block", available=False, reason="gradients differ by 3")
+        hardware = context.hardware  # type: ignore[attr-defined]
+        found = () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
+        return hardware.changed(capabilities=(*hardware.capabilities, *found))
+
+    backend = replace(surroundings(run), check_parity=check)
+    plan = make_plan(request(job_overrides={"num_steps": STEPS}, pins=PLAIN), COMPILING, backend=backend)
+    assert plan.frozen.settings.compile == "off"
+    assert not tried
+    assert "gradients differ" in reason_of(plan).rejected[0].reason
