@@ -8,7 +8,7 @@ from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs import window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
-from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
+from autotune.schema import AdapterPractice, Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
@@ -25,6 +25,9 @@ VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
 WHOLE_LAYERS = 4
 """Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in fp32, and a copy."""
+OWN_PRACTICE = AdapterPractice(precision="bf16", optimizer_bytes=12, step_bytes=4)
+"""A copy of the adapter in fp32 with two moments, and one of its gradients while the fused step runs."""
+IN_FP32 = AdapterPractice(precision="fp32", optimizer_bytes=8, step_bytes=0)
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
@@ -65,11 +68,10 @@ def resident_of(
     hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int, encoders_stay: bool
 ) -> Resident:
     """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
+    practice = model.overheads.adapter_on(candidate.quantization) if model.overheads else OWN_PRACTICE
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
     storage = model.storage(precision, quantization, candidate.modulation)
-    half = precision != "fp32"
-    masters = storage.adapter_parameters * FP32_BYTES if half else 0
-    moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
+    practice = practice if precision != "fp32" else IN_FP32
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
     ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
@@ -78,8 +80,8 @@ def resident_of(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
-        optimizer_bytes=masters + moments,
-        optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
+        optimizer_bytes=storage.adapter_parameters * practice.optimizer_bytes + storage.adapter_tensors * FP32_BYTES,
+        optimizer_transient_bytes=storage.adapter_parameters * practice.step_bytes,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from autotune.knobs.allocator import configure_allocator
     from autotune.knobs.base import Choices, Knob, Parity, TuningContext, parity_capability, unavailable_reason
     from autotune.knobs.block_swap import offload_on_arrival
-    from autotune.knobs.caching import PIN, EncoderSize, choose_caching, describe_caching, size_of
+    from autotune.knobs.caching import PIN, EncoderSize, caching_choices, choose_caching, describe_caching, size_of
     from autotune.knobs.checkpointed_blocks import Checkpointing, Selective
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
     from autotune.knobs.host_region import region_offsets

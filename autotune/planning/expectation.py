@@ -62,8 +62,8 @@ def build_expectation(
     if not is_complete:  # the others are only predicted
         others = [phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
-    if trials:  # which ran in one process
-        alone = cost.single_process().predict(best.candidate)
+    if trials:  # which ran in one process of autotune's executor
+        alone = cost.as_trials_run().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
     num_images = sum(bucket.num_items for bucket in workload.buckets)
     shown = {"num_previews": job.num_previews, "num_validations": job.num_validations}

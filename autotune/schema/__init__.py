@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         split_reference,
     )
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
+    from autotune.schema.overheads import AdapterPractice, KeptPart, KeptPhase, Overheads, Part
     from autotune.schema.plan import (
         CheckResult,
         Expected,
