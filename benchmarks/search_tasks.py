@@ -8,11 +8,11 @@ recomputation that costs more than its share, a slow stretch before the memory w
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
@@ -21,6 +21,7 @@ from autotune.hardware.store import hardware_named
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import HardwareProfile
+from autotune.schema.migration import from_schema_1
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, Workload
@@ -47,6 +48,21 @@ BASES = (
 
 
 @dataclass(frozen=True)
+class StepMemoryModel:
+    """A cost model that counts steps alone, as tables do: of models as small as theirs the other phases need more."""
+
+    cost: CostModel
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        whole = self.cost.predict(candidate)
+        step_bytes = whole.allocated_memory_bytes
+        return whole.changed(peak_memory_bytes=step_bytes, required_memory_bytes=step_bytes, phases=())
+
+    def with_calibration(self, *learned: Any) -> "StepMemoryModel":
+        return StepMemoryModel(self.cost.with_calibration(*learned))
+
+
+@dataclass(frozen=True)
 class Task:
     """A space, what is believed about it, and all that is true of it."""
 
@@ -54,13 +70,28 @@ class Task:
     measured: bool
     prior: Prior | None
     space: SearchSpace
-    cost: CostModel
+    cost: CostModel | StepMemoryModel
     budget_bytes: int
     truth: Mapping[Candidate, TrialResult]
+    """What a trial of each candidate tells, with the noise of one measurement."""
+    seconds: Mapping[Candidate, float]
+    """True step seconds of those that run, as far as they are known: the luck of a measurement is no speed."""
 
     @property
     def best_seconds(self) -> float:
-        return min(r.median_step_seconds or math.inf for r in self.truth.values() if r.outcome == "ok")
+        return min(self.seconds.values())
+
+    def chosen_seconds(self, results: Sequence[TrialResult]) -> float:
+        """True step seconds of the fastest of these trials; infinite if none ran."""
+        ran = [result for result in results if result.outcome == "ok"]
+        if not ran:
+            return math.inf
+        return self.seconds[min(ran, key=lambda result: result.median_step_seconds or math.inf).candidate]
+
+
+def _seconds(truth: Mapping[Candidate, TrialResult]) -> dict[Candidate, float]:
+    """Of a table, whose measurements are the truth."""
+    return {c: result.median_step_seconds or math.inf for c, result in truth.items() if result.outcome == "ok"}
 
 
 def table_tasks(*, development: bool) -> list[Task]:
@@ -91,20 +122,21 @@ def _capped(task: Task, share: float, measured: bool) -> Task:
         for candidate, result in task.truth.items()
     }
     name = f"{task.name}, {share:.0%} fit, {'measured' if measured else 'ended'}"
-    return replace(task, name=name, budget_bytes=budget, truth=truth)
+    return replace(task, name=name, budget_bytes=budget, truth=truth, seconds=_seconds(truth))
 
 
 def _table_task(path: Path) -> Task:
     first, *lines = path.read_text().splitlines()
-    head = json.loads(first)
+    head = from_schema_1(json.loads(first))
     hardware = HardwareProfile.model_validate_json(json.dumps(head["hardware"]))
     workload = Workload.model_validate_json(json.dumps(head["workload"]))
     trials = [TrialResult.model_validate_json(line) for line in lines]
     candidates = tuple(trial.candidate for trial in trials)
-    cost = CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"])
+    cost = StepMemoryModel(CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"]))
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}
     space = SearchSpace(candidates, choices, {}, {})
-    return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, {t.candidate: t for t in trials})
+    truth = {trial.candidate: trial for trial in trials}
+    return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, truth, _seconds(truth))
 
 
 def _values(candidates: tuple[Candidate, ...], knob: str) -> tuple[Choice, ...]:
@@ -140,14 +172,15 @@ def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
     rng = random.Random(f"{family} {gpu} {prior} {seed}")
     speed, memory = BIAS[prior]
     bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
-    truth = {}
+    truth, seconds = {}, {}
     for candidate in space.candidates:
-        predicted = cost.predict(candidate)
-        truth[candidate] = bend.result(predicted)
+        true_seconds, truth[candidate] = bend.result(cost.predict(candidate))
+        if truth[candidate].outcome == "ok":
+            seconds[candidate] = true_seconds
     name = f"{family} {gpu} {prior} {seed}"
-    if all(result.outcome != "ok" for result in truth.values()):
+    if not seconds:
         return _simulated(family, gpu, prior, seed + 1000)
-    return Task(name, False, prior, space, cost, hardware.device.budget_bytes, truth)
+    return Task(name, False, prior, space, cost, hardware.device.budget_bytes, truth, seconds)
 
 
 class _Bend:
@@ -166,7 +199,8 @@ class _Bend:
         """The same for the same key."""
         return self.factors.setdefault(key, self.rng.gauss(0, sigma))
 
-    def result(self, predicted: Prediction) -> TrialResult:
+    def result(self, predicted: Prediction) -> tuple[float, TrialResult]:
+        """True step seconds, and what a trial tells."""
         c, blocks = predicted.candidate, predicted.candidate.recomputed_blocks
         pairs = self.factor(self.speed / 3, c.quantization, c.attention)
         pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
@@ -181,8 +215,8 @@ class _Bend:
         used = peak + besides
         full = used / self.wall_bytes
         log += max(0.0, full - 0.93) * self.cliff  # the allocator frees and asks again
-        log += self.rng.gauss(0, 0.03)
+        seconds = predicted.step_seconds * math.exp(log)
+        took = seconds * math.exp(self.rng.gauss(0, 0.03))
         if full > 1:
-            return TrialResult(candidate=c, outcome="oom", message="simulated")
-        took = predicted.step_seconds * math.exp(log)
-        return TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(peak))
+            return seconds, TrialResult(candidate=c, outcome="oom", message="simulated")
+        return seconds, TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(peak))

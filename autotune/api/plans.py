@@ -45,6 +45,7 @@ from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
 from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
+from autotune.trials import start_fork_server
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 """Options that limit the memory of the hardware."""
@@ -95,6 +96,8 @@ def plan(
     if replay is None:
         resolved, profile = _resolve_on_hardware(request, options, on_event)
         request = resolved.request
+        if options.get("hardware") is None:
+            start_fork_server()  # it imports for seconds, beside what is read and predicted before the first trial
         try:
             result = make_plan(resolved, profile, on_event)
         except PlanInterrupted as stopped:

@@ -76,10 +76,13 @@ def uncertainty_text(share: float | None) -> str:
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
-    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty."""
+    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty.
+
+    A word that is longer than a line stays whole, so that a path can be copied.
+    """
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
-    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def with_command(words: str, command: str) -> list[str]:

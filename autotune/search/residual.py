@@ -1,8 +1,8 @@
 """Chooses which candidate to try next, and whether any is worth it: pure.
 
-The smallest first, which is the safest; then by expected improvement on predictions that all results have corrected.
-Only candidates of the enumerated space, each at most once, none that is predicted not to fit or is at least as large as
-one that ran out of memory.
+First the fastest of those that surely fit or, if there are none, the smallest, which is the safest; then by expected
+improvement on predictions that all results have corrected. Only candidates of the enumerated space, each at most once,
+none that is predicted not to fit or is at least as large as one that ran out of memory.
 """
 
 import math
@@ -107,11 +107,14 @@ class ResidualSearch:
         remaining = self.remaining(results, running)
         if not remaining:
             return None
+        apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
         if not any(result.outcome == "ok" for result in results):
+            safe = [scored for scored in apart if scored.required_bytes <= SAFE_SHARE * self.budget_bytes]
+            if safe and not results:
+                return min(safe, key=lambda scored: scored.expected).candidate
             least = min(remaining, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes))
             return least.candidate  # whatever fits without swapping calibrates as well, in less time
         best = self._best(results)
-        apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
         promising = max(apart or remaining, key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound))
         return (self._within_reach(promising, remaining, results) if self.ascending else promising).candidate
 

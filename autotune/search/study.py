@@ -7,6 +7,7 @@ out-of-memory result is a completed one with a violated constraint), and whoever
 candidate over.
 """
 
+import json
 import math
 import os
 import socket
@@ -274,13 +275,13 @@ def _objective(
         raise optuna.TrialPruned("the search was over")
     values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
     candidate = Candidate.model_validate(values)
-    trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
+    trial.set_user_attr(CANDIDATE, _json(candidate))
     try:
         result = run(candidate)
     except BaseException:  # interrupted, or the device is not available: it says nothing about the candidate
         trial.set_user_attr(STOPPED, True)
         raise
-    trial.set_user_attr(RESULT, result.model_dump_json())
+    trial.set_user_attr(RESULT, _json(result))
     for name, value in describe_result(result).items():
         trial.set_user_attr(name, value)
     failed = 0.0 if result.outcome == "ok" else 1.0
@@ -324,14 +325,20 @@ def memoize(
     study: Study, what: str, candidate: Candidate, measure: Callable[[Candidate], TrialResult | None]
 ) -> TrialResult | None:
     """What `measure` finds about the candidate, stored as `what`: a search that was interrupted reads it there."""
-    key = f"{what}:{digest_of(candidate.model_dump(mode='json'))}"
+    digest = digest_of(candidate.model_dump(mode="json")).removeprefix("sha256:")
+    key = f"{what} {digest[:16]}"
     stored = study.user_attrs.get(key)
     if stored is not None:
         return TrialResult.model_validate_json(stored)
     found = measure(candidate)
     if found is not None:
-        study.set_user_attr(key, found.model_dump_json())
+        study.set_user_attr(key, _json(found))
     return found
+
+
+def _json(stored: Candidate | TrialResult) -> str:
+    """With spaces: a dashboard would else draw it as one word, wider than the window."""
+    return json.dumps(stored.model_dump(mode="json"))
 
 
 def published_plan(study: Study) -> str | None:

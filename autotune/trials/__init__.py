@@ -6,6 +6,6 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.trials.parity import check_parity
-    from autotune.trials.runner import ProcessTrialRunner
+    from autotune.trials.runner import ProcessTrialRunner, start_fork_server
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

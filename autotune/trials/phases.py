@@ -81,6 +81,9 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
                 sampler.sample(preview)
         with phase("saving"):
             save_trained(folder / ADAPTER_FILE, steps.model, steps.optimizer, request.workload, "rehearsal", 1)
+        if sampler:  # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+            with phase("previews"):
+                sampler.compare_adapter(folder / ADAPTER_FILE, [preview], lambda *written: None)
     return with_phases(trained)
 
 

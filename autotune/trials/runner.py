@@ -8,8 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,7 @@ class ProcessTrialRunner:
             self.lock.acquire()
             available = self.watchdog.available()
             limits = MemoryLimits(self.device, self._cap_bytes(), self.reserve_bytes)
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["autotune.trials.preload"])
+            context = _fork_server()
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), limits), name="autotune-trial")
             with redirect_stderr(self._log):  # the fork server inherits it once, when it starts
@@ -287,6 +287,19 @@ class ProcessTrialRunner:
         self.close_child()
         self.lock.release()
         self._scratch.cleanup()
+
+
+def start_fork_server() -> None:
+    """Let the server import what trials need while this process does something else: their first one starts at once."""
+    _fork_server()
+    with redirect_stderr(Path(os.devnull)):  # it would keep the terminal's
+        forkserver.ensure_running()
+
+
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autotune.trials.preload"])
+    return context
 
 
 def _private_bytes(process_id: int | None) -> int:

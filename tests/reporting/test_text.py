@@ -19,6 +19,7 @@ from autotune.reporting.text import (
     seconds_text,
     titled_command,
     with_command,
+    wrapped,
 )
 from autotune.schema import PhaseMemory, Prediction
 from tests.reporting.page.pages import golden_plan, run_report
@@ -101,3 +102,9 @@ def test_a_table_of_predictions_stays_aligned_beyond_100_gib() -> None:
     assert len({row.index(" GiB") for row in rows}) == 1
     assert any("101.2 GiB no: train" in row for row in rows)
     assert max(map(len, rows)) <= WIDTH
+
+
+def test_a_path_that_is_longer_than_a_line_stays_whole() -> None:
+    path = "/home/" + "a-folder/" * 12 + "plan.yaml"
+    lines = wrapped(f"what the only trial ran is written to {path} and can be trained", 4)
+    assert lines == ["what the only trial ran is written to", f"    {path}", "    and can be trained"]

@@ -143,10 +143,24 @@ def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
     assert len(set(tried)) == len(tried) >= 6
 
 
-def test_the_first_trial_is_the_one_that_needs_least(cost: CostModel, space: SearchSpace) -> None:
-    first = search(cost, machine(cost, 1))[0].candidate
+def test_the_first_trial_is_the_fastest_that_surely_fits_or_else_the_one_that_needs_least(
+    cost: CostModel, space: SearchSpace
+) -> None:
     needs = {candidate: cost.predict(candidate).required_memory_bytes for candidate in space.candidates}
-    assert needs[first] == min(needs.values())
+    upper = {candidate: memory_upper_bound(cost.predict(candidate)) for candidate in space.candidates}
+    first = search(cost, machine(cost, 1), budget_bytes=100 * GIB)[0].candidate
+    safe = [candidate for candidate in space.candidates if upper[candidate] <= SAFE_SHARE * 100 * GIB]
+    assert cost.predict(first).step_seconds == min(cost.predict(candidate).step_seconds for candidate in safe)
+    tight = int(1.5 * min(needs.values()))
+    assert needs[search(cost, machine(cost, 1), budget_bytes=tight)[0].candidate] == min(needs.values())
+
+
+def test_after_a_first_trial_that_did_not_fit_comes_the_one_that_needs_least(cost: CostModel) -> None:
+    def run(candidate: Candidate) -> TrialResult:
+        return TrialResult(candidate=candidate, outcome="oom", message="as predicted nowhere")
+
+    needs = [cost.predict(result.candidate).required_memory_bytes for result in search(cost, run)]
+    assert min(needs) == needs[1] < needs[0]
 
 
 def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> None:
