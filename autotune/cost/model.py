@@ -219,7 +219,7 @@ class TracedModel:
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            practice = self.overheads and self.overheads.adapter_on(quantization)
+            practice = self.overheads.adapter_on(quantization) if self.overheads else None
             add_adapter_as_practiced(self.family, transformer, self.workload, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
