@@ -11,9 +11,18 @@ from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import read_parts
-from autotune.knobs import KNOBS, TuningContext
+from autotune.knobs import KNOBS, PIN, TuningContext, describe_caching
 from autotune.planning import PlannerBackend, ResolvedRequest
-from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    Estimate,
+    HardwareProfile,
+    OnEvent,
+    Reason,
+    StatusChanged,
+    ignore_event,
+)
 from autotune.trainers import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
 
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
@@ -29,8 +38,8 @@ def audit(
 ) -> Audit:
     """Predict another trainer's configuration on a card as it is written, and the fastest plan that learns the same.
 
-    Times and memory are those of autotune's executor with the file's settings, not of the trainer: what is compared is
-    the settings.
+    Settings are compared as autotune's executor takes them; `in_trainer` is the file in its own program, by what that
+    keeps on the card and how it holds the adapter.
 
     Args:
         config: from `import_config`, or the configuration's file.
@@ -60,10 +69,24 @@ def audit(
     written, breaks = _as_written(read, cost.context, made)
     steps = resolved.job.num_steps
     as_written = estimate_candidate(cost, written, num_steps=steps)
+    in_trainer = None
+    if read.overheads is not None:
+        theirs = cost.with_overheads(read.overheads, _caching_of(read))
+        in_trainer = estimate_candidate(theirs, written, num_steps=steps)
     fastest = None if made is None else estimate_candidate(cost, made, num_steps=steps)
     worth = () if made is None else _worth(cost, as_written, made)
-    found = Audit(config=read, as_written=as_written, breaks=breaks, fastest=fastest, worth=worth)
+    found = Audit(
+        config=read, as_written=as_written, in_trainer=in_trainer, breaks=breaks, fastest=fastest, worth=worth
+    )
     return _measured(found, resolved.request.model, cost, on_event) if measure else found
+
+
+def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
+    """How the trainer encodes captions: as the file says, else as they are."""
+    written = {name.removeprefix(PIN): value for name, value in config.pins.items() if name.startswith(PIN)}
+    streamed = written.pop("text_encoder_streamed", "") == "True"
+    caching = CachingSettings.model_validate({**written, "text_encoder_streamed": streamed})
+    return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
 
 
 def _measured(found: Audit, model: str, cost: CostModel, on_event: OnEvent) -> Audit:

@@ -78,7 +78,7 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     exclusions: KnobValues | tuple[tuple[str, str], ...]
     """A value never to choose, for some knobs; pairs if one knob has several."""
     for_trainer: str
-    """Another trainer, as `export_config` names it: choose only what it can express."""
+    """Another trainer, as `export_config` names it: choose only what it can express, predicted as it takes memory."""
     num_gpus: int
     """GPUs that train together, one process each."""
     num_nodes: int

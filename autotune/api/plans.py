@@ -25,13 +25,13 @@ from autotune.planning import (
     require_devices,
     write_recording,
 )
+from autotune.planning import list_caching_choices as caching_fields
 from autotune.planning import list_choices as choices_for
 from autotune.runtime import require_writable
 from autotune.schema import (
     CheckResult,
     HardwareProfile,
     JobOverrides,
-    MemoryBudget,
     Notice,
     OnEvent,
     TrainingPlan,
@@ -44,7 +44,7 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
-from autotune.trainers import expressible_targets, get_trainer, inexpressible, kept_bytes
+from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 from autotune.trials import start_fork_server
 
@@ -228,7 +228,7 @@ def _resolve_on_hardware(
 
     profile = _hardware(options, on_event, require)
     within = _within_budget(request, profile, limits)
-    return replace(resolved, request=_suited_to_trainer(within, profile, options)), profile
+    return replace(resolved, request=_suited_to_trainer(within, profile, options, resolved)), profile
 
 
 def _limits(options: PlanOptions) -> dict[str, int]:
@@ -252,20 +252,19 @@ def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mappi
     return replace(request, memory_budget=budget if budget != profile.device.budget else None)
 
 
-def _suited_to_trainer(request: PlanRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:
-    """The request without what the trainer that the options name cannot express, and without the memory that it keeps
-    for other things."""
+def _suited_to_trainer(
+    request: PlanRequest, profile: HardwareProfile, options: PlanOptions, resolved: ResolvedRequest | None = None
+) -> PlanRequest:
+    """The request without what the trainer that the options name cannot express, and with what its program takes."""
     if (name := options.get("for_trainer")) is None:
         return request
     trainer, spec = get_trainer(name), resolve_model(request.model).spec
-    if kept := kept_bytes(trainer, spec.family):
-        budget = request.memory_budget or profile.device.budget
-        left = MemoryBudget(num_bytes=max(0, budget.num_bytes - kept), is_set_by_user=True)
-        request = replace(request, memory_budget=left)
     space = choices_for(request, profile)
     possible = {name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()}
-    lacking = inexpressible(trainer, spec.family, spec.num_blocks, possible)
-    return replace(request, exclusions=(*request.exclusions, *lacking))
+    fields = caching_fields(request, profile)
+    lacking = inexpressible(trainer, spec.family, spec.num_blocks, {**possible, **fields})
+    overheads = overheads_for(trainer, resolved.job, resolved.workload, possible) if resolved else None
+    return replace(request, exclusions=(*request.exclusions, *lacking), overheads=overheads)
 
 
 def request_for(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:

@@ -78,7 +78,8 @@ class PlanOptions:
         list[str] | None, typer.Option("--exclude", help="Never choose this value.", metavar="KNOB=VALUE")
     ] = None
     for_trainer: Annotated[
-        str | None, typer.Option("--for", help="Choose only what this trainer can express.", metavar="TRAINER")
+        str | None,
+        typer.Option("--for", help="Choose what this trainer can express and hold.", metavar="TRAINER"),
     ] = None
     list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
     num_gpus: Annotated[

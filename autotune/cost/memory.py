@@ -8,7 +8,7 @@ from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs import optimizer_bytes, window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
-from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
+from autotune.schema import ADAMW, Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
@@ -69,10 +69,8 @@ def resident_of(
     """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
     storage = model.storage(precision, quantization, candidate.modulation)
-    half = precision != "fp32"
-    masters = storage.adapter_parameters * FP32_BYTES if half else 0
+    kept_bytes, working_bytes = _optimizer_bytes(model, storage, candidate)
     average = storage.adapter_parameters * FP32_BYTES
-    state, working = optimizer_bytes(model.workload.optimizer, storage.adapter_shapes)
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
     ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
@@ -81,8 +79,8 @@ def resident_of(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
-        optimizer_bytes=masters + state + (average if model.workload.ema_decay else 0),
-        optimizer_transient_bytes=(storage.adapter_parameters * FP32_BYTES if half else 0) + working,
+        optimizer_bytes=kept_bytes + (average if model.workload.ema_decay else 0),
+        optimizer_transient_bytes=working_bytes,
         set_aside_bytes=average if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free" else 0,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
@@ -106,6 +104,22 @@ def resident_of(
         + ahead.preview_bytes
         + sum(storage.block_pinned_bytes[:swapped]),
     )
+
+
+def _optimizer_bytes(model: "TracedModel", storage: "ModelBytes", candidate: Candidate) -> tuple[int, int]:
+    """What the optimizer keeps, and what it works with while it steps: copies of the adapter in fp32 beside its state.
+
+    Another program's practice is known of AdamW alone.
+    """
+    work, parameters = model.workload, storage.adapter_parameters
+    is_half = candidate.precision != "fp32"
+    if model.overheads and is_half and work.optimizer == ADAMW:
+        practice = model.overheads.adapter_on(candidate.quantization)
+        counters = sum(storage.adapter_shapes.values()) * FP32_BYTES
+        return parameters * practice.optimizer_bytes + counters, parameters * practice.step_bytes
+    state, working = optimizer_bytes(work.optimizer, storage.adapter_shapes)
+    copies = parameters * FP32_BYTES if is_half else 0
+    return copies + state, copies + working
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from autotune.cost.adapters import add_adapter_as_practiced
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.quantized import quantize_for_tracing
@@ -21,7 +22,7 @@ from autotune.cost.trace.passes import (
     trace_pass,
 )
 from autotune.errors import InvalidInput, first_line
-from autotune.families import Family, Parts, add_adapter, block_numbers, build_on_meta
+from autotune.families import Family, Parts, block_numbers, build_on_meta
 from autotune.knobs import (
     Checkpointing,
     ModulationAhead,
@@ -33,7 +34,7 @@ from autotune.knobs import (
     torch_dtype,
 )
 from autotune.runtime import is_out_of_memory
-from autotune.schema import Bucket, Workload
+from autotune.schema import Bucket, Overheads, Workload
 from autotune.weights import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
@@ -107,11 +108,17 @@ _remembered: dict[tuple[object, ...], "TracedModel"] = {}
 
 
 def traced_model(
-    family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
+    family: Family,
+    config: Mapping[str, Any],
+    workload: Workload,
+    rules: DeviceRules,
+    parts: Parts,
+    overheads: Overheads | None = None,
 ) -> "TracedModel":
     """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share what was traced."""
-    key = family, workload, rules, repr((sorted(config.items()), parts))
-    model = _remembered.pop(key, None) or TracedModel(family, config, workload, rules, parts)
+    key = family, workload, rules, repr((sorted(config.items()), parts, overheads and overheads.adapters))
+    known = family, config, workload, rules, parts, overheads
+    model = _remembered.pop(key, None) or TracedModel(*known)
     while len(_remembered) >= NUM_REMEMBERED:
         del _remembered[next(iter(_remembered))]
     _remembered[key] = model  # at the end: the first is the one that was asked for longest ago
@@ -124,12 +131,20 @@ class TracedModel:
     Args:
         rules: whose kernels.
         parts: the models around the transformer.
+        overheads: of the program that trains; None for autotune's executor.
     """
 
     def __init__(
-        self, family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
+        self,
+        family: Family,
+        config: Mapping[str, Any],
+        workload: Workload,
+        rules: DeviceRules,
+        parts: Parts,
+        overheads: Overheads | None = None,
     ) -> None:
         self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
+        self.overheads = overheads
         self._resident = build_on_meta(family, config)
         self.counts = self._counts(self._resident)
         """Blocks of each kind in the full model."""
@@ -183,7 +198,17 @@ class TracedModel:
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
         """The same model with the kernels of a kind of device: itself, if these are its own."""
-        return self if rules == self.rules else traced_model(self.family, self.config, self.workload, rules, self.parts)
+        return self if rules == self.rules else self._with(rules, self.overheads)
+
+    def with_overheads(self, overheads: Overheads | None) -> "TracedModel":
+        """The same model as another program trains it."""
+        return self if overheads == self.overheads else self._with(self.rules, overheads)
+
+    def _with(self, rules: DeviceRules, overheads: Overheads | None) -> "TracedModel":
+        found = traced_model(self.family, self.config, self.workload, rules, self.parts, overheads)
+        if rules == self.rules:
+            found.vae_cost = self.vae_cost
+        return found
 
     def _counts(self, transformer: Any) -> tuple[int, ...]:
         return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())
@@ -202,7 +227,9 @@ class TracedModel:
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            add_adapter(self.family, transformer, self.workload.changed(adapted_blocks=self._traced_blocks), dtype)
+            practice = self.overheads.adapter_on(quantization) if self.overheads else None
+            work = self.workload.changed(adapted_blocks=self._traced_blocks)
+            add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained

@@ -14,6 +14,7 @@ from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
 from autotune.cost.model import TracedModel, traced_model
+from autotune.cost.overheads import with_kept
 from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
@@ -25,6 +26,7 @@ from autotune.schema import (
     EncoderGpu,
     HardwareProfile,
     MemoryBudget,
+    Overheads,
     Prediction,
     Reason,
     Residual,
@@ -74,7 +76,9 @@ class CostModel:
         memory_budget: MemoryBudget | None = None,
         caching: tuple[CachingSettings, Reason] | None = None,
         caching_pins: Mapping[str, str] | None = None,
+        caching_exclusions: Sequence[tuple[str, str]] = (),
         parallel: Parallel = ONE_PROCESS,
+        overheads: Overheads | None = None,
     ) -> Self:
         """Build the model on the meta device, and choose how captions are encoded.
 
@@ -87,17 +91,21 @@ class CostModel:
             memory_budget: what a run may take of the device; by default what the device leaves.
             caching: how captions are encoded, and why; chosen to fit by default.
             caching_pins: fields of `CachingSettings` that are fixed, as text; only if `caching` is not given.
+            caching_exclusions: values of such fields that may not be chosen, as text.
             parallel: how many processes train together.
+            overheads: of the program that trains, if that is not autotune's executor.
 
         Raises:
             InvalidInput: a pin cannot be.
         """
         if parts is None:
             parts = next((each.parts for each in family.models if dict(config) == dict(each.config)), Parts())
-        tables = PassTables(traced_model(family, config, workload, rules_of(hardware), parts), hardware)
+        model = traced_model(family, config, workload, rules_of(hardware), parts, overheads)
+        tables = PassTables(model, hardware, overheads)
         budget = memory_budget or hardware.device.budget
         context = TuningContext(hardware, family, workload, budget)
-        settings, reason = caching or choose_caching(context, tables.encoder_size, caching_pins, parallel.num_processes)
+        asked = context, tables.encoder_size, caching_pins, parallel.num_processes
+        settings, reason = caching or choose_caching(*asked, exclusions=caching_exclusions)
         return cls(tables, budget, settings, reason, parallel)
 
     @property
@@ -163,20 +171,30 @@ class CostModel:
         """The same cost model when so many processes train together."""
         return replace(self, parallel=parallel)
 
-    def single_process(self) -> Self:
-        """The same work as trials do it: in one process, which sends nothing and keeps no buckets for that."""
-        return self.with_parallel(ONE_PROCESS)
+    @property
+    def overheads(self) -> Overheads | None:
+        """Of the program that trains; None for autotune's executor."""
+        return self.tables.overheads
+
+    def with_overheads(self, overheads: Overheads, caching: tuple[CachingSettings, Reason]) -> Self:
+        """The same work by another program, which encodes captions in its way, before any trial."""
+        tables = PassTables(self.model.with_overheads(overheads), self.hardware, overheads)
+        return replace(self, tables=tables, caching=caching[0], caching_reason=caching[1], calibration=None)
+
+    def as_trials_run(self) -> Self:
+        """The same work as trials do it: by autotune's executor in one process, which keeps no buckets to send."""
+        return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
     def for_hardware(self, hardware: HardwareProfile) -> Self:
         """The same work, budget and caching settings on another machine, before any trial there."""
         model = self.model.with_rules(rules_of(hardware))
-        return replace(self, tables=PassTables(model, hardware), calibration=None)
+        return replace(self, tables=PassTables(model, hardware, self.overheads), calibration=None)
 
     def residual(self, trial: TrialResult) -> Residual | None:
         """How far the trial was from the prediction without calibration; None if it did not run."""
         if not trial.peak_memory_bytes:
             return None
-        return residual_of(trial, self.single_process().predict_uncalibrated(trial.candidate))
+        return residual_of(trial, self.as_trials_run().predict_uncalibrated(trial.candidate))
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Bytes of the frozen weights as the candidate stores them; needs no trace."""
@@ -205,7 +223,8 @@ class CostModel:
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        phases = phases_of(resident, composed, waste, factor)
+        kept = self.tables.kept_bytes(candidate, self.caching, self.parallel)
+        phases = with_kept(phases_of(resident, composed, waste, factor), kept)
         train = phases[PHASES.index("train")]
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
         time = {name: factor * value for name, value in time.items()}

@@ -1,6 +1,7 @@
 """What one traced model takes on one device, by candidate, before anything is learned from trials."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Self
@@ -24,6 +25,7 @@ from autotune.cost.composition import (
 from autotune.cost.kernels import kernel_for
 from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
+from autotune.cost.overheads import kept_bytes
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.knobs import EncoderSize, Precision, TuningContext, size_of, window_steps
@@ -31,6 +33,7 @@ from autotune.schema import (
     CachingSettings,
     Candidate,
     HardwareProfile,
+    Overheads,
     has_typical_shape,
     mean_text_tokens,
     padded_text_tokens,
@@ -77,8 +80,8 @@ class PassTables:
     The first call for a `PassChoice` traces the model, which takes a fraction of a second.
     """
 
-    def __init__(self, model: TracedModel, hardware: HardwareProfile) -> None:
-        self.model, self.hardware, self.workload = model, hardware, model.workload
+    def __init__(self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None) -> None:
+        self.model, self.hardware, self.workload, self.overheads = model, hardware, model.workload, overheads
         self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
         self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
@@ -88,6 +91,7 @@ class PassTables:
         """What cost models on these tables have found for candidates, whatever they learned from trials."""
         self._modulation = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], Resident] = {}
+        self._own: PassTables | None = None
 
     @cached_property
     def usual_choice(self) -> PassChoice:
@@ -224,12 +228,29 @@ class PassTables:
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
         if key not in self._residents:
             stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
+            stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
             encoding = HOST_PROCESS_BYTES + self.encoder_size.host_bytes(caching)  # before the transformer is loaded
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]
+
+    def kept_bytes(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Mapping[str, int]:
+        """What the program that trains keeps on one device in each phase, beyond what autotune's executor does."""
+        if self.overheads is None or not self.overheads.kept:
+            return {}
+        vae = self.model.vae_cost(candidate.precision).weight_bytes // (4 if candidate.precision == "fp32" else 2)
+        resident, encoders = self.resident_of(candidate, caching, parallel), self.encoder_size.weight_bytes(caching)
+        return kept_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
+
+    @property
+    def of_autotune(self) -> "PassTables":
+        """The same work by autotune's own executor."""
+        if self.overheads is None:
+            return self
+        self._own = self._own or PassTables(self.model.with_overheads(None), self.hardware)
+        return self._own
 
     def modulation_seconds(self, candidate: Candidate) -> float:
         """A step's share of computing a window of modulations ahead, and the way of its own ones to the device.

@@ -86,13 +86,20 @@ def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
 
 
 def add_adapter(
-    family: Family, transformer: "nn.Module", workload: Workload, dtype: "torch.dtype", *, seed: int = 0
+    family: Family,
+    transformer: "nn.Module",
+    workload: Workload,
+    dtype: "torch.dtype",
+    *,
+    seed: int = 0,
+    lean: bool = True,
 ) -> list["nn.Parameter"]:
     """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
     the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
-    even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off.
+    even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off. Without `lean`, layers
+    compute as peft's do.
 
     Raises InvalidInput if the model has no such layers.
     """
@@ -115,7 +122,8 @@ def add_adapter(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
-    make_lean(transformer)
+    if lean:
+        make_lean(transformer)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autotune.knobs.caching import (
         PIN,
         EncoderSize,
+        caching_choices,
         choose_caching,
         describe_caching,
         encoder_gpu_of,

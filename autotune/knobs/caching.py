@@ -4,7 +4,7 @@ The encoder of Qwen-Image alone takes 16 GB in bf16, so on smaller cards it must
 piece by piece. No search: the first option that is predicted to fit is taken, exact and fast ones first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.families import Parts
 from autotune.hardware import process_overhead_bytes
 from autotune.knobs.base import TuningContext
-from autotune.schema import CachingSettings, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
+from autotune.schema import CachingSettings, Choice, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
@@ -50,12 +50,18 @@ class EncoderSize:
         """What encoding captions takes of the training device, weights and working memory, the VAE apart."""
         if caching.text_encoder_device != "training":
             return 0
+        return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
+
+    def weight_bytes(self, caching: CachingSettings) -> int:
+        """The part of that which is weights."""
+        return round(self._stored_share(caching) * self.plain_bytes) if caching.text_encoder_device == "training" else 0
+
+    def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
-            return round((PASSING_SHARE + WORKING_SHARE) * self.plain_bytes)
+            return PASSING_SHARE
         weight_format = WEIGHT_FORMATS[caching.text_encoder_quantization]
         quantized = QUANTIZED_SHARE if weight_format.quantize else 0.0
-        stored = 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
-        return round((stored + WORKING_SHARE) * self.plain_bytes)
+        return 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
 
     def host_bytes(self, caching: CachingSettings) -> int:
         """What encoding captions takes of the host's memory beside a GPU's own."""
@@ -68,19 +74,28 @@ def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
 
 
 def choose_caching(
-    context: TuningContext, size: EncoderSize, pins: Mapping[str, str] | None = None, num_processes: int = 1
+    context: TuningContext,
+    size: EncoderSize,
+    pins: Mapping[str, str] | None = None,
+    num_processes: int = 1,
+    *,
+    exclusions: Sequence[tuple[str, str]] = (),
 ) -> tuple[CachingSettings, Reason]:
-    """The settings, and why. `pins` fix fields by name.
+    """The settings, and why. `pins` fix fields by name, `exclusions` take values of fields away.
 
     With several processes each GPU has one that trains on it, so none is free for encoders.
 
     Raises:
-        InvalidInput: a pin names no field or a value that cannot be used on this machine, or another GPU that has too
-            little memory.
+        InvalidInput: a pin names no field or a value that cannot be used on this machine, or that is excluded, or
+            another GPU that has too little memory.
     """
     pinned = parse_pins(pins or {}, context)
     is_pinned = bool(set(pins or {}) - {"residency"})
-    others = (option.model_copy(update={"residency": pinned.residency}) for option in _options(context, num_processes))
+    excluded = _pairs(exclusions)
+    if conflict := next(iter(_pairs((pins or {}).items()) & excluded), None):
+        raise InvalidInput(f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out")
+    options = [one for one in _options(context, num_processes) if not _pairs(one) & excluded]
+    others = (option.model_copy(update={"residency": pinned.residency}) for option in options)
     refusals = {option: _refusal(option, size, context) for option in ([pinned] if is_pinned else others)}
     chosen = next((option for option, why in refusals.items() if why is None), [*refusals][-1])
     if is_pinned and refusals[chosen] and _other_gpu(chosen, context.hardware):
@@ -106,6 +121,16 @@ def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: En
         budget_bytes=other.budget_bytes,
         needed_bytes=round((1 + WORKING_SHARE) * size.plain_bytes) + process_overhead_bytes(hardware),
     )
+
+
+def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
+    """The values of each field that may be chosen on this machine, by the names that pins have for fields."""
+    options = [dict(option) for option in _options(context, 1)]
+    return {PIN + name: tuple({one[name]: None for one in options}) for name in CachingSettings.model_fields}
+
+
+def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
+    return {(name, str(value).lower()) for name, value in values}
 
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:

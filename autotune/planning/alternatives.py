@@ -126,6 +126,8 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         memory_budget=cost.memory_budget,
         caching=(cost.caching, cost.caching_reason) if request.caching_pins and cost.resident_encoder_bytes else None,
         caching_pins=request.caching_pins,
+        caching_exclusions=request.caching_exclusions,
+        overheads=cost.overheads,
         parallel=cost.parallel,
     )
     space = request.space(own.context)

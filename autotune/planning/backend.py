@@ -21,7 +21,7 @@ def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
         cost.workload,
         budget=cost.training_budget,
         resident_bytes=cost.resident_encoder_bytes,
-        predict=cost.predict,
+        predict=cost.as_trials_run().predict,
     )
 
 

@@ -74,8 +74,8 @@ def build_expectation(
     if not is_complete:  # the others are only predicted
         others = [phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
-    if trials:  # which ran in one process
-        alone = cost.single_process().predict(best.candidate)
+    if trials:  # which ran in one process of autotune's executor
+        alone = cost.as_trials_run().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
     data_bytes = held_data_bytes(cost, workload, job, best.candidate.precision)
     on_host = shares_host_memory(cost.hardware.device.memory_kind)

@@ -61,6 +61,7 @@ from autotune.search import (
     memoize,
     publish_plan,
     published_plan,
+    refuse_beyond,
     require_winner,
     run_search,
     score_finalists,
@@ -321,7 +322,10 @@ def _plan(
         taught = problem.cost.with_calibration(trials, warm_start.priors(trials))
         return suggest_relaxation(request, problem.space, taught)
 
-    best = require_winner(score_finalists(trials) if trials else scores, objective, relaxation)
+    finalists = scores
+    if trials:
+        finalists = refuse_beyond(score_finalists(trials), cost, problem.budget_bytes)
+    best = require_winner(finalists, objective, relaxation)
     tried = {trial.candidate: problem.cost.predict(trial.candidate) for trial in trials}
     candidates = dict.fromkeys((*problem.space.candidates, *tried))
     scores += score_trials(warm_start.evidence(trials))  # only what ran here may win
@@ -343,6 +347,7 @@ def _plan(
         trials=trials,
         pins=request.pins,
         exclusions=request.exclusions,
+        overheads=request.overheads,
         forecast=build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],
             best.candidate,

@@ -8,7 +8,7 @@ from autotune.cost import ONE_PROCESS, CostModel, Parallel
 from autotune.errors import NothingFits
 from autotune.families import ResolvedModel, find_published, read_parts
 from autotune.hardware import shares_host_memory
-from autotune.knobs import TuningContext
+from autotune.knobs import TuningContext, caching_choices
 from autotune.planning.alternatives import (
     drop_beyond_host,
     drop_block_swap,
@@ -107,7 +107,8 @@ class PlanningProblem:
         nodes = f" on {request.num_nodes} nodes" if request.num_nodes > 1 else ""
         processes = f"{request.num_processes}{nodes}"
         own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
-        return {**keys, **own, "processes": processes}
+        program = {"program that trains": request.overheads.program} if request.overheads else {}
+        return {**keys, **own, **program, "processes": processes}
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
@@ -131,6 +132,13 @@ def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace
     dataset = data.whole if data else None
     workload = describe_workload(model, dataset, request.workload_overrides, drops_captions=drops_captions)
     return request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
+
+
+def list_caching_choices(request: PlanRequest, hardware: HardwareProfile) -> dict[str, tuple[Choice, ...]]:
+    """The values that could be chosen for caching on this machine, by the names that pins have for them."""
+    model, _ = resolve_request_model(request)
+    workload = describe_workload(model, None, request.workload_overrides, drops_captions=request.drops_captions)
+    return caching_choices(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
@@ -176,6 +184,8 @@ def _choose_strategy(
         read_parts(model),
         memory_budget=budget,
         caching_pins=request.caching_pins,
+        caching_exclusions=request.caching_exclusions,
+        overheads=request.overheads,
         parallel=together if number > 1 else ONE_PROCESS,
     )
     space = request.space(cost.context)

@@ -8,7 +8,7 @@ from typing import Literal
 from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext, usual_learning_rate
-from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from, split_reference
+from autotune.schema import Job, MemoryBudget, Overheads, TrainingPlan, Workload, job_from, split_reference
 from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import (
     WorkloadOverrides,
@@ -35,6 +35,8 @@ class PlanRequest:
     """(knob, value) pairs: this value may not be chosen."""
     is_local: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
+    overheads: Overheads | None = None
+    """Of the program that will train; None for autotune's own executor."""
     memory_budget: MemoryBudget | None = None
     """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
@@ -77,6 +79,11 @@ class PlanRequest:
         """Fields of `CachingSettings` that are pinned."""
         return {name.removeprefix(PIN): value for name, value in self.pins if name.startswith(PIN)}
 
+    @property
+    def caching_exclusions(self) -> tuple[tuple[str, str], ...]:
+        """Values of such fields that are excluded."""
+        return tuple((name.removeprefix(PIN), value) for name, value in self.exclusions if name.startswith(PIN))
+
     def space(self, context: TuningContext) -> SearchSpace:
         """What may be tried for `context`.
 
@@ -84,7 +91,8 @@ class PlanRequest:
             InvalidInput, NothingFits: as `build_search_space`.
         """
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        return build_search_space(context, pins, self.exclusions)
+        exclusions = [one for one in self.exclusions if not one[0].startswith(PIN)]
+        return build_search_space(context, pins, exclusions)
 
     @property
     def drops_captions(self) -> bool:
@@ -104,6 +112,7 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
+        overheads=frozen.overheads,
         job=job,
     )
 

@@ -186,6 +186,7 @@ def _measured(
             "forecast": frozen.forecast and frozen.forecast.rebased(frozen.settings, best.candidate),
             "predicted_digest": plan.identity,
             "original_digest": None,
+            "overheads": None,  # autotune's executor ran it
         }
     )
 

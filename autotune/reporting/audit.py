@@ -7,7 +7,7 @@ from autotune.schema import Estimate, TrialResult
 from autotune.trainers import Audit
 
 BROKEN = "not as in the file, because it does not run there"
-PREDICTED = "Predicted by autotune's cost model for its own executor; nothing has run."
+PREDICTED = "Predicted by autotune's cost model; nothing has run."
 MEASURED = "Predicted by autotune's cost model, and measured in a few steps of its own executor."
 
 
@@ -15,7 +15,8 @@ def audit_lines(audit: Audit) -> list[str]:
     """The file as written, the fastest that learns the same, and what each difference is worth."""
     config = audit.config
     lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit), ""]
-    lines += _table(_comparison(audit), (16, 18, 18))
+    lines += _table(_comparison(audit), (16, 18, 18, 18))
+    lines += ["", f"in {config.trainer}: {config.overheads.text}"] if config.overheads else []
     lines += ["", BROKEN, *(f"  {one}" for one in audit.breaks)] if audit.breaks else []
     if audit.worth:
         lines += ["", "what each change is worth alone", *_table(_worth(audit), (22, 16, 16, 10, 12))]
@@ -29,6 +30,7 @@ def audit_markdown(audit: Audit) -> str:
     config = audit.config
     lines = [f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**", "", _evidence(audit), ""]
     lines += _markdown_table(_comparison(audit))
+    lines += ["", f"In {config.trainer}: {config.overheads.text}."] if config.overheads else []
     if audit.worth:
         lines += ["", "What each change is worth alone:", "", *_markdown_table(_worth(audit))]
     lines += ["", f"{BROKEN.capitalize()}:", "", *(f"- {one}" for one in audit.breaks)] if audit.breaks else []
@@ -40,26 +42,36 @@ def _evidence(audit: Audit) -> str:
     return PREDICTED if audit.measured_as_written is None else MEASURED
 
 
+def _columns(audit: Audit) -> list[tuple[str, Estimate | None, TrialResult | None]]:
+    """What stands beside each other: its title, what is predicted of it, and what was measured."""
+    written = ("as written", audit.as_written, audit.measured_as_written)
+    fastest = ("fastest", audit.fastest, audit.measured_fastest)
+    if audit.in_trainer is None:
+        return [written, fastest]
+    return [(f"in {audit.config.trainer}", audit.in_trainer, None), ("in autotune", *written[1:]), fastest]
+
+
 def _comparison(audit: Audit) -> list[list[str]]:
-    written, fastest = _column(audit.as_written), _column(audit.fastest)
+    columns = _columns(audit)
     titles = ["seconds per step", "images/s", "run memory", "of the budget", "neediest phase", "the job", "fits"]
-    rows = [["", "as written", "fastest"]]
-    rows += [list(row) for row in zip(titles, written, fastest, strict=True)]
-    rows += _phases(audit)
+    predicted = [_column(estimate) for _, estimate, _ in columns]
+    rows = [["", *(title for title, _, _ in columns)]]
+    rows += [list(row) for row in zip(titles, *predicted, strict=True)]
+    rows += _phases([estimate for _, estimate, _ in columns])
     if audit.measured_as_written is None:
         return rows
-    trials = [_measured(trial) for trial in (audit.measured_as_written, audit.measured_fastest)]
+    trials = [_measured(trial) for _, _, trial in columns]
     return [
         *rows,
         *([title, *values] for title, *values in zip(("measured s/step", "step memory"), *trials, strict=True)),
     ]
 
 
-def _phases(audit: Audit) -> list[list[str]]:
-    """Peak memory of each phase, as written and with the fastest settings."""
+def _phases(estimates: Sequence[Estimate | None]) -> list[list[str]]:
+    """Peak memory of each phase, of each estimate."""
     columns = [
         {} if one is None else {phase.name: memory_text(phase.peak_memory_bytes) for phase in one.prediction.phases}
-        for one in (audit.as_written, audit.fastest)
+        for one in estimates
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     return [[f"- {name}", *(column.get(name, "-") for column in columns)] for name in names]
@@ -97,7 +109,7 @@ def _worth(audit: Audit) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    padded = ([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows)
+    padded = ([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)] for row in rows)
     return ["  " + " ".join(cells).rstrip() for cells in padded]
 
 

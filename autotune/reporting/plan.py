@@ -284,7 +284,8 @@ def job_line(plan: TrainingPlan) -> str:
 def _notes(plan: TrainingPlan) -> list[str]:
     caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
     capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
-    return [f"{'note':<15}{text}" for text in (*plan.frozen.advice, *capped)]
+    assumed = [plan.frozen.overheads.text] if plan.frozen.overheads else []
+    return [f"{'note':<15}{text}" for text in (*assumed, *plan.frozen.advice, *capped)]
 
 
 def _search_line(plan: TrainingPlan) -> str:

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
+    from autotune.schema.overheads import AdapterPractice, KeptPart, KeptPhase, Overheads, Part
     from autotune.schema.plan import (
         CheckResult,
         EncoderGpu,

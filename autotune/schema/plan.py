@@ -9,6 +9,7 @@ from autotune.schema.candidate import CachingSettings, Candidate, Choice
 from autotune.schema.forecast import Forecast
 from autotune.schema.hardware import DeviceKind, Versions
 from autotune.schema.job import Job
+from autotune.schema.overheads import Overheads
 from autotune.schema.trial import PhasePeak, TrialResult
 from autotune.schema.workload import Workload
 
@@ -144,6 +145,8 @@ class FrozenPart(Frozen):
     """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
+    overheads: Overheads | None = None
+    """Of the program that will train, as was assumed; None for autotune's own executor."""
     forecast: Forecast | None = None
     """What was predicted of the settings and of what else there was; None in older plans."""
     advice: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         choose_fallbacks,
         choose_winner,
         explain_choices,
+        refuse_beyond,
         require_winner,
         score_finalists,
         score_predictions,

@@ -195,7 +195,7 @@ class ResidualSearch:
         best, doubts = best_seconds(results), []
         for result in running:
             others = [other for other in results if other.candidate != result.candidate]
-            expected = self._calibrate(others).predict(result.candidate)
+            expected = self._calibrate(others).as_trials_run().predict(result.candidate)
             ratio = (result.median_step_seconds or 0.0) / expected.step_seconds
             sigma = math.hypot(expected.time_uncertainty, NOISE["time"])
             if math.log(ratio) > DOUBT_SIGMAS * sigma and expected.step_seconds < (1 - MIN_GAIN) * best:
@@ -209,7 +209,7 @@ class ResidualSearch:
         """
         squares = []
         for number, result in enumerate(results):
-            prediction = self._calibrate(results[:number]).predict(result.candidate)
+            prediction = self._calibrate(results[:number]).as_trials_run().predict(result.candidate)
             if error := residual_of(result, prediction):
                 squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
                 squares.append(error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2))

@@ -2,8 +2,9 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autotune.cost import CostModel
 from autotune.errors import NothingFits
 from autotune.knobs import KNOBS
 from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
@@ -55,6 +56,16 @@ def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
     confirmed = {result.candidate for result in results if result.confirms and result.outcome == "ok"}
     scores = score_trials(results)
     return [score for score in scores if score.candidate in confirmed] or scores
+
+
+def refuse_beyond(scores: Sequence[Score], cost: CostModel, budget_bytes: int) -> list[Score]:
+    """The scores of trials, those refused that would need more than the budget in another program; `cost` has learned
+    from the trials, which ran in autotune's executor."""
+    if cost.overheads is None:
+        return list(scores)
+    needed = {one.candidate: cost.predict(one.candidate) for one in scores if one.failure is None}
+    beyond = {one.candidate: one.failure for one in score_predictions(list(needed.values()), budget_bytes)}
+    return [replace(one, failure=one.failure or beyond[one.candidate]) for one in scores]
 
 
 def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:

@@ -321,6 +321,8 @@ def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | N
         return "it was predicted, not measured"
     if planned.match_keys != hardware.match_keys or planned.device_name != hardware.device.name:
         return "it was made on another machine or with other versions than these"
+    if plan.frozen.overheads is not None:
+        return f"it expects what {plan.frozen.overheads.program} takes, not autotune's executor"
     if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
         return "it was measured under a cap on memory"
     return None

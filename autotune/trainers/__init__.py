@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         export_plan,
         expressible_targets,
         inexpressible,
-        kept_bytes,
+        overheads_for,
     )
     from autotune.trainers.importing import ConfigLine, ImportedConfig, read_config
     from autotune.trainers.registry import get_trainer

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autotune.trainers import blocks, rules
+from autotune.trainers import blocks, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.meanings import meanings
 from autotune.trainers.parts import PartKeys
@@ -113,7 +113,7 @@ FIXED = rules.settings(
     save.save_format="diffusers" datasets[].caption_ext="txt" datasets[].cache_latents_to_disk=true
     datasets[].buckets=true datasets[].num_repeats=1 train.noise_scheduler="flowmatch" train.cache_text_embeddings=true
     train.train_unet=true train.train_text_encoder=false train.bypass_guidance_embedding=false
-    train.ema_config.use_ema=false model.dtype="bf16" model.low_vram=false sample.sampler="flowmatch"
+    train.ema_config.use_ema=false model.dtype="bf16" model.low_vram=true sample.sampler="flowmatch"
     """
 )
 DECIDED = meanings(
@@ -196,4 +196,5 @@ AI_TOOLKIT = Trainer(
     weights_keys=("model.name_or_path",),
     gathered=("sample.samples[].prompt",),
     notes=("AdamW adds 1e-6 to its denominators, autotune 1e-8",),
+    overheads=overheads.AI_TOOLKIT,
 )

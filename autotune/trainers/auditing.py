@@ -26,6 +26,8 @@ class Audit(Frozen):
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
     """By settings that differ, those that save most first."""
+    in_trainer: Estimate | None = None
+    """The same with what the trainer's own program takes of the card; None if nobody has looked at that."""
     measured_as_written: TrialResult | None = None
     """A few steps with the file's settings; None if they were not asked for."""
     measured_fastest: TrialResult | None = None

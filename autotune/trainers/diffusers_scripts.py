@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.trainers import blocks, rules
+from autotune.trainers import blocks, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.meanings import meanings
 from autotune.trainers.parts import peft_targets
@@ -154,25 +154,25 @@ UNLEARNED = meanings(
     captions come from a column: caption_column image_column=image dataset_config_name
     """
 )
-SCRIPT = "train_dreambooth_lora_{}.py"
-WEIGHTS = "pretrained_model_name_or_path"
-TURBO = {"script": SCRIPT.format("z_image"), WEIGHTS: "Tongyi-MAI/Z-Image-Turbo"}
+SCRIPT, WEIGHTS = "train_dreambooth_lora_{}.py", "pretrained_model_name_or_path"
+Z_IMAGE, TURBO = {"script": SCRIPT.format("z_image")}, "Tongyi-MAI/Z-Image-Turbo"
 KREA = {"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4}
+NO_DROPOUT = ("caption_dropout",)
 MODELS = (
-    KnownModel("qwen-image", {"script": SCRIPT.format("qwen_image")}, lacks=("guidance_scale",)),
-    KnownModel("flux1-dev", {"script": SCRIPT.format("flux")}, lacks=("caption_dropout",)),
+    KnownModel("qwen-image", {"script": SCRIPT.format("qwen_image")}, lacks=("guidance_scale",), kept=overheads.STAYS),
+    KnownModel("flux1-dev", {"script": SCRIPT.format("flux")}, lacks=NO_DROPOUT, kept=overheads.DIFFUSERS_FLUX),
     KnownModel(
         "sdxl",
         {"script": SCRIPT.format("sdxl")},
         defaults={"resolution": 1024, "snr_gamma": None},
-        lacks=("lora_alpha", "lora_layers", "caption_dropout", "guidance_scale", "cache_latents", "weighting_scheme"),
-        note="it tells the model how each image was cut, autotune that it is whole; its autoencoder stays on the card",
-        kept_bytes=4 * 83_653_863,  # the autoencoder in fp32
+        lacks=("lora_alpha", "lora_layers", *NO_DROPOUT, "guidance_scale", "cache_latents", "weighting_scheme"),
+        note="it tells the model how each image was cut, autotune that it is whole",
+        kept=overheads.DIFFUSERS_SDXL,
     ),
-    KnownModel("z-image", {"script": SCRIPT.format("z_image")}, defaults={SHIFT: 6.0}, lacks=("caption_dropout",)),
-    KnownModel("z-image-turbo", TURBO, defaults={SHIFT: 3.0}, lacks=("caption_dropout",)),
-    KnownModel("krea-2", {"script": SCRIPT.format("krea2")}, KREA, lacks=("guidance_scale",)),
-    KnownModel("flux2-klein", {"script": SCRIPT.format("flux2_klein")}),
+    KnownModel("z-image", Z_IMAGE, {SHIFT: 6.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),
+    KnownModel("z-image-turbo", {**Z_IMAGE, WEIGHTS: TURBO}, {SHIFT: 3.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),
+    KnownModel("krea-2", {"script": SCRIPT.format("krea2")}, KREA, lacks=("guidance_scale",), kept=overheads.STAYS),
+    KnownModel("flux2-klein", {"script": SCRIPT.format("flux2_klein")}, kept=overheads.STAYS),
 )
 
 
@@ -196,4 +196,5 @@ DIFFUSERS = Trainer(
     weights_keys=(WEIGHTS,),
     references={"bnb_quantization_config_path": BNB},
     notes=("the adapter's first matrices are drawn from a normal distribution, autotune's as peft draws them",),
+    overheads=overheads.DIFFUSERS,
 )

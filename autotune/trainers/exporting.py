@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES, Family, find_published
-from autotune.schema import Candidate, Frozen, Job, ModelSpec, TrainingPlan, Workload
+from autotune.knobs import PIN, EncoderSize, describe_caching
+from autotune.schema import CachingSettings, Candidate, Frozen, Job, ModelSpec, Overheads, TrainingPlan, Workload
 from autotune.trainers.blocks import count_blocks
 from autotune.trainers.document import Setting
 from autotune.trainers.importing import ConfigLine, read_settings
@@ -92,7 +94,9 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     read, lines = _read_back(trainer, written, context)
     _require_no_more_memory(trainer, needed, read, workload.model.num_blocks)
     differences = compare(planned, read, context)
+    overheads = trainer.overheads_of(written, known)
     remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lines)) + trainer.notes
+    remarks += (overheads.text,) if overheads else ()
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
         first = binding[0]
@@ -120,10 +124,24 @@ def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num
     if _stored_bits(read) > _stored_bits(planned):
         message = f"{trainer.title} cannot do what the plan says: with this model it has no weight format like"
         raise InvalidInput(f"{message} quantization {planned['quantization']}", hint=_plan_for(trainer))
+    if _encoder_bytes(read) > _encoder_bytes(planned):
+        stored = describe_caching(_caching(planned))
+        message = f"{trainer.title} cannot do what the plan says: it encodes captions otherwise than {stored}"
+        raise InvalidInput(f"{message}: more memory", hint=_plan_for(trainer))
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             message = f"{trainer.title} cannot do what the plan says: {name} would be {usual}, not {own}: more memory"
             raise InvalidInput(message, hint=_plan_for(trainer))
+
+
+def _caching(values: Values) -> CachingSettings:
+    written = {name.removeprefix(PIN): value for name, value in values.items() if name.startswith(PIN)}
+    return CachingSettings.model_validate(written)
+
+
+def _encoder_bytes(values: Values) -> int:
+    """What text encoders of a usual size take of the device."""
+    return EncoderSize(7 << 30, element_bytes=2, vae_bytes=0).device_bytes(_caching(values))
 
 
 def _stored_bits(values: Values) -> int:
@@ -226,13 +244,14 @@ def _text(value: Any) -> str:
 
 def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, ...], remarks: tuple[str, ...]) -> str:
     """Comments that say where the files come from and where they differ."""
-    expected = plan.frozen.expected
+    expected, assumed = plan.frozen.expected, plan.frozen.overheads
+    is_planned_for = assumed is not None and assumed.program == trainer.name
+    whose = f"As {trainer.title} takes memory, it" if is_planned_for else "autotune's own executor"
     lines = [
         f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from the plan",
         plan.identity,
-        f"autotune's own executor is expected to take {expected.step_seconds:.3f} s a step and "
+        f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
         f"{expected.required_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
-        f"{trainer.title} will take other times and bytes.",
     ]
     for kind, title in (
         ("learning", "It will learn differently:"),
@@ -245,13 +264,30 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
     return "".join(f"# {line}\n" for line in lines)
 
 
-def kept_bytes(trainer: Trainer, family: str) -> int:
-    """What a trainer keeps on the device beside what autotune does, while it trains a family.
+def overheads_for(
+    trainer: Trainer, job: Job, workload: Workload, choices: Mapping[str, tuple[Any, ...]]
+) -> Overheads | None:
+    """What a trainer takes of a device beside autotune's ways, with the files that it would get for a job.
+
+    Args:
+        trainer: which.
+        job: what is trained.
+        workload: how.
+        choices: of the knobs; which of them is chosen makes no difference.
 
     Raises:
         InvalidInput: the trainer does not know the model.
     """
-    return known_model(trainer, family).kept_bytes
+    known = known_model(trainer, workload.model.family, workload.model)
+    context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
+    first = {name: values[0] for name, values in choices.items()}
+    values = {**_assumed(context.family), **first, **JOB, **dict(job), **_workload_values(workload)}
+    table = trainer.for_model(known)
+    written: dict[str, Any] = {**table.defaults, **table.fixed, **known.keys}
+    for rule in table.rules:
+        with suppress(CannotExpress):
+            written |= rule.write(values, context)
+    return table.overheads_of({key: one for key, one in written.items() if key not in known.lacks}, known)
 
 
 def inexpressible(

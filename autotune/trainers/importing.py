@@ -9,7 +9,7 @@ from typing import Any
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES
-from autotune.schema import Frozen
+from autotune.schema import Frozen, Overheads
 from autotune.trainers.document import Document, Setting, read_document, with_references
 from autotune.trainers.registry import get_trainer, trainers
 from autotune.trainers.rules import LOST, Context, Rule, Values, is_knob
@@ -51,6 +51,8 @@ class ImportedConfig(Frozen):
     """What changes learning or is not understood, and is not in `options` or `pins`."""
     notes: tuple[str, ...]
     """What this trainer computes differently whatever its settings are."""
+    overheads: Overheads | None = None
+    """What it takes of a device otherwise than autotune's executor, with these settings; None if nobody has looked."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         options=options,
         pins=pins,
         notes=table.notes,
+        overheads=table.overheads_of({key: one.value for key, one in settings.items()}, known),
         **listed,
     )
 

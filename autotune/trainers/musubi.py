@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.families import Family
-from autotune.trainers import blocks, kohya, rules
+from autotune.trainers import blocks, kohya, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.meanings import meanings
 from autotune.trainers.rules import Context, Rule, Values
@@ -185,8 +185,6 @@ MUSUBI = Trainer(
     *("musubi", "musubi-tuner", "30c658c", _detect, MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED, _files),
     references={"dataset_config": "", "config_file": ""},
     sections_kept=("general.", "datasets["),
-    notes=(
-        "the adapter is trained in fp32, by autotune in bf16: memory and numbers differ a little",
-        "fp8_scaled stores scales of its own, not torchao's by row",
-    ),
+    notes=("fp8_scaled stores scales of its own, not torchao's by row",),
+    overheads=overheads.MUSUBI,
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autotune.trainers import blocks, rules
+from autotune.trainers import blocks, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.layers import Selects, convolutions, in_any_block, layers_of, linear_layers, short_names
 from autotune.trainers.meanings import meanings
@@ -195,5 +195,5 @@ ONETRAINER = Trainer(
         "gradient_checkpointing": "transformer.gradient_checkpointing",
         "layer_offload_fraction": "transformer.offload_fraction",
     },
-    notes=("the adapter is trained in fp32, by autotune in bf16: memory and numbers differ a little",),
+    overheads=overheads.ONETRAINER,
 )

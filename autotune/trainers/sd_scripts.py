@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.trainers import blocks, kohya, rules
+from autotune.trainers import blocks, kohya, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.layers import Selects, in_block, layers_of, linear_layers
 from autotune.trainers.meanings import meanings
@@ -67,9 +67,8 @@ def _text_encoders(values: Values, context: Context) -> Values:
 
 def _write_dropout(ours: Values, context: Context) -> Values:
     """Captions that are sometimes dropped cannot be cached there."""
-    share = ours["caption_dropout"]
-    cached = {key: None for key in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk") if share}
-    return {DROPOUT[0]: share, **cached}
+    share, cached = ours["caption_dropout"], ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
+    return {DROPOUT[0]: share, **(dict.fromkeys(cached) if share else {})}
 
 
 DROPOUT = ("datasets[].subsets[].caption_dropout_rate", "general.caption_dropout_rate", "caption_dropout_rate")
@@ -197,4 +196,5 @@ SD_SCRIPTS = Trainer(
     references={"dataset_config": "", "config_file": ""},
     sections_kept=("general.", "datasets["),
     aliases={"optimizer": "optimizer_type", "max_resolution": "resolution", "epoch": "max_train_epochs"},
+    overheads=overheads.SD_SCRIPTS,
 )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.trainers import blocks, rules
+from autotune.trainers import blocks, overheads, rules
 from autotune.trainers.document import Document
 from autotune.trainers.meanings import meanings
 from autotune.trainers.parts import peft_targets
@@ -191,4 +191,5 @@ SIMPLETUNER = Trainer(
     *("simpletuner", "SimpleTuner", "bc8e6ab77", _detect, *TABLE, _files),
     weights_keys=("pretrained_model_name_or_path",),
     references={"data_backend_config": "backends"},
+    overheads=overheads.SIMPLETUNER,
 )

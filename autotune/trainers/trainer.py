@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.families import Family, PublishedModel, find_published
+from autotune.schema import Overheads
 from autotune.trainers.document import Document
+from autotune.trainers.overheads import OverheadTable
 from autotune.trainers.rules import Rule, Values
 
 FILL_IN = "FILL-IN"
@@ -29,9 +31,9 @@ class KnownModel:
     """Keys that do nothing for it, or that its script refuses."""
     part: tuple[str, str] | None = None
     """How its keys begin that begin otherwise for other models, and how those do."""
-    kept_bytes: int = 0
-    """What this trainer keeps on the device while it trains, beside what autotune does: parts of the pipeline. An
-    adapter in fp32 takes no more than autotune's in bf16 with its fp32 copy: 16 bytes a parameter with AdamW."""
+    kept: str = ""
+    """What this trainer keeps on the device with this model, beside `Trainer.overheads`: lines as in a table of those.
+    """
     assumes: str = ""
     """What is taken for granted of a file that says no more than `keys`."""
     note: str = ""
@@ -100,6 +102,8 @@ class Trainer:
     """If sections of the file mean nothing: the beginnings of keys that keep theirs."""
     notes: tuple[str, ...] = ()
     """What this trainer computes differently whatever its settings are."""
+    overheads: OverheadTable | None = None
+    """What it takes of a device otherwise than autotune's executor; None if nobody has looked."""
 
     def for_model(self, known: KnownModel) -> "Trainer":
         """This table as it is for one model."""
@@ -111,6 +115,12 @@ class Trainer:
             fixed={**fixed, **known.fixed},
             notes=(*self.notes, *filter(None, [known.note])),
         )
+
+    def overheads_of(self, written: Values, known: KnownModel) -> Overheads | None:
+        """What it takes of a device with settings by its keys; its defaults count for what these lack."""
+        if self.overheads is None:
+            return None
+        return self.overheads.resolve(self.name, self.version, {**self.defaults, **written}, known.kept)
 
     def find_decided(self, key: str) -> str | None:
         """What autotune does by itself about a key; None if that is not so."""

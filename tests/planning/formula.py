@@ -45,11 +45,13 @@ class FormulaCostModel:
     caching_reason: Reason = field(default_factory=lambda: Reason(knob="caching", chosen="release", why="test"))
     parallel: Parallel = ONE_PROCESS
     calibration: Calibration | None = None
+    overheads: None = None
 
     @classmethod
     def build(
         cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *, memory_budget: Any = None,
-        caching: Any = None, caching_pins: Any = None, parallel: Parallel = ONE_PROCESS
+        caching: Any = None, caching_pins: Any = None, caching_exclusions: Any = (), parallel: Parallel = ONE_PROCESS,
+        overheads: None = None
     ) -> "FormulaCostModel":  # fmt: skip
         model, budget = SimpleNamespace(config=config, parts=parts), memory_budget or hardware.device.budget
         made = cls(hardware, workload, family, budget, model, parallel=parallel)
@@ -83,7 +85,7 @@ class FormulaCostModel:
     def with_parallel(self, parallel: Parallel) -> "FormulaCostModel":
         return replace(self, parallel=parallel)
 
-    def single_process(self) -> "FormulaCostModel":
+    def as_trials_run(self) -> "FormulaCostModel":
         return self
 
     def for_hardware(self, hardware: Any) -> "FormulaCostModel":

@@ -57,7 +57,7 @@ class PlanSubject:
             trials=frozen.trials,
             forecast=frozen.forecast,
             reasons=frozen.reasons,
-            advice=frozen.advice,
+            advice=(*([frozen.overheads.text] if frozen.overheads else ()), *frozen.advice),
             search_seconds=frozen.search_seconds,
             plan=plan,
         )

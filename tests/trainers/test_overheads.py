@@ -1,0 +1,162 @@
+"""What other trainers take of a device: predicted from their tables, told in plans and audits, and decisive."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotune
+from autotune.cost.kernels import kernel_for
+from autotune.cost.predict import CostModel
+from autotune.families.registry import FAMILIES
+from autotune.reporting.plan import plan_lines
+from autotune.schema.candidate import Candidate
+from autotune.schema.overheads import Overheads
+from autotune.schema.prediction import MemoryBreakdown, Prediction
+from autotune.schema.workload import Bucket
+from autotune.search.winner import Score, refuse_beyond
+from autotune.trainers.exporting import export_plan, known_model, overheads_for
+from autotune.trainers.registry import get_trainer
+from tests.cost.tiny_models import TINY, gpu, workload_of
+from tests.trainers.plans import plan_of
+from tests.training.small import write_model_and_images
+
+SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+ADAPTERS = {"ai-toolkit": 4, "musubi": 4, "onetrainer": 4, "simpletuner": 2, "diffusers": 2}
+"""Bytes of an adapter's parameter, and of its gradient, in each trainer's program."""
+
+
+def overheads_of(trainer: str, model: str = "qwen-image", **changes: Any) -> Overheads:
+    plan = plan_of(model, **changes)
+    choices = {name: (value,) for name, value in plan.frozen.settings}
+    found = overheads_for(get_trainer(trainer), plan.job, plan.frozen.workload, choices)
+    assert found is not None
+    return found
+
+
+BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
+
+
+def cost_of(name: str, overheads: Overheads | None = None) -> CostModel:
+    """Of a tiny transformer without the models around it, which trains on images of half a thousand pixels a side."""
+    work = workload_of(name, buckets=(BUCKET,))
+    return CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES[name], TINY[name], overheads=overheads)
+
+
+@pytest.fixture(scope="module")
+def own() -> CostModel:
+    return cost_of("qwen-image")
+
+
+def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
+    return next(phase.breakdown for phase in prediction.phases if phase.name == name)
+
+
+@pytest.mark.parametrize("trainer", ADAPTERS)
+def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(own: CostModel, trainer: str) -> None:
+    found = overheads_of(trainer)
+    theirs = cost_of("qwen-image", found)
+    storage = own.model.storage("bf16", "none")
+    number, tensors = storage.adapter_parameters, storage.adapter_tensors
+    train = phase_of(theirs.predict(SETTINGS), "train")
+    assert train.adapter_bytes == number * ADAPTERS[trainer]
+    assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
+    assert sum(theirs.model.storage("bf16", "none").block_adapter_bytes) == number * ADAPTERS[trainer]
+    usual = phase_of(own.predict(SETTINGS), "train")
+    assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
+
+
+def test_an_adapter_in_fp32_without_autocast_keeps_a_copy_of_each_input(own: CostModel) -> None:
+    def kept_by_a_block(trainer: str) -> int:
+        model = cost_of("qwen-image", overheads_of(trainer)).model
+        kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
+        return model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
+
+    width = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
+    tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
+    copies = 4 * tokens * width * 4 - tokens * width * 2  # of query, key and value in place of one in bf16, and output
+    narrow = 4 * tokens * rank * (4 - 2)
+    cast = 4 * 2 * rank * width * 2  # by autocast, the matrices instead
+    assert kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi") == copies + narrow - cast
+
+
+def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> None:
+    family, machine = FAMILIES["sdxl"], gpu("nvidia-h100-sxm")
+    own = CostModel.build(machine, workload_of("sdxl"), family, TINY["sdxl"], family.parts)
+    theirs = own.with_overheads(overheads_of("diffusers", "sdxl"), (own.caching, own.caching_reason))
+    size, predictions = own.tables.encoder_size, [each.predict(SETTINGS) for each in (theirs, own)]
+    weights = phase_of(predictions[0], "load").weight_bytes
+    there, here = (phase_of(each, "cache") for each in predictions)
+    assert there.weight_bytes == weights + size.device_bytes(own.caching) + size.vae_bytes
+    assert there.weight_bytes > here.weight_bytes
+    train, own_train = (phase_of(each, "train") for each in predictions)
+    assert train.weight_bytes - own_train.weight_bytes == 2 * size.vae_bytes + size.plain_bytes  # the VAE in fp32
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "changes", "kept"),
+    [
+        ("ai-toolkit", "qwen-image", {}, set()),
+        ("musubi", "qwen-image", {}, set()),
+        ("diffusers", "flux1-dev", {}, {"transformer cache"}),
+        (
+            *("diffusers", "flux1-dev", {"preview_prompts": ("a photo",)}),
+            {"transformer cache", "vae train", "text_encoders preview"},
+        ),
+        ("sd-scripts", "flux1-dev", {"targets": "attention+mlp"}, set()),
+        ("sd-scripts", "flux1-dev", {"targets": "attention+mlp", "caption_dropout": 0.1}, {"text_encoders train"}),
+    ],
+)
+def test_what_is_kept_depends_on_the_files_that_are_written(
+    trainer: str, model: str, changes: dict[str, Any], kept: set[str]
+) -> None:
+    assert {f"{one.part} {one.phase}" for one in overheads_of(trainer, model, **changes).kept} == kept
+
+
+def test_what_a_file_says_counts() -> None:
+    def of(trainer: str, model: str, **written: Any) -> Overheads:
+        table = get_trainer(trainer)
+        found = table.overheads_of(written, known_model(table, model))
+        assert found is not None
+        return found
+
+    file = of("ai-toolkit", "qwen-image")
+    assert {f"{one.part} {one.phase}" for one in file.kept} == {
+        *("text_encoders load", "text_encoders train", "vae train")
+    }
+    assert of("onetrainer", "qwen-image", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
+    assert of("simpletuner", "qwen-image").adapter.optimizer_bytes == 6  # its own AdamW, its default
+    assert of("simpletuner", "qwen-image", optimizer="torch-adamw").adapter.optimizer_bytes == 4
+    assert of("diffusers", "qwen-image").adapter_on("bnb-nf4").precision == "fp32"
+
+
+def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_not_chosen(tmp_path: Path) -> None:
+    model, _ = write_model_and_images(tmp_path)
+    asked: Any = {"hardware": "nvidia-h100-sxm", "resolution": "512", "exclusions": {"quantization": "torchao-fp8"}}
+    roomy = autotune.plan(str(model), for_trainer="ai-toolkit", **asked)
+    pins = {name: str(value) for name, value in roomy.frozen.settings}
+    alone = autotune.plan(str(model), pins=pins, hardware="nvidia-h100-sxm", resolution="512")
+    needed, own = (each.frozen.expected.required_memory_bytes for each in (roomy, alone))
+    assert own < needed
+    budget = (own + needed) // 2
+    tight = autotune.plan(str(model), for_trainer="ai-toolkit", max_memory=budget, **asked)
+    assert autotune.plan(str(model), pins=pins, max_memory=budget, hardware="nvidia-h100-sxm", resolution="512")
+    assert tight.frozen.settings != roomy.frozen.settings
+    assert tight.frozen.expected.required_memory_bytes <= budget
+    assert tight.frozen.overheads is not None
+    assert tight.frozen.overheads.program == "ai-toolkit"
+    assert "memory as ai-toolkit takes it" in " ".join(plan_lines(tight))
+    head = export_plan(tight, get_trainer("ai-toolkit")).files["train.yaml"]
+    assert "# As ai-toolkit takes memory, it is expected" in head
+    assert "the adapter in fp32, with a copy of each input" in head
+
+
+def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(own: CostModel) -> None:
+    theirs = cost_of("qwen-image", overheads_of("ai-toolkit"))
+    settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
+    ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
+    least, most = sorted(theirs.predict(one).required_memory_bytes for one in settings)
+    failures = [one.failure for one in refuse_beyond(ran, theirs, (least + most) // 2)]
+    assert sum(failure is None for failure in failures) == 1
+    assert refuse_beyond(ran, own, 0) == ran
+    assert theirs.as_trials_run().predict(SETTINGS).phases == own.predict(SETTINGS).phases
