@@ -65,11 +65,7 @@ def estimate(
         text_tokens: length of an encoded caption.
         rank: rank of the adapter.
         targets: named set of adapted layers, e.g. `attention`, or patterns as for `plan`.
-        adapted_blocks: as for `plan`.
-        adapter: as for `plan`.
-        ema_decay: as for `plan`.
-        optimizer: as for `plan`.
-        optimizer_options: as for `plan`.
+        adapted_blocks, adapter, ema_decay, optimizer, optimizer_options: as for `plan`.
         effective_batch_size: images per optimizer step.
         micro_batch_size: images per forward pass.
         checkpointed_blocks: blocks that recompute their activations; None for all.

@@ -68,10 +68,7 @@ def job_script(
     said = {name: os.fspath(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
     subjects = () if over is None else read_subjects(Path(over))
-    plans = [subject.plan(made) for subject in subjects] or [made]
-    for each in plans:
-        _require_folders(each)
-    longest = with_job(made, num_steps=max(each.job.num_steps for each in plans))
+    longest = _longest([subject.plan(made) for subject in subjects] or [made])
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
     job = _job_file(made, file, said, image, claim)
     if over is not None:
@@ -81,6 +78,16 @@ def job_script(
     if path is not None:
         _write(Path(path), text, file)
     return text
+
+
+def _longest(plans: Sequence[TrainingPlan]) -> TrainingPlan:
+    """The one with most steps.
+
+    Raises InvalidInput if the job of one would lack data or folders.
+    """
+    for plan in plans:
+        _require_folders(plan)
+    return max(plans, key=lambda plan: plan.job.num_steps)
 
 
 def _variant(file: Path, hardware: str | HardwareProfile | None) -> TrainingPlan:

@@ -98,9 +98,8 @@ def train(
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     if plan is None:
-        is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3
-        asked = {**changes, "optimizer": optimizer}
-        plan = _plan_first(asked, on_event, resume=resume, is_alone=is_alone and not started_by_launcher())
+        is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3 and not started_by_launcher()
+        plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
     _require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
