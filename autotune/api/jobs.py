@@ -63,8 +63,7 @@ def job_script(
     """
     if cluster not in get_args(Cluster):
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
-    file = Path(plan)
-    given = {"model": model, "data": data, "control": control, "output": output}
+    file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
     said = {name: os.fspath(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
     subjects = () if over is None else read_subjects(Path(over))

@@ -63,10 +63,9 @@ def train(
 ) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
-    Without a plan, `model` and `data` are planned first, as `autotune.plan` does, or with `resume` the plan in the
-    output folder is taken. A predicted plan is tried once on this machine first; the measured plan is written beside
-    its file. If torchrun, `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's;
-    else it starts them.
+    Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan is taken. A
+    predicted plan is tried once on this machine first; the measured plan is written beside its file. If torchrun,
+    `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's; else it starts them.
 
     Args:
         plan: a plan, or its file.
@@ -85,11 +84,9 @@ def train(
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
         DoesNotFit: the plan was made for another machine, model or class of data.
-        InvalidInput: model or data cannot be used, the output folder belongs to another run, or the processes that a
-            launcher started are not as many as the plan's.
+        InvalidInput: model, data or output folder cannot be used, or a launcher started another number of processes.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: another process of the run ended or does not answer; memory or disk ran out, the loss is
-            no longer finite, or a search uses the device.
+        AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no longer finite.
 
     Example:
         >>> autotune.train("plan.yaml", output="first-run").final_loss
