@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, load_variants, save_plan
     from autotune.api.plans import PlanNotWritten, check, list_choices, plan, plan_variants
+    from autotune.api.publishing import publish, require_hub
     from autotune.api.records import (
         NoSuchFolder,
         RecordList,

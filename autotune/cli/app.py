@@ -28,7 +28,7 @@ from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain, report
 from autotune.cli.probe import probe
-from autotune.cli.train import sample, train
+from autotune.cli.train import publish, sample, train
 
 INTERRUPTED = 130
 """Exit status of typer on Ctrl-C."""
@@ -67,7 +67,7 @@ def top(
 
 
 PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
-for command in (*PLANS, train, job_script, sample, demo, import_config, export_config, audit):
+for command in (*PLANS, train, job_script, sample, publish, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)

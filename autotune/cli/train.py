@@ -39,6 +39,10 @@ class TrainOptions:
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port of localhost.")
     ] = None
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(help="Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"),
+    ] = None
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
     ] = False
@@ -51,14 +55,15 @@ class TrainOptions:
     as_json: Json = False
 
 
-OF_ONE_RUN = ("trace", "nodes", "rdzv_endpoint", "node_rank", "metrics_port")
+NOT_OF_TRAIN = ("plan_file", "as_json", "gate", "over", "subject", "push_to_hub")
+OF_ONE_RUN = ("push_to_hub", "trace", "nodes", "rdzv_endpoint", "node_rank", "metrics_port")
 """Options that say how a single run goes."""
 
 
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
-    arguments = {**given(options, but=("plan_file", "as_json", "gate", "over", "subject")), **job.values()}
+    arguments = {**given(options, but=NOT_OF_TRAIN), **job.values()}
     if options.over is not None:
         if options.plan_file is None:
             raise typer.BadParameter("name the plan that is trained over them", param_hint="PLAN")
@@ -68,6 +73,8 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         arguments |= autotune.subject_job(options.plan_file, options.over, options.subject, options.output or "")
     elif options.subject is not None:
         raise typer.BadParameter("it needs --over FILE", param_hint="--subject")
+    if options.push_to_hub is not None:
+        autotune.require_hub(options.push_to_hub)
     if options.plan_file is None and not options.resume:
         if options.model is None:
             raise typer.BadParameter("name a plan, or what to plan for: --model and --data", param_hint="PLAN")
@@ -84,6 +91,8 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         return
     lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
+    if options.push_to_hub is not None:
+        print_remark(f"uploaded to {autotune.publish(output, options.push_to_hub)}")
     if options.gate:
         _require_success(report)
 
@@ -110,6 +119,15 @@ def _require_success(report: "autotune.RunReport") -> None:
             print_remark(f"error: {failure}")
         print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
         raise typer.Exit(1)
+
+
+def publish(
+    run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
+    repo: Annotated[str, typer.Argument(help="Where to: it is made if it is not there.", metavar="OWNER/NAME")],
+    public: Annotated[bool, typer.Option("--public", help="Let everyone see a repository that is made.")] = False,
+) -> None:
+    """Upload a trained adapter to the hub, with samples and a model card."""
+    print_out(autotune.publish(run_folder, repo, private=not public))
 
 
 def sample(

@@ -6,6 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.reporting.audit import audit_lines, audit_markdown
+    from autotune.reporting.cards import model_card
     from autotune.reporting.comparison import comparison_lines
     from autotune.reporting.configs import export_lines, import_lines
     from autotune.reporting.data import data_report_lines

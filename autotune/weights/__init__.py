@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
     from autotune.weights.loaders import LOADERS, has_gds, load_file
     from autotune.weights.lora_layer import LoraLayer
+    from autotune.weights.publishing import require_login, upload
     from autotune.weights.resharding import is_model_path, reshard
     from autotune.weights.saving import save_file
     from autotune.weights.single_file import first_names, view_as

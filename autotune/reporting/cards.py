@@ -1,0 +1,84 @@
+"""The model card of a trained adapter: what it is, how it was made, how it is used. Pure."""
+
+from collections.abc import Sequence
+
+import yaml
+
+from autotune.reporting.plan import full_settings_lines
+from autotune.reporting.run import report_lines
+from autotune.schema import RunReport, TrainingPlan
+
+TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
+"""What the hub calls each kind of model."""
+
+
+def model_card(
+    plan: TrainingPlan,
+    report: RunReport,
+    *,
+    name: str,
+    base_model: str | None,
+    kind: str,
+    license_name: str | None,
+    pictures: Sequence[tuple[str, str]],
+) -> str:
+    """The card as Markdown with the hub's header. Of the data it tells the number of items and nothing else.
+
+    Args:
+        plan: what was trained.
+        report: what came of it.
+        name: of the repository.
+        base_model: hub id of the model that was adapted; None if it has none.
+        kind: `image`, `edit` or `video`.
+        license_name: of the base model, as its card says.
+        pictures: prompt and file of samples with the adapter.
+    """
+    work, job = plan.frozen.workload, plan.job
+    header: dict[str, object] = {
+        "base_model": base_model,
+        "license": license_name,
+        "library_name": "diffusers",
+        "pipeline_tag": TASKS[kind],
+        "tags": ["lora", "diffusers", "autotune", TASKS[kind]],
+        "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
+    }
+    told = {key: value for key, value in header.items() if value}
+    items = sum(bucket.num_items for bucket in work.buckets)
+    load = f'pipeline.load_lora_weights("{name}", weight_name="{report.adapter}")'
+    shown = [line for prompt, file in pictures for line in (f"![{prompt}]({file})", "", f"*{prompt}*", "")]
+    learned = (
+        f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, {report.num_steps} steps "
+        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} items."
+    )
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(told, sort_keys=False, allow_unicode=True).rstrip(),
+            "---",
+            "",
+            f"# {name.rpartition('/')[2]}",
+            "",
+            f"A LoRA for {base_model or work.model.name}, trained by autotune.",
+            "",
+            *shown,
+            "## Use",
+            "",
+            "```python",
+            "from diffusers import DiffusionPipeline",
+            "",
+            f'pipeline = DiffusionPipeline.from_pretrained("{base_model or "FOLDER OF THE BASE MODEL"}")',
+            load,
+            "```",
+            "",
+            "## How it was trained",
+            "",
+            learned,
+            "",
+            "```",
+            *full_settings_lines(plan),
+            "",
+            *report_lines(report),
+            "```",
+            "",
+        ]
+    )

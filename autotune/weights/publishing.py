@@ -1,0 +1,63 @@
+"""Puts the files of a trained adapter into a repository on the hub."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from autotune.errors import first_line
+from autotune.weights.errors import HubError
+from autotune.weights.hub import UNREACHABLE
+
+LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
+
+
+def require_login(repo: str) -> None:
+    """See that uploading to `repo` can work, before hours of training: a valid name, and a token that the hub knows.
+
+    Raises:
+        HubError: it cannot.
+    """
+    with _translate_errors(repo):
+        validate_repo_id(repo)
+        huggingface_hub.HfApi().whoami()
+
+
+def upload(repo: str, files: Mapping[str, Path | bytes], *, private: bool = True) -> str:
+    """Write all files in one commit, under the names that are their keys, and return the repository's address.
+
+    A repository that does not exist is made, `private` or not; one that exists stays as it is.
+
+    Raises:
+        HubError: there is no token, it may not write there, or the hub is out of reach.
+    """
+    additions = [
+        huggingface_hub.CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in files.items()
+    ]
+    api = huggingface_hub.HfApi()
+    with _translate_errors(repo):
+        address = api.create_repo(repo, private=private, exist_ok=True)
+        api.create_commit(repo, additions, commit_message="An adapter trained by autotune")
+    return str(address)
+
+
+@contextmanager
+def _translate_errors(repo: str) -> Iterator[None]:
+    try:
+        yield
+    except HFValidationError as error:
+        raise HubError(f"{repo!r} is no repository's name", hint="write owner/name") from error
+    except LocalTokenNotFoundError as error:
+        raise HubError("there is no token of the hub on this machine", hint=LOGIN) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status in (401, 403):
+            raise HubError(f"the hub does not let this token write to {repo}", hint=LOGIN) from error
+        raise HubError(f"the hub refused {repo}: {first_line(error)}", hint="try again later") from error
+    except UNREACHABLE as error:
+        hint = "check the network, and that HF_HUB_OFFLINE is not set"
+        raise HubError(f"the hub is out of reach: {first_line(error)}", hint=hint) from error
