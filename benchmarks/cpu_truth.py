@@ -14,7 +14,7 @@ from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
 from autotune.knobs.precision import torch_dtype
-from autotune.runtime.quiet import redirect_stderr
+from autotune.runtime.quiet import redirect_output
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 from autotune.training.model import TrainingModel, apply_knobs
@@ -127,7 +127,7 @@ def run(
         )
 
     step(0)
-    with redirect_stderr(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(1)
     level = peak = 0
     for size in memory_events(profiler):

@@ -70,7 +70,7 @@ def test_it_goes_on_to_the_bit_and_diffusers_computes_with_the_file_what_was_tra
     transformer = loop.model.transformer
     work, family = plan.frozen.workload, changed.resolved.family
     again = load_model(changed.resolved, work, plan.frozen.settings, CPU, seed=1)
-    start_from(resumed, again.transformer)
+    start_from(resumed, again.transformer, again.family)
     loop.model = dataclasses.replace(loop.model, transformer=again.transformer)
     assert loop.evaluate() == pytest.approx(loss, rel=1e-5)
     stock = family.load_pipeline(changed.model_folder)
