@@ -17,7 +17,10 @@ silence_libraries()
 import torch._inductor.config  # noqa: E402
 import torch.utils._triton  # noqa: E402
 
-sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+IS_HIDDEN = "bitsandbytes" not in sys.modules
+"""Whether it can be: a package whose submodules are there already would be imported again without them."""
+if IS_HIDDEN:
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 with (
     mock.patch.object(torch.cuda, "is_available", return_value=False),
     torch._inductor.config.patch(triton_disable_device_detection=True),
@@ -31,7 +34,8 @@ with (
     import autotune.trials.gradients
     import autotune.trials.phases
     import autotune.trials.steps  # noqa: F401
-del sys.modules["bitsandbytes"]
+if IS_HIDDEN:
+    del sys.modules["bitsandbytes"]
 for function in vars(torch.utils._triton).values():
     getattr(function, "cache_clear", lambda: None)()  # what was cached while the GPU was hidden
 

@@ -15,6 +15,7 @@ from autotune.trials import worker
 from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
+from tests.builders import BITSANDBYTES
 
 PARALLEL_FROM = 32768
 """Elements from which ATen shares out an operation among threads (at::internal::GRAIN_SIZE)."""
@@ -90,6 +91,13 @@ def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "autotune.trials.preload", None)  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
         worker._require_preload()
+
+
+@BITSANDBYTES
+def test_a_library_that_is_there_already_stays_whole() -> None:
+    code = "import bitsandbytes, autotune.trials.preload, sys; sys.modules['bitsandbytes'].nn.Linear4bit"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=480)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
