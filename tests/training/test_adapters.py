@@ -106,7 +106,7 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
     for targets, blocks, what in (
         ("to_z", "all", "no layer"),
         ("attention", "2-4", "no blocks"),
-        ("atention", "all", ""),
+        ("atention", "all", "no target set"),
     ):
         with pytest.raises(InvalidInput, match=what):
             choose_layers(family, model, targets, blocks)

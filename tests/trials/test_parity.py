@@ -1,5 +1,6 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
+import functools
 from functools import partialmethod
 from pathlib import Path
 
@@ -163,6 +164,7 @@ def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None
 def test_an_optimizer_that_forgets_its_decay_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.optim.AdamW.__init__
 
+    @functools.wraps(plain)  # whose arguments are looked at
     def forgetful(self: torch.optim.AdamW, *values: object, **named: object) -> None:
         plain(self, *values, **{**named, **({"weight_decay": 0.0} if named.get("fused") else {})})  # type: ignore[arg-type]
 
