@@ -8,7 +8,17 @@ from typing import Literal
 from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext, usual_learning_rate
-from autotune.schema import Job, MemoryBudget, Overheads, TrainingPlan, Workload, job_from, split_reference
+from autotune.schema import (
+    ADAMW,
+    Job,
+    MemoryBudget,
+    OptimizerChoice,
+    Overheads,
+    TrainingPlan,
+    Workload,
+    job_from,
+    split_reference,
+)
 from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import (
     WorkloadOverrides,
@@ -58,6 +68,8 @@ class PlanRequest:
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
     """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+    job_optimizer: OptimizerChoice = ADAMW
+    """The optimizer of that plan, which its learning rate was for."""
 
     @property
     def processes_per_node(self) -> int:
@@ -114,6 +126,7 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
         exclusions=frozen.exclusions,
         overheads=frozen.overheads,
         job=job,
+        job_optimizer=frozen.workload.optimizer,
     )
 
 
@@ -156,7 +169,10 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "revision": model.revision,
         "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }
-    job = job_from(dict(request.job) if request.job else usual, {**request.job_overrides, **resolved})
+    earlier = dict(request.job) if request.job else usual
+    if request.job_optimizer.name != request.workload_overrides.optimizer.name:
+        earlier = {**earlier, "learning_rate": usual["learning_rate"]}
+    job = job_from(earlier, {**request.job_overrides, **resolved})
     if dataset:
         job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
     check_job(job, model.family)

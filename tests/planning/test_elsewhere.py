@@ -1,16 +1,20 @@
 """The predictions that ship for the catalog: whole, and what the planner says today."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from autotune.errors import NothingFits
 from autotune.families.registry import FAMILIES
+from autotune.families.resolve import resolve_model
 from autotune.hardware.catalog import gpu_named, load_catalog, profile_of_gpu
 from autotune.planning.elsewhere import FILE, catalog_predictions
 from autotune.planning.planner import make_plan
-from autotune.planning.request import PlanRequest
+from autotune.planning.request import PlanRequest, build_job, request_from
 from autotune.runtime.paths import shipped_path
+from autotune.schema.workload import OptimizerChoice
+from tests.reporting.page.pages import golden_plan
 
 KNOWN = json.loads(shipped_path(FILE).read_text())["models"]
 WRITE = "write them again: python benchmarks/predict_catalog.py"
@@ -35,3 +39,13 @@ def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: s
         return
     assert known.step_seconds == pytest.approx(expected.step_seconds, rel=0.02), WRITE
     assert known.run_memory_bytes == pytest.approx(expected.required_memory_bytes, rel=0.02), WRITE
+
+
+def test_an_earlier_plans_learning_rate_is_not_another_optimizers() -> None:
+    plan = golden_plan()
+    request, model = request_from(plan), resolve_model(plan.job.model)
+    other = replace(request.workload_overrides, optimizer=OptimizerChoice(name="prodigy"))
+    assert build_job(request, model, None, 4).learning_rate == plan.job.learning_rate
+    assert build_job(replace(request, workload_overrides=other), model, None, 4).learning_rate == 1.0
+    said = replace(request, workload_overrides=other, job_overrides={"learning_rate": 0.5})
+    assert build_job(said, model, None, 4).learning_rate == 0.5
