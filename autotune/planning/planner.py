@@ -270,7 +270,8 @@ def _try_compiled(
     def run(candidate: Candidate) -> TrialResult | None:
         request = problem.request
         model, _ = resolve_request_model(request)
-        checked = backend.check_parity(problem.cost.context, {"compile": (candidate.compile,)}, model)
+        asked = {"precision": problem.space.choices["precision"], "compile": (candidate.compile,)}
+        checked = backend.check_parity(problem.cost.context, asked, model)
         wrong = unavailable_reason(checked, parity_capability("compile", candidate.compile))
         if wrong:
             return TrialResult(candidate=candidate, outcome="numerics", message=wrong)

@@ -101,6 +101,7 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
     def check(context: object, choices: object, model: object) -> object:
         verdict = Capability(name="parity.compile.block", available=False, reason="gradients differ by 3")
         hardware = context.hardware  # type: ignore[attr-defined]
+        assert choices["precision"], "what compiled code is compared with"
         found = () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
         return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
