@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.options import require_known
-from autotune.api.runs import plan_here
+from autotune.api.runs import measure_predicted, plan_here
 from autotune.errors import InvalidInput, Preempted
 from autotune.hardware import probe
 from autotune.runtime import QueuedCommand, run_queue, started_by_launcher
@@ -115,7 +115,7 @@ def train_many(
     _require_one_machine(common)
     on_event(StatusChanged(text="reading the machine"))
     hardware = probe()
-    common = _ready(common, hardware, file, on_event)
+    common = measure_predicted(fetch_weights(common, hardware), hardware, file, on_event)
     return _run_all([subject.plan(common) for subject in subjects], find_places(common, hardware), on_event)
 
 
@@ -146,16 +146,6 @@ def _require_one_machine(plan: TrainingPlan) -> None:
             "several machines, or processes of a launcher, do not share a queue of runs",
             hint="write an array of jobs: autotune job-script PLAN --over FILE --for slurm; or train one: --subject K",
         )
-
-
-def _ready(plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent) -> TrainingPlan:
-    """The plan with its weights on this machine, and measured here if it was predicted."""
-    fetched = fetch_weights(plan, hardware)
-    if fetched.frozen.expected.evidence == "measured":
-        return fetched
-    from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
-
-    return measured_here(fetched, hardware, file, on_event)
 
 
 def _run_all(

@@ -44,20 +44,15 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
     found = read_run(folder)
     if found.report is None or not (folder / found.report.adapter).is_file():
         raise InvalidInput(f"{folder} holds no finished run", hint="finish it first: autotune train --resume")
-    names = [comparison_file("with", number) for number in range(len(found.plan.job.preview_prompts))]
-    shown = [
-        (prompt, name)
-        for prompt, name in zip(found.plan.job.preview_prompts, names, strict=True)
-        if (folder / name).is_file()
-    ]
-    family = get_family(found.plan.frozen.workload.model.family)
+    named = [(prompt, comparison_file("with", at)) for at, prompt in enumerate(found.plan.job.preview_prompts)]
+    shown = [(prompt, name) for prompt, name in named if (folder / name).is_file()]
     base_model, license_name = _base_of(found.plan)
     card = model_card(
         found.plan,
         found.report,
         name=repo,
         base_model=base_model,
-        kind="edit" if family.max_controls else "video" if family.can_train_clips else "image",
+        kind=get_family(found.plan.frozen.workload.model.family).kind,
         license_name=license_name,
         pictures=shown,
     )

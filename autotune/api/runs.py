@@ -165,15 +165,20 @@ def _ready(
     plan: TrainingPlan, hardware: HardwareProfile, place: Place, file: Path | None, on_event: OnEvent, *, resume: bool
 ) -> TrainingPlan:
     """The plan with its weights on this machine, and measured here if it was predicted."""
-    is_predicted = plan.frozen.expected.evidence == "predicted"
-    if is_predicted or is_on_hub(plan.job.pinned_model):  # else there is no long work yet
+    if plan.frozen.expected.evidence == "predicted" or is_on_hub(plan.job.pinned_model):  # else there is no long work
         check_inputs(plan, resume=resume)
-    fetched = fetch_weights(plan, hardware, place.nodes)
-    if not is_predicted:
-        return fetched
+    return measure_predicted(fetch_weights(plan, hardware, place.nodes), hardware, file, on_event)
+
+
+def measure_predicted(
+    plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
+) -> TrainingPlan:
+    """The plan, whose weights are here: tried on this machine if it was predicted, else as it is."""
+    if plan.frozen.expected.evidence != "predicted":
+        return plan
     from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
 
-    return measured_here(fetched, hardware, file, on_event)
+    return measured_here(plan, hardware, file, on_event)
 
 
 def _train(

@@ -91,10 +91,10 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         return
     lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
+    if options.gate:  # what it refuses is not uploaded
+        _require_success(report)
     if options.push_to_hub is not None:
         print_remark(f"uploaded to {autotune.publish(output, options.push_to_hub)}")
-    if options.gate:
-        _require_success(report)
 
 
 def _train_many(plan_file: Path, over: Path, options: TrainOptions, arguments: dict[str, Any]) -> None:

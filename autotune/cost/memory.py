@@ -224,11 +224,6 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
         phase("cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
-        phase(
-            "preview",
-            weight_bytes=weights + r.vae_bytes,
-            **kept,
-            transient_bytes=forward + r.library_bytes,
-        ),
+        phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
         phase("save", weight_bytes=weights, **kept),
     )

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotune.attention import AttentionLayout
 from autotune.errors import InvalidInput, suggest_nearest
@@ -160,6 +160,13 @@ class Family(ABC):
     def can_train_clips(self) -> bool:
         """Whether an item may have several frames."""
         return self.max_frames > 1
+
+    @property
+    def kind(self) -> Literal["image", "edit", "video"]:
+        """What its models make: images, images from others, or clips as well."""
+        if self.max_controls:
+            return "edit"
+        return "video" if self.can_train_clips else "image"
 
     @property
     def text_encoders(self) -> tuple[str, ...]:

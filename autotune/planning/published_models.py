@@ -40,7 +40,7 @@ class ModelSummary(Frozen):
             name=name,
             family=family.name,
             hub_id=model.hub_id,
-            kind="edit" if family.max_controls else "video" if family.can_train_clips else "image",
+            kind=family.kind,
             num_parameters=model.num_parameters or None,
             is_verified=bool(model.source),
             license=model.license,

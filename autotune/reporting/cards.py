@@ -34,15 +34,6 @@ def model_card(
         pictures: prompt and file of samples with the adapter.
     """
     work, job = plan.frozen.workload, plan.job
-    header: dict[str, object] = {
-        "base_model": base_model,
-        "license": license_name,
-        "library_name": "diffusers",
-        "pipeline_tag": TASKS[kind],
-        "tags": ["lora", "diffusers", "autotune", TASKS[kind]],
-        "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
-    }
-    told = {key: value for key, value in header.items() if value}
     items = sum(bucket.num_items for bucket in work.buckets)
     load = f'pipeline.load_lora_weights("{name}", weight_name="{report.adapter}")'
     shown = [line for prompt, file in pictures for line in (f"![{prompt}]({file})", "", f"*{prompt}*", "")]
@@ -52,9 +43,7 @@ def model_card(
     )
     return "\n".join(
         [
-            "---",
-            yaml.safe_dump(told, sort_keys=False, allow_unicode=True).rstrip(),
-            "---",
+            *_header(base_model, license_name, TASKS[kind], pictures),
             "",
             f"# {name.rpartition('/')[2]}",
             "",
@@ -82,3 +71,18 @@ def model_card(
             "",
         ]
     )
+
+
+def _header(
+    base_model: str | None, license_name: str | None, task: str, pictures: Sequence[tuple[str, str]]
+) -> list[str]:
+    header: dict[str, object] = {
+        "base_model": base_model,
+        "license": license_name,
+        "library_name": "diffusers",
+        "pipeline_tag": task,
+        "tags": ["lora", "diffusers", "autotune", task],
+        "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
+    }
+    told = {key: value for key, value in header.items() if value}
+    return ["---", yaml.safe_dump(told, sort_keys=False, allow_unicode=True).rstrip(), "---"]

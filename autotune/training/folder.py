@@ -34,9 +34,9 @@ CHANGEABLE_FIELDS = frozenset(
         "output",
         "cache",
         "save_dtype",
+        "adapter_format",
         "report_to",
     }
-    | {"adapter_format"}
     | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
     | {"checkpointing_steps", "checkpointing_epochs", "checkpoints_total_limit", "checkpoints_keep_every"}
 )

@@ -22,7 +22,7 @@ from autotune.hardware import (
     process_overhead_bytes,
     shares_host_memory,
 )
-from autotune.knobs import reload_key
+from autotune.knobs import check_options, reload_key
 from autotune.runtime import redirect_output
 from autotune.schema import (
     CachingSettings,
@@ -73,6 +73,9 @@ class ProcessTrialRunner:
         resident_bytes: what a run keeps on the device besides, which a rehearsal has, too.
         predict: the cost model's prediction for a candidate; without it no spill is found by step time.
         watchdog: ends a child before the host runs out of memory; by default as suits the device.
+
+    Raises:
+        InvalidInput: the workload's optimizer cannot be loaded, or is a `package:Class` that the user has not named.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ProcessTrialRunner:
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
+        check_options(workload.optimizer)  # here, where the user may have named a `package:Class`; children follow
         device, budget = hardware.device, budget or hardware.device.budget
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)

@@ -79,7 +79,7 @@ def _perform(request: Any, state: ChildState, limits: MemoryLimits) -> Any:
             cap_memory(limits)
             state.is_capped = True
         if workload := getattr(request, "workload", None):
-            allow_optimizer(workload.optimizer.name)  # the parent has loaded it
+            allow_optimizer(workload.optimizer.name)  # the runner has loaded it
         result = TASKS[type(request)](request, state)
         require_within_cap(limits)
         return result

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -14,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from autotune.errors import InvalidInput
+from autotune.schema import OptimizerChoice
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.trial import TrialResult
 from autotune.trials.runner import ProcessTrialRunner
@@ -67,6 +70,13 @@ def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path, mo
     monkeypatch.setattr("autotune.trials.runner.CPU_SPARE_BYTES", 0)
     with runner_for(small_model, workload(small_model), GIB // 16) as runner:
         assert runner.run(FIRST).outcome == "oom"
+
+
+def test_an_optimizer_that_the_user_did_not_name_reaches_no_child(small_model: Path) -> None:
+    work = workload(small_model).changed(optimizer=OptimizerChoice(name="antigravity:Optimizer"))
+    with pytest.raises(InvalidInput, match="takes your word"):
+        runner_for(small_model, work)
+    assert "antigravity" not in sys.modules
 
 
 def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
