@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
+from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext, usual_learning_rate
 from autotune.schema import (
@@ -29,6 +30,9 @@ from autotune.training import (
     require_separate_output,
 )
 from autotune.weights import BadWeights
+
+ENERGY_IS_MEASURED = "energy is measured, not predicted"
+PLAN_THERE = "plan on the machine itself, or leave --objective energy out"
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,8 @@ class ResolvedRequest:
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
+        if request.workload_overrides.objective == "energy" and not request.is_local:
+            raise InvalidInput(f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE)
         model, notes = resolve_request_model(request)
         if needs_weights and model.folder is not None:
             check_weights(model)
