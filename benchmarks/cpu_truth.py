@@ -38,11 +38,19 @@ class Truth:
     """Of the last step."""
 
 
+def open_blocks(transformer: Any) -> None:
+    """Give what starts as zero small random values: closed blocks would let neither loss nor gradients through."""
+    for parameter in transformer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
 def build(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> tuple[Any, list[Any]]:
     """A real transformer with random weights, the candidate's settings and an adapter; and the adapter's parameters."""
     dtype = torch_dtype(candidate.precision)
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
+    open_blocks(transformer)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
     if candidate.modulation == "ahead":  # before quantization, as loading leaves these layers out
         take_loaded_layers(family, transformer)
