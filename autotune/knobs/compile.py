@@ -71,7 +71,7 @@ class CompiledBlock:
     def __init__(self, block: "nn.Module", backend: str | Callable[..., Any] = "inductor") -> None:
         import torch
 
-        self._plain = block._call_impl
+        self._plain: Callable[..., Any] = block._call_impl
         self._for_first = torch.compile(self._plain, backend=backend)
         self._for_others = torch.compile(self._plain, backend=backend, dynamic=True)
         self._is_adapted = any(parameter.requires_grad for parameter in block.parameters())
