@@ -315,6 +315,13 @@ class Family(ABC):
         default's.
         """
 
+    def guidance_input(self, transformer: "nn.Module", levels: "Tensor", batch: Batch) -> "Tensor | None":
+        """Guidance (batch,) for a transformer that takes it as an input: the batch's, or the default's."""
+        if not unwrap_model(transformer).config.guidance_embeds:
+            return None
+        default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)
+        return batch.get("guidance", default)
+
     def sample(
         self,
         pipeline: Any,

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
+from autotune.families.flux2_dev import Flux2Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
@@ -73,6 +74,7 @@ FAMILIES = Families(
     ZImage(),
     StableDiffusionXL(),
     Flux2Klein(),
+    Flux2Dev(),
     Wan21(),
     Wan22(),
     Krea2(),

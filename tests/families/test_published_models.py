@@ -26,6 +26,7 @@ NUM_BLOCKS = {
     "flux1-dev": 57,
     "kandinsky5-image-lite": 52,
     "kandinsky5-video-lite": 34,
+    "flux2-dev": 56,
     "flux2-klein": 25,
     "flux2-klein-9b": 32,
     "flux2-klein-4b-distilled": 25,
