@@ -89,6 +89,7 @@ TINY: dict[str, dict[str, Any]] = {
         "axes_dims_rope": (8, 12, 12),
     },
     "wan-2.1": WAN,
+    "wan-2.2-14b": WAN,
     "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},
     "kandinsky5-image-lite": KANDINSKY,
     "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},

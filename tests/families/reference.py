@@ -133,6 +133,7 @@ PREDICTIONS = {
     "krea-2": krea,
     "wan-2.1": wan,
     "wan-2.2": wan_22,
+    "wan-2.2-14b": wan,
     "sdxl": sdxl,
     "flux2-klein": flux2,
     "flux2-dev": flux2,
