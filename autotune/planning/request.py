@@ -166,10 +166,11 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    name = split_reference(request.model)[0] if model.file else request.model
+    name = split_reference(request.model)[0]
     resolved = {
         "model": name.partition("@")[0] if model.revision and not model.file else name,
         "base": model.base,
+        "expert": model.family.expert,
         "revision": model.revision,
         "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }
@@ -231,7 +232,7 @@ def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, t
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
-    known = find_published(request.model) is not None
+    known = find_published(split_reference(request.model)[0]) is not None
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
     try:
