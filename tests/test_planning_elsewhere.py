@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
@@ -76,15 +77,41 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert (bucket.width_px, bucket.height_px) == (512, 768)
 
 
-def test_a_card_without_bf16_is_planned_for_in_fp32() -> None:
+def test_a_card_without_bf16_is_planned_for_in_fp16() -> None:
     events: list[Event] = []
     card = hardware_for("T4", on_event=events.append)
     told = [event.text for event in events if isinstance(event, Notice)]
     assert told[0] == "planning for nvidia-t4"
-    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp32")
-    space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
-    assert space.choices["precision"] == ("fp32",)
+    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16")
+    space = list_choices(PlanRequest(model="wan-2.1", workload_overrides=SMALL), card)
+    assert space.choices["precision"] == ("fp16", "fp32")
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
+
+
+def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
+    card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
+    space = list_choices(PlanRequest(model="kandinsky5-image-lite", **overrides), card)
+    assert space.choices["precision"] == ("fp32",)
+    reasons = {str(r.choice): r.reason for r in space.rejected["precision"]}
+    assert "ComfyUI runs it in bf16 or fp32 alone" in reasons["fp16"]
+    pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
+    assert list_choices(pinned, card).choices["precision"] == ("fp16",)
+
+
+@pytest.mark.parametrize("card", ["t4", "v100-sxm2-16gb", "2080 ti"])
+def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str) -> None:
+    hardware = hardware_for(card)
+    request = PlanRequest(model="wan-2.1", workload_overrides=SMALL, is_local=False)
+    half = make_plan(request, hardware).frozen
+    plain = make_plan(replace(request, pins=(("precision", "fp32"),)), hardware).frozen
+    assert half.settings.precision == "fp16"
+    assert half.expected.step_seconds < plain.expected.step_seconds
+    same = {name: getattr(half.settings, name) for name in ("checkpointed_blocks", "quantization", "attention")}
+    sizes = [
+        estimate("wan-2.1", hardware=hardware, precision=precision, **same).peak_memory_bytes
+        for precision in ("fp16", "fp32")
+    ]
+    assert sizes[0] < sizes[1]
 
 
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
