@@ -34,6 +34,8 @@ class Truth:
     """Of that, what the step itself allocated."""
     step_seconds: tuple[float, ...]
     """Time of the process on its core: other processes of the machine don't count."""
+    loss: float
+    """Of the last step."""
 
 
 def build(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> tuple[Any, list[Any]]:
@@ -114,10 +116,10 @@ def run(
 
     windows = _windows(family, transformer, workload, candidate, batches(family, config, workload, candidate)[0])
 
-    def step(number: int) -> None:
+    def step(number: int) -> float:
         if windows:
             windows.prepare(number)
-        optimizer_step(
+        outcome = optimizer_step(
             family,
             transformer,
             optimizer,
@@ -125,6 +127,7 @@ def run(
             effective_batch_size=workload.effective_batch_size,
             step=number,
         )
+        return outcome.loss
 
     step(0)
     with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -133,14 +136,14 @@ def run(
     for size in memory_events(profiler):
         level += size
         peak = max(peak, level)
-    seconds = []
+    seconds, loss = [], 0.0
     for number in range(num_timed):
         start = time.process_time()
-        step(2 + number)
+        loss = step(2 + number)
         seconds.append(time.process_time() - start)
     # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
     values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
     attributes = [value for value in values if isinstance(value, torch.Tensor)]
     kept = [*transformer.parameters(), *transformer.buffers(), *attributes]
     resident = storage_bytes([*kept, *optimizer.live_tensors()])
-    return Truth(resident + peak, peak, tuple(seconds))
+    return Truth(resident + peak, peak, tuple(seconds), loss)
