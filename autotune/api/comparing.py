@@ -23,7 +23,7 @@ from autotune.planning import (
     select_gpus,
 )
 from autotune.runtime import read_bounded
-from autotune.schema import TEXT_TAG, BoundedLoader, Frozen, OnEvent, Progressed, ignore_event
+from autotune.schema import TEXT_TAG, BoundedLoader, DataPlace, Frozen, OnEvent, Progressed, ignore_event
 
 DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
@@ -57,7 +57,7 @@ class PriceList(Frozen):
 
 def compare(
     model: str,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     *,
     hardware: str | Sequence[str] = "all",
     prices: Mapping[str, float] | str | Path | None = None,

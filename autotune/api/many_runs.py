@@ -13,6 +13,7 @@ from autotune.errors import InvalidInput, Preempted
 from autotune.hardware import probe
 from autotune.runtime import QueuedCommand, run_queue, started_by_launcher
 from autotune.schema import (
+    DataPlace,
     HardwareProfile,
     JobOverrides,
     Notice,
@@ -21,6 +22,7 @@ from autotune.schema import (
     Subject,
     SubjectRun,
     TrainingPlan,
+    as_job_data,
     find_subject,
     ignore_event,
     read_subjects,
@@ -78,7 +80,7 @@ def train_many(
     over: str | Path | Sequence[Subject],
     *,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> tuple[SubjectRun, ...]:
@@ -109,7 +111,7 @@ def train_many(
     require_known(job, JobOverrides.__annotations__, "argument of train_many")
     subjects = tuple(over) if not isinstance(over, str | Path) else load_subjects(over)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
-    common = with_job(given, model=model, data=None if data is None else str(data), **job)
+    common = with_job(given, model=model, data=None if data is None else as_job_data(data), **job)
     for subject in subjects:
         subject.plan(common)  # so that a wrong value is told before any work
     _require_one_machine(common)

@@ -27,7 +27,8 @@ Variant = Annotated[
     str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
 ]
 Data = Annotated[
-    str | None, typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml that lists folders.")
+    list[str] | None,
+    typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml; repeat for several."),
 ]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]

@@ -3,7 +3,7 @@
 from autotune.cost.arguments import require_sound
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
-from autotune.knobs import startup_seconds
+from autotune.knobs import encoder_element_bytes, startup_seconds
 from autotune.schema import VALIDATION_DRAWS, Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
 
 DISK_BYTES_PER_SECOND = 1e9
@@ -67,7 +67,7 @@ def job_time(
     storage = cost.model.storage(candidate.precision, "none")
     encoders = cost.model.parts.text_encoder_parameters
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
-    element = 2 if candidate.precision != "fp32" else 4
+    element = encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
     per_image = _caption_seconds(cost, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
     forward = cost.tables.forward_seconds(candidate)

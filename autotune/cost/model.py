@@ -28,6 +28,7 @@ from autotune.knobs import (
     ModulationAhead,
     NormRope,
     Selective,
+    encoder_precision,
     find_modulation_ahead,
     region_offsets,
     take_layers,
@@ -284,7 +285,7 @@ class TracedModel:
 
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0)
-        dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
+        dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).eval()
             torch.nn.Module.to(vae, dtype)  # diffusers' own warns of parts that stay in fp32, even if there are none

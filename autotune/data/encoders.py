@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.errors import InvalidInput, first_line
 from autotune.families import ResolvedModel
-from autotune.knobs import torch_dtype
+from autotune.knobs import encoder_precision, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.runtime import is_out_of_memory, release_memory
 from autotune.schema import CachingSettings, Candidate
@@ -32,7 +32,9 @@ class Encoders:
         self, model: ResolvedModel, caching: CachingSettings, settings: Candidate, device: torch.device
     ) -> None:
         self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
-        self.dtype = torch_dtype(settings.precision)
+        self.dtype = torch_dtype(encoder_precision(settings.precision))
+        self.denoiser_dtype = torch_dtype(settings.precision)
+        """What the transformer that they serve computes in."""
         self._pipeline: Any = None
 
     @property

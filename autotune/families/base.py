@@ -113,6 +113,9 @@ class Family(ABC):
     """The modulation layers, if they hold a large share of the weights; else `excluded` says why it does not pay."""
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
+    fp16_overflow: ClassVar[str] = ""
+    """Why its published models are not trained in fp16 unless it is asked for, with who found that; empty if nobody
+    has. Text encoders and VAEs never compute in fp16."""
     attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
     """The transformer's attention processors that `norm_rope` can take the place of; if there are none, `excluded` says
     why."""

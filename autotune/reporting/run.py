@@ -33,9 +33,10 @@ def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
     busy = "" if event.gpu_utilization is None else f"  GPU {event.gpu_utilization:.0%}"
-    odd = event.gradient_spikes + event.nonfinite_gradients
+    odd, skipped = event.gradient_spikes + event.nonfinite_gradients, event.overflowed_gradients
     spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
-    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}"
+    skips = f"  {skipped} skipped" if skipped else ""
+    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}{skips}"
 
 
 def validation_text(event: StepFinished) -> str | None:
@@ -135,7 +136,9 @@ def gradient_lines(report: RunReport) -> list[str]:
     """How many gradients stood out, if any did."""
     spikes, nonfinite = report.gradient_spikes, report.nonfinite_gradients
     lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"] if spikes else []
-    return lines + ([f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else [])
+    lines += [f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else []
+    skipped = f"steps skipped while the loss scale was found for fp16: {report.overflowed_gradients}"
+    return lines + ([skipped] if report.overflowed_gradients else [])
 
 
 def _energy_line(report: RunReport) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import parse_qsl, urlencode
 
@@ -30,6 +31,9 @@ def _in_utf8(text: str) -> str:
 
 Words = Annotated[str, AfterValidator(_in_utf8)]
 Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
+DataPlace = str | Path | Sequence[str | Path]
+"""A folder of images or a YAML file that lists some, or several of these one after the other."""
+Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]
 """A path or a name: no file system takes a NUL."""
 
 
@@ -78,6 +82,17 @@ def split_reference(reference: str) -> tuple[str, dict[str, str]]:
     return (model, {"expert": expert}) if mark else (reference, {})
 
 
+def each_place(data: DataPlace) -> tuple[str, ...]:
+    """The places one by one."""
+    return (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+
+
+def as_job_data(data: DataPlace) -> str | tuple[str, ...]:
+    """The value of a job's `data`: of one place its name alone."""
+    places = each_place(data)
+    return places[0] if len(places) == 1 else places
+
+
 class Job(Frozen):
     """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
 
@@ -98,8 +113,9 @@ class Job(Frozen):
     expert: Expert | None = None
     """Which of its transformers is trained, of a model that has one for much noise and one for little; None for models
     with one transformer."""
-    data: Place | None
-    """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
+    data: Place | Places | None
+    """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or several of either; None
+    until `train --data` names one."""
     control: Place | None = None
     """Folder of control images for editing, by the same stems."""
     caption: Words | None = None

@@ -91,6 +91,8 @@ class RunReport(Frozen):
     """Gradients whose norm was far above those of the steps before."""
     nonfinite_gradients: int = 0
     """Gradients that were not finite; their steps were taken again."""
+    overflowed_gradients: int = 0
+    """Gradients that overflowed fp16; their steps were skipped."""
     quantization_error: QuantizationError | None = None
     validation: ValidationResult | None = None
     """None if no images were held out."""

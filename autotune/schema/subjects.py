@@ -101,4 +101,6 @@ def _job(row: _Row, base: Path) -> dict[str, Any]:
         place = written.get(field)
         if isinstance(place, str) and not (field == "validation" and place.endswith("%")):
             written[field] = str(base / place)
+    if isinstance(several := written.get("data"), list):
+        written["data"] = [str(base / place) if isinstance(place, str) else place for place in several]
     return {field: tuple(value) if isinstance(value, list) else value for field, value in written.items()}

@@ -118,7 +118,7 @@ def require_separate_output(job: Job) -> None:
     folder = Path(job.output)
     named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
     sources = [(source, path) for source, path in named.items() if path]
-    sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
+    sources += [("data", place) for place in (list_places(job.data) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(

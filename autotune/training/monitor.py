@@ -130,19 +130,25 @@ class GradientWatch:
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         known = state or {"norms": [], "num_spikes": 0, "num_nonfinite": 0}
+        self.num_overflows: int = known.get("num_overflows", 0)
+        """Gradients that overflowed fp16; their steps were skipped."""
         self.norms: deque[float] = deque(known["norms"], maxlen=SPIKE_WINDOW)
         self.num_spikes: int = known["num_spikes"]
         self.num_nonfinite: int = known["num_nonfinite"]
 
-    def add(self, norm: float) -> None:
-        """Count the norm of a step's gradient, before clipping."""
+    def add(self, norm: float | None) -> None:
+        """Count the norm of a step's gradient, before clipping; None if it overflowed fp16."""
+        if norm is None:
+            self.num_overflows += 1
+            return
         if len(self.norms) >= MIN_SPIKE_STEPS and norm > SPIKE_FACTOR * statistics.median(self.norms):
             self.num_spikes += 1
         self.norms.append(norm)
 
     def state(self) -> dict[str, Any]:
         """All that the constructor needs to go on, as JSON."""
-        return {"norms": list(self.norms), "num_spikes": self.num_spikes, "num_nonfinite": self.num_nonfinite}
+        counts = {"num_nonfinite": self.num_nonfinite, "num_overflows": self.num_overflows}
+        return {"norms": list(self.norms), "num_spikes": self.num_spikes, **counts}
 
 
 class GpuUtilization:

@@ -229,9 +229,40 @@ class PreviewSampler:
             controls = [to_rgb(open_image(path)) for path in preview.control_paths]
         except Exception as error:  # decoders raise anything for damaged files
             raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
-        return self.model.family.sample(
-            pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
-        )
+        with self._casting(getattr(pipeline, self.model.family.denoiser)):
+            return self.model.family.sample(
+                pipeline,
+                preview.prompt,
+                preview.bucket,
+                num_steps=preview.num_steps,
+                seed=preview.seed,
+                controls=controls,
+            )
+
+    @contextlib.contextmanager
+    def _casting(self, transformer: nn.Module) -> Iterator[None]:
+        """Lets a pipeline in fp32 call a transformer in fp16. Levels, of one number an image, stay exact."""
+        own = self.encoders.denoiser_dtype
+        if own == self.dtype:
+            yield
+            return
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(own) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.dtype), output)
+
+        hooks = [transformer.register_forward_pre_hook(enter, with_kwargs=True)]
+        hooks.append(transformer.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def compare_adapter(
         self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames

@@ -352,6 +352,7 @@ class _Run:
             settings=loop.settings,
             gradient_spikes=loop.gradients.num_spikes,
             nonfinite_gradients=loop.gradients.num_nonfinite,
+            overflowed_gradients=loop.gradients.num_overflows,
             quantization_error=loop.model.quantization_error,
             validation=loop.validation.result(kept_step),
             adapter=self.adapter_file,

@@ -105,6 +105,13 @@ class StepOutcome:
 
     loss: float
     gradient_norm: float
+    loss_scale: float | None = None
+    """Factor of the next step's losses, in fp16."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the scaled gradient alone overflowed fp16: the step updated nothing, and the scale fell."""
+        return self.loss_scale is not None and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
 
 def optimizer_step(
@@ -134,7 +141,7 @@ def optimizer_step(
         with contextlib.nullcontext() if position + size == end else unsynchronized():
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
             loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
-            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total.to(loss.device) + loss.detach()
         del loss  # else tensors that LLM.int8's layers save on graph nodes would stay through the next micro-batch
@@ -142,7 +149,7 @@ def optimizer_step(
     if average:
         average(total)
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one synchronization, not two
-    return StepOutcome(loss=loss_value, gradient_norm=norm_value)
+    return StepOutcome(loss=loss_value, gradient_norm=norm_value, loss_scale=optimizer.loss_scale)
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:

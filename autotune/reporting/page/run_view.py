@@ -128,13 +128,15 @@ def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
 
 
 def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
-    norms = thinned([(float(step.step), step.gradient_norm) for step in steps], max)
+    norms = thinned([(float(s.step), s.gradient_norm) for s in steps if s.gradient_norm is not None], max)
     spikes, nonfinite = steps[-1].gradient_spikes, steps[-1].nonfinite_gradients
+    skipped = steps[-1].overflowed_gradients
+    overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
     figure = chart(
         x,
         Axis.over([norm for _, norm in norms], "norm", "{:.2g}".format),
         title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
-        f"{spikes}; not finite: {nonfinite}.",
+        f"{spikes}; not finite: {nonfinite}{overflows}.",
         lines=[Line(norms, "smooth")],
         readings=[(a, b, f"step {a:.0f}: norm {b:.3g}") for a, b in norms],
     )
