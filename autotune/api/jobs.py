@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+from autotune.api.options import require_optimizer
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.data import is_list, list_places
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
+from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
 from autotune.schema import HardwareProfile, TrainingPlan, read_subjects, with_job
 
@@ -26,6 +28,7 @@ def job_script(
     data: str | Path | None = None,
     control: str | Path | None = None,
     output: str | Path | None = None,
+    optimizer: str | None = None,
     over: str | Path | None = None,
     nodes: int | None = None,
     hours: float | None = None,
@@ -45,6 +48,7 @@ def job_script(
         data: another data folder; needed if the plan names none.
         control: another folder of control images; needed by models that edit images if the plan names none.
         output: another output folder.
+        optimizer: the plan's `package:Class`, without which the job would not load such code.
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
@@ -66,6 +70,10 @@ def job_script(
     file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
     said = {name: os.fspath(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
+    require_optimizer(made, optimizer)
+    if ":" in (planned := made.frozen.workload.optimizer.name):
+        require_allowed(planned)
+        said["optimizer"] = planned
     subjects = () if over is None else read_subjects(Path(over))
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
@@ -114,7 +122,7 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
+    options = {name: said[name] for name in ("model", "base", "data", "control", "optimizer") if name in said}
     if model != job.model:
         options["model"] = model
     read = [name for name in (job.data, job.control, job.validation_folder) if name]

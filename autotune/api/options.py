@@ -142,3 +142,16 @@ def choose_optimizer(
     if name is not None and ":" in name:
         allow_optimizer(name)
     return made
+
+
+def require_optimizer(plan: TrainingPlan, named: str | None) -> None:
+    """Let the plan's optimizer be loaded if the user names it.
+
+    Raises:
+        InvalidInput: that is another.
+    """
+    planned = plan.frozen.workload.optimizer
+    if named not in (None, planned.name):
+        hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
+        raise InvalidInput(f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint)
+    choose_optimizer(planned, named, None)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         check_options,
         optimizer_bytes,
         optimizer_class,
+        require_allowed,
         usual_learning_rate,
     )
     from autotune.knobs.precision import Precision, torch_dtype
