@@ -135,7 +135,9 @@ def choose_optimizer(
     try:
         made = OptimizerChoice(name=chosen, options=tuple({**kept, **(options or {})}.items()))
     except ValidationError as error:
-        message = f"{chosen!r} is no optimizer with such options: {error.errors()[0]['msg'].lower()}"
+        first = error.errors()[0]
+        why = "neither a name nor package:Class" if first["loc"] == ("name",) else first["msg"].lower()
+        message = f"{chosen!r} is no optimizer with such options: {why}"
         raise InvalidInput(
             message, hint="give --optimizer NAME or package:Class, --optimizer-option name=value"
         ) from error

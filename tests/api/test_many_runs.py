@@ -102,6 +102,7 @@ def test_what_no_subject_can_say_is_refused_before_any_run(tmp_path: Path) -> No
         "subjects: []": "lists no subjects",
         "subjects: [{name: ../up}]": "subjects.0.name",
         "subjects: [{name: a, output: b}]": "subject a cannot say 'output'",
+        "subjects: [{name: a, vae: other.safetensors}]": "subject a cannot say 'vae'",
         "subjects: [{name: a, learnin_rate: 1.0}]": "cannot say 'learnin_rate'",
         "subjects: [{name: a}, {name: A}]": "two subjects 'a'",
         "subjects: [{name: a}, {name: A.log}]": "the log of 'a' would be the folder of 'a.log'",

@@ -125,7 +125,7 @@ def test_a_package_that_fails_as_it_is_imported_is_named_with_its_error(
     (tmp_path / "brittle_optimizers.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
     allow_optimizer("brittle_optimizers:Mine")
-    with pytest.raises(InvalidInput, match="brittle_optimizers cannot be imported: .*Error: "):
+    with pytest.raises(InvalidInput, match=r"brittle_optimizers cannot be imported: .*Error: "):
         optimizer_class("brittle_optimizers:Mine")
 
 
