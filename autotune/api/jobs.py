@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+from autotune.api.options import require_optimizer
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.data import is_list, list_places
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
+from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
 from autotune.schema import DataPlace, HardwareProfile, TrainingPlan, as_job_data, each_place, read_subjects, with_job
 
@@ -26,6 +28,7 @@ def job_script(
     data: DataPlace | None = None,
     control: str | Path | None = None,
     output: str | Path | None = None,
+    optimizer: str | None = None,
     over: str | Path | None = None,
     nodes: int | None = None,
     hours: float | None = None,
@@ -45,6 +48,7 @@ def job_script(
         data: another data folder; needed if the plan names none.
         control: another folder of control images; needed by models that edit images if the plan names none.
         output: another output folder.
+        optimizer: the plan's `package:Class`, without which the job would not load such code.
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
@@ -66,6 +70,10 @@ def job_script(
     file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
     said = {name: as_job_data(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
+    require_optimizer(made, optimizer)
+    if ":" in (planned := made.frozen.workload.optimizer.name):
+        require_allowed(planned)
+        said["optimizer"] = planned
     subjects = () if over is None else read_subjects(Path(over))
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
@@ -116,7 +124,8 @@ def _job_file(
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    options = {name: said[name] for name in ("model", "base", "expert", "data", "control") if name in said}
+    taken = ("model", "base", "expert", "data", "control", "optimizer")
+    options = {name: said[name] for name in taken if name in said}
     if model != job.model:
         options["model"] = model
     data = each_place(job.data or ())

@@ -30,6 +30,12 @@ Data = Annotated[
     list[str] | None,
     typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml; repeat for several."),
 ]
+PlansOptimizer = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"
+    ),
+]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         check_options,
         optimizer_bytes,
         optimizer_class,
+        require_allowed,
         usual_learning_rate,
     )
     from autotune.knobs.precision import Precision, encoder_element_bytes, encoder_precision, torch_dtype

@@ -44,7 +44,6 @@ def validation_text(event: StepFinished) -> str | None:
     if event.validation_loss is None or event.base_validation_loss is None:
         return None
     losses = _against_base(event.validation_loss, event.base_validation_loss)
-    losses = _against_base(event.validation_loss, event.base_validation_loss)
     return f"loss on held-out images after step {event.step}: {losses}"
 
 

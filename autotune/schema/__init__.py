@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
-    from autotune.schema.subjects import Subject, SubjectRun, find_subject, read_subjects
+    from autotune.schema.subjects import SUBJECT_LOG, Subject, SubjectRun, find_subject, read_subjects
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

@@ -97,7 +97,7 @@ class RunReport(Frozen):
     validation: ValidationResult | None = None
     """None if no images were held out."""
     verdict: AdapterVerdict | None = None
-    adapter: str
+    adapter: str = Field(pattern=r"^[\w.-]+$")
     """File name of the adapter inside the output folder."""
 
     @property
