@@ -12,6 +12,7 @@ printed last; the cost model has one for all (`STEP_OVER_KERNELS`), with the lea
 """
 
 import argparse
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -274,6 +275,20 @@ def report_factors(readings: Sequence[Reading]) -> None:
     print(f"after one factor per program, of those with two readings or more: {summary(left)}")
 
 
+def report_bands(readings: Sequence[Reading]) -> None:
+    """How many readings lie within what a prediction says of itself, one sigma, and what would hold four fifths."""
+    pairs = {
+        "memory": [(one.memory_error, one.prediction.memory_uncertainty) for one in readings],
+        "time": [(one.time_error, one.prediction.time_uncertainty) for one in readings],
+    }
+    for name, found in pairs.items():
+        known = [(abs(math.log1p(error)), sigma) for error, sigma in found if error is not None]
+        ratios = sorted(error / sigma for error, sigma in known)
+        within = sum(ratio <= 1 for ratio in ratios)
+        fifth = ratios[math.ceil(0.8 * len(ratios)) - 1]
+        print(f"{name}: {within} of {len(ratios)} within one sigma, four fifths within {fifth:.2f} sigma")
+
+
 def summary(errors: Sequence[float]) -> str:
     """Number, median and worst."""
     if not errors:
@@ -300,7 +315,10 @@ def main() -> None:
         readings += report(f"{path.name}, collected after all rules", rows_of(path), ("then", "today"))
     report_factors(readings)
     added = [row for row in published if row["model"] in ADDED]
-    report_factors(report("published_numbers.csv, families added later", added, ("added", "after")))
+    later = report("published_numbers.csv, families added later", added, ("added", "after"))
+    report_factors(later)
+    print()
+    report_bands(readings + later)
 
 
 if __name__ == "__main__":
