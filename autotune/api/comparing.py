@@ -124,7 +124,8 @@ def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
         raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
     if model.folder is not None:
         return 0.0
-    return download_bytes(model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
+    transformers = 1 + len(model.family.other_denoisers)
+    return download_bytes(transformers * model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
 
 
 def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:

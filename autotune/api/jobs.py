@@ -114,7 +114,7 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
+    options = {name: said[name] for name in ("model", "base", "expert", "data", "control") if name in said}
     if model != job.model:
         options["model"] = model
     read = [name for name in (job.data, job.control, job.validation_folder) if name]

@@ -289,7 +289,7 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
     if added and not is_single_file(name):
         message = f"{name} is no single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
-    parts |= added
+    parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
     request = replace(
         base,
         model=model_reference(name, parts),

@@ -112,6 +112,9 @@ class JobOptions(DataOptions):
         list[str] | None,
         typer.Option("--text-encoder", help="And its text encoder; repeat for several.", metavar="FILE|FOLDER"),
     ] = None
+    expert: Annotated[
+        str | None, typer.Option(help="Of a model with two transformers, the one to train: high-noise or low-noise.")
+    ] = None
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
     from_adapter: Annotated[
         Path | None, typer.Option(help="Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")

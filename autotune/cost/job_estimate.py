@@ -72,7 +72,9 @@ def job_time(
     per_image = _caption_seconds(cost, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
-    preview = defaults.preview_steps * defaults.preview_calls * forward
+    # Another transformer denoises for about half of the steps, and crosses the bus in each.
+    streamed = storage.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
+    preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
@@ -95,5 +97,9 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
     computing = flops / (ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH)))
     if not caching.text_encoder_streamed:
         return computing
-    bus = cost.hardware.rate("host_to_device.pageable") or rates.host_to_device  # the files are mapped
-    return computing + parameters * element_bytes / bus
+    return computing + parameters * element_bytes / _bus(cost, rates)
+
+
+def _bus(cost: CostModel, rates: Rates) -> float:
+    """Bytes per second of what is streamed from mapped files."""
+    return cost.hardware.rate("host_to_device.pageable") or rates.host_to_device

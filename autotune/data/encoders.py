@@ -68,7 +68,7 @@ class Encoders:
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
-            parts[self.model.family.denoiser] = None
+            parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
             parts["vae"], folder = self.load_vae(self.device), self.model.weights
             try:
                 pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, **parts)
@@ -99,10 +99,7 @@ class Encoders:
     def _load_text_encoder(self, name: str) -> nn.Module:
         folder, caching, weights = self.model.weights, self.caching, self.model.part_files.get(name)
         if caching.text_encoder_streamed:
-            # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
-            encoder = load_component(folder, name, dtype=self.dtype, weights=weights)
-            cpu_offload(encoder, self.device, offload_buffers=True)
-            return encoder  # type: ignore[no-any-return]
+            return self.load_streamed(name)
 
         def quantize(model: nn.Module) -> Transform | None:
             return quantize_inside(_repeated_blocks(model), caching.text_encoder_quantization)
@@ -111,6 +108,14 @@ class Encoders:
         return load_component(  # type: ignore[no-any-return]
             folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize, weights=weights
         )
+
+    def load_streamed(self, name: str) -> nn.Module:
+        """A component whose layers come to the device one by one, each time they are called."""
+        # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
+        weights = self.model.part_files.get(name)
+        component: nn.Module = load_component(self.model.weights, name, dtype=self.dtype, weights=weights)
+        cpu_offload(component, self.device, offload_buffers=True)
+        return component
 
     def release(self) -> None:
         """Free everything, unless the plan keeps it loaded."""

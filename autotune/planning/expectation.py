@@ -86,6 +86,7 @@ def build_expectation(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
+        joules_per_image=best.joules_per_image,
         peak_memory_bytes=peak,
         process_memory_bytes=max(0, overhead) + kept + (data_bytes if on_host else 0),
         phases=phases,

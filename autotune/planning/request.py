@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
+from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext, usual_learning_rate
 from autotune.schema import (
@@ -29,6 +30,9 @@ from autotune.training import (
     require_separate_output,
 )
 from autotune.weights import BadWeights
+
+ENERGY_IS_MEASURED = "energy is measured, not predicted"
+PLAN_THERE = "plan on the machine itself, or leave --objective energy out"
 
 
 @dataclass(frozen=True)
@@ -162,10 +166,11 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    name = split_reference(request.model)[0] if model.file else request.model
+    name = split_reference(request.model)[0]
     resolved = {
         "model": name.partition("@")[0] if model.revision and not model.file else name,
         "base": model.base,
+        "expert": model.family.expert,
         "revision": model.revision,
         "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }
@@ -199,6 +204,8 @@ class ResolvedRequest:
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
+        if request.workload_overrides.objective == "energy" and not request.is_local:
+            raise InvalidInput(f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE)
         model, notes = resolve_request_model(request)
         if needs_weights and model.folder is not None:
             check_weights(model)
@@ -225,7 +232,7 @@ def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, t
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
-    known = find_published(request.model) is not None
+    known = find_published(split_reference(request.model)[0]) is not None
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
     try:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import yaml
 
+from autotune.families import get_family
 from autotune.reporting.plan import full_settings_lines
 from autotune.reporting.run import report_lines
 from autotune.schema import RunReport, TrainingPlan
@@ -35,7 +36,9 @@ def model_card(
     """
     work, job = plan.frozen.workload, plan.job
     items = sum(bucket.num_items for bucket in work.buckets)
-    load = f'pipeline.load_lora_weights("{name}", weight_name="{report.adapter}")'
+    options = get_family(work.model.family).with_expert(job.expert).adapter_options
+    more = "".join(f", {option}={value}" for option, value in options.items())
+    load = f'pipeline.load_lora_weights("{name}", weight_name="{report.adapter}"{more})'
     shown = [line for prompt, file in pictures for line in (f"![{prompt}]({file})", "", f"*{prompt}*", "")]
     learned = (
         f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, {report.num_steps} steps "

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.overheads import AdapterPractice, KeptPart, KeptPhase, Overheads, Part
     from autotune.schema.plan import (
+        JOULES_PER_KWH,
         CheckResult,
         EncoderGpu,
         Expected,

@@ -18,7 +18,7 @@ MAX_SUBJECTS = 1000
 NAME = r"^[A-Za-z][A-Za-z0-9._-]{0,63}$"
 PLACES = ("data", "control", "from_adapter", "validation")
 """Fields of a job that name files; relative ones count from the file that lists the subjects."""
-FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output", "base", "revision"})
+FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output", "base", "revision", "expert"})
 """What a subject may say: what is trained, not the model."""
 
 

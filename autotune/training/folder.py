@@ -44,7 +44,7 @@ CHANGEABLE_FIELDS = frozenset(
 which images train), and outputs."""
 
 LATER_FIELDS = frozenset(
-    {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter"}
+    {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter", "expert"}
 )
 """Fields that jobs have not always had: at its default, one does not count, so that older runs are resumed."""
 

@@ -28,7 +28,14 @@ from autotune.training.checkpoint import Checkpoint
 from autotune.training.context import RunContext
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import make_windows
-from autotune.training.monitor import GpuUtilization, GradientWatch, MemoryWatch, profile_steps
+from autotune.training.monitor import (
+    NUM_WARMUP_STEPS,
+    EnergyWatch,
+    GpuUtilization,
+    GradientWatch,
+    MemoryWatch,
+    profile_steps,
+)
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import LearningRate
 from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
@@ -103,6 +110,7 @@ class TrainingLoop:
         planned_bytes = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
         self.utilization = GpuUtilization(model.device)
+        self.energy = EnergyWatch(model.device)
         self.measured_step = self.first_step + 1
         """Index of the step that measures memory: the second with the settings in use."""
         self.peak_bytes = 0
@@ -132,7 +140,11 @@ class TrainingLoop:
         self.validation.start(self.settings.micro_batch_size)
         if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
             self._preview_if_due()
-        with catch_stop_signals(second_ends=is_single) as signal_name, profile_steps(self.context.trace) as trace:
+        with (
+            catch_stop_signals(second_ends=is_single) as signal_name,
+            profile_steps(self.context.trace) as trace,
+            self.energy.training(),
+        ):
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -151,6 +163,8 @@ class TrainingLoop:
             for step in range(self.done, self.num_steps):
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
+                if len(self.seconds) == NUM_WARMUP_STEPS:
+                    self.energy.warmed_up()
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
                 if trace:
                     trace.step()

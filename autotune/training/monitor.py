@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autotune.hardware import EnergyMeter, EnergyReading, mean_watts
 from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak, trim_heap
 from autotune.schema import PhasePeak
 
@@ -32,6 +33,9 @@ SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 100
 MIN_SPIKE_STEPS = 20
 """Steps that the median is taken of, at most and at least."""
+
+NUM_WARMUP_STEPS = 2
+"""Steps of a start that count for nothing that is said of steady ones."""
 
 TRACED_STEPS = range(3, 6)
 """Steps of this start that a trace covers: the ones before them allocate and warm up."""
@@ -156,6 +160,32 @@ class GpuUtilization:
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
                 self.readings.append(torch.cuda.utilization(self.device) / 100)
         return self.readings[-1] if self.readings else None
+
+
+class EnergyWatch:
+    """What this process's device takes while a start trains."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = EnergyMeter(device.type, device.index or 0)
+        self._readings: list[EnergyReading | None] = []
+        self.watts: float | None = None
+        """Mean power from the first steady step on, with previews and validation in between; None if not known."""
+        self.joules: float | None = None
+        """Of all that the device did; None if not known."""
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """All steps of a start."""
+        with self._meter as meter:
+            self._readings = [meter.read()]
+            yield
+            first, last = self._readings[0], meter.read()
+        self.watts = mean_watts(self._readings[-1], last)
+        self.joules = last.joules - first.joules if first and last else None
+
+    def warmed_up(self) -> None:
+        """From here on steps are steady."""
+        self._readings.append(self._meter.read())
 
 
 def profile_steps(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
