@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune.runtime.quiet import silence_libraries
 
@@ -61,7 +61,7 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
         for (kind, shape, flops, _), count in segment.work.items():
             work[kind, shape] = work.get((kind, shape), 0) + flops * count
     products = sorted((item for item in work if item[0] == "matmul"), key=lambda item: -work[item])[:8]
-    rates = []
+    rates: list[tuple[str, float, Literal["FLOP/s", "B/s"]]] = []
     for _, (m, k, n) in products:
         left, right = torch.randn(m, k), torch.randn(n, k).t()
         seconds = timed(lambda left=left, right=right: left @ right, 5)

@@ -34,6 +34,15 @@ class Truth:
     """Of that, what the step itself allocated."""
     step_seconds: tuple[float, ...]
     """Time of the process on its core: other processes of the machine don't count."""
+    loss: float
+    """Of the last step."""
+
+
+def open_blocks(transformer: Any) -> None:
+    """Give what starts as zero small random values: closed blocks would let neither loss nor gradients through."""
+    for parameter in transformer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
 
 
 def build(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> tuple[Any, list[Any]]:
@@ -41,6 +50,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     dtype = torch_dtype(candidate.precision)
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
+    open_blocks(transformer)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
     if candidate.modulation == "ahead":  # before quantization, as loading leaves these layers out
         take_loaded_layers(family, transformer)
@@ -114,10 +124,10 @@ def run(
 
     windows = _windows(family, transformer, workload, candidate, batches(family, config, workload, candidate)[0])
 
-    def step(number: int) -> None:
+    def step(number: int) -> float:
         if windows:
             windows.prepare(number)
-        optimizer_step(
+        outcome = optimizer_step(
             family,
             transformer,
             optimizer,
@@ -125,6 +135,7 @@ def run(
             effective_batch_size=workload.effective_batch_size,
             step=number,
         )
+        return outcome.loss
 
     step(0)
     with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -133,14 +144,14 @@ def run(
     for size in memory_events(profiler):
         level += size
         peak = max(peak, level)
-    seconds = []
+    seconds, loss = [], 0.0
     for number in range(num_timed):
         start = time.process_time()
-        step(2 + number)
+        loss = step(2 + number)
         seconds.append(time.process_time() - start)
     # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
     values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
     attributes = [value for value in values if isinstance(value, torch.Tensor)]
     kept = [*transformer.parameters(), *transformer.buffers(), *attributes]
     resident = storage_bytes([*kept, *optimizer.live_tensors()])
-    return Truth(resident + peak, peak, tuple(seconds))
+    return Truth(resident + peak, peak, tuple(seconds), loss)

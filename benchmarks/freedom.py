@@ -41,8 +41,8 @@ def questions(family: str, hardware: HardwareProfile) -> Iterator[tuple[str, Pla
         budget = hardware.device.budget
         less = budget.changed(num_bytes=int(memory * budget.num_bytes), is_set_by_user=True)
         work = WorkloadOverrides(quality=quality)  # type: ignore[arg-type]
-        own = {} if memory == 1 else {"memory_budget": less}
-        return PlanRequest(model=family, workload_overrides=work, is_local=False, **own, **more)
+        own = None if memory == 1 else less
+        return PlanRequest(model=family, workload_overrides=work, is_local=False, memory_budget=own, **more)
 
     yield from ((quality, asked(quality)) for quality in ("exact", "high", "compact"))
     yield "less memory", asked(memory=0.9)
@@ -63,10 +63,10 @@ def share_traces() -> None:
     """Let all plans of a family share what was traced, whatever the card and the quality."""
     known: dict[tuple[object, ...], TracedModel] = {}
 
-    def traced(family: Any, config: Any, workload: Any, rules: Any, parts: Any) -> TracedModel:
-        key = family.name, workload.changed(quality="high"), rules
+    def traced(family: Any, config: Any, workload: Any, rules: Any, parts: Any, overheads: Any = None) -> TracedModel:
+        key = family.name, workload.changed(quality="high"), rules, repr(overheads)
         if key not in known:
-            known[key] = TracedModel(family, config, workload, rules, parts)
+            known[key] = TracedModel(family, config, workload, rules, parts, overheads)
         own = copy.copy(known[key])
         own.workload = workload
         return own

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -65,7 +66,7 @@ class Campaign:
         self.folder, self.isolated = folder, isolated
         model, images = write_model_and_images(folder)
         settings = SETTINGS.changed(micro_batch_size=1)
-        job: dict[str, object] = {}
+        job: dict[str, Any] = {}
         if whole_job:
             write_plan(folder / "plan-0.yaml", make_plan(model, images, machine(), num_steps=3, preview_every=0))
             self.start("earlier", None, number=0).wait()

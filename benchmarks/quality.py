@@ -10,10 +10,11 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
 from teach import CPU, Classroom, Job
@@ -24,7 +25,7 @@ from autotune.training.quality import QualityMissed
 from autotune.training.step import Noising, to_device
 
 REFERENCE = Candidate(micro_batch_size=8, checkpointed_blocks=0, precision="fp32")
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "reference": {},
     "micro-batch 4": {"micro_batch_size": 4},
     "micro-batch 1": {"micro_batch_size": 1},

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from autotune.cost.calibration import PriorResiduals
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
@@ -58,8 +59,13 @@ class StepMemoryModel:
         step_bytes = whole.allocated_memory_bytes
         return whole.changed(peak_memory_bytes=step_bytes, required_memory_bytes=step_bytes, phases=())
 
-    def with_calibration(self, *learned: Any) -> "StepMemoryModel":
-        return StepMemoryModel(self.cost.with_calibration(*learned))
+    def with_calibration(
+        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+    ) -> "StepMemoryModel":
+        return StepMemoryModel(self.cost.with_calibration(trials, priors))
+
+    def as_trials_run(self) -> "StepMemoryModel":
+        return StepMemoryModel(self.cost.as_trials_run())
 
 
 @dataclass(frozen=True)
@@ -211,12 +217,13 @@ class _Bend:
         peak = predicted.allocated_memory_bytes
         besides = predicted.required_memory_bytes - peak
         weights = next(phase.breakdown.weight_bytes for phase in predicted.phases if phase.name == "train")
-        peak = max(weights, peak * math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization)))
-        used = peak + besides
+        factor = math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization))
+        bent = max(weights, peak * factor)
+        used = bent + besides
         full = used / self.wall_bytes
         log += max(0.0, full - 0.93) * self.cliff  # the allocator frees and asks again
         seconds = predicted.step_seconds * math.exp(log)
         took = seconds * math.exp(self.rng.gauss(0, 0.03))
         if full > 1:
             return seconds, TrialResult(candidate=c, outcome="oom", message="simulated")
-        return seconds, TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(peak))
+        return seconds, TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(bent))

@@ -82,7 +82,8 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
     )
     device = here.device.model_copy(update={"name": "bob's device"})
     hardware = HardwareProfile.model_validate({**dict(here), "rates": rates, "device": device})
-    rng, own = random.Random(f"{task.name} {pace} {seed}"), {}
+    rng = random.Random(f"{task.name} {pace} {seed}")
+    own: dict[object, float] = {}
 
     def factor(candidate: Candidate) -> float:
         keys = (candidate.quantization, candidate.attention, candidate.micro_batch_size)
@@ -92,12 +93,11 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
 
 
 def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:
-    task, advice, limits = bench.task, NO_WARM_START, SearchLimits(max_trials=12, max_seconds=1e9)
+    task, limits = bench.task, SearchLimits(max_trials=12, max_seconds=1e9)
+    advice: WarmStart = NO_WARM_START
     if known:
         found = StoreMatches(known, (), ())
-        advice: WarmStart = build_warm_start(
-            found, task.space.choices, task.budget_bytes, bench.cost.workload, bench.cost
-        )[1]
+        advice = build_warm_start(found, task.space.choices, task.budget_bytes, bench.cost.workload, bench.cost)[1]
         assert advice.sources, "the record is not credible"
     planned = ResidualSearch(
         task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first_candidates

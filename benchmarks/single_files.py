@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.weights import MIB, MemorySampler, describe_machine, in_fresh_process, in_turn, save, spread, touch
+from weights import MIB, MemorySampler, describe_machine, in_fresh_process, in_turn, save, spread, touch
 
 WAYS = ("folder, safetensors", "folder, pread", "file bf16", "file fp8 scaled", "from_single_file")
 CONFIG = {"num_layers": 1, "guidance_embeds": True}

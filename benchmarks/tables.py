@@ -21,6 +21,7 @@ silence_libraries()
 
 import torch
 from configs import MID
+from cpu_truth import open_blocks
 
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
@@ -71,10 +72,8 @@ def write_model(folder: Path, family: Family, config: Mapping[str, Any]) -> None
     """The family's small pipeline with a mid-size transformer of random weights in its place."""
     family.write_small_pipeline(folder, ["a red circle"], seed=0)
     torch.manual_seed(0)
-    transformer = family.build_transformer(config)
-    for parameter in transformer.parameters():
-        if not parameter.any():  # closed blocks would let no gradient through
-            torch.nn.init.normal_(parameter, std=0.02)
+    transformer: Any = family.build_transformer(config)
+    open_blocks(transformer)
     transformer.save_pretrained(folder / "transformer")
 
 

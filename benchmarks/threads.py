@@ -19,7 +19,8 @@ def steps(rows: int, seconds: float) -> None:
     from torch.nn import functional
 
     layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-    inputs, times, end = torch.randn(rows, WIDTH), [], time.monotonic() + seconds
+    inputs, end = torch.randn(rows, WIDTH), time.monotonic() + seconds
+    times: list[float] = []
     while len(times) < 6 or time.monotonic() < end:
         started, values = time.perf_counter(), inputs
         for layer in layers:

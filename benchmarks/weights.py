@@ -25,7 +25,9 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 CASES = ("bf16-cold", "bf16-warm", "int8-warm", "nf4-warm", "save")
@@ -131,7 +133,7 @@ def plain_load(folder, storage):
     from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
     from torchao.quantization import Int8WeightOnlyConfig
 
-    workload_overrides = {"torch_dtype": torch.bfloat16}
+    workload_overrides: dict[str, Any] = {"torch_dtype": torch.bfloat16}
     if storage == "int8":
         workload_overrides["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
     elif storage == "nf4":
@@ -213,7 +215,8 @@ def measure(context, folder, gigabytes, repetitions, cases):
         storage, _, cache = case.partition("-")
         methods = SAVERS if case == "save" else METHODS + ((THEN_QUANTIZE,) if storage == "int8" else ())
         what = {"action": "load", "storage": storage, "cache": cache}
-        target, of_case = run_load, (storage, cache)
+        target: Callable[..., Any] = run_load
+        of_case: tuple[str, ...] = (storage, cache)
         if case == "save":
             what, target, of_case = {"action": "save", "storage": "bf16", "cache": "-"}, run_save, ()
         in_fresh_process(context, target, methods[0], *of_case, folder, num_layers)
@@ -241,7 +244,7 @@ def summary(rows, machine):
     lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
     lines += ["", __doc__.split("\n\n")[3].replace("\n", " "), "", "Median (smallest to largest).", ""]
     lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped | resident |", "|" + "---|" * 8]
-    groups = {}
+    groups: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
     for row in rows:
         key = (row["checkpoint_bytes"], row["action"], row["storage"], row["cache"])
         groups.setdefault(key, {}).setdefault(row["method"], []).append(row)

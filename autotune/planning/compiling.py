@@ -36,7 +36,8 @@ class Payback:
         if self.saved_seconds <= 0:
             return f"steps become {-self.saved_seconds:.3g} s slower"
         total = self.num_steps * self.saved_seconds
-        saved = f"{self.saved_seconds:.3g} s a step, {total:.3g} s in {self.num_steps} steps"
+        in_all = f"{total:.3g} s" if total < 600 else f"{total / 60:.0f} min"
+        saved = f"{self.saved_seconds:.3g} s a step, {in_all} in {self.num_steps} steps"
         return f"saves {saved}, and takes {self.startup_seconds:.3g} s to start"
 
 

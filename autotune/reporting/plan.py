@@ -37,7 +37,8 @@ TRIAL_HEADER = " # batch  ckpt swap weights       attention          s/step  ste
 
 def trial_row(number: int, result: TrialResult) -> str:
     """One line per trial, aligned under TRIAL_HEADER."""
-    verdict = "confirmed" if result.confirms and result.outcome == "ok" else result.outcome
+    succeeded = "confirmed" if result.confirms else "ok" if result.candidate.compile == "off" else "compiled"
+    verdict = succeeded if result.outcome == "ok" else result.outcome
     return _row(number, result.candidate, result.median_step_seconds, result.peak_memory_bytes, verdict)
 
 

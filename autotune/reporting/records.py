@@ -48,7 +48,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)}"),
         ("search", f"{len(record.trials)} trials in {seconds_text(record.search_seconds)}"),
     )
-    lines = [line for title, text in facts for line in wrapped(f"{title:<10}{text}", 10)]
+    lines = [line for title, text in facts for line in wrapped(f"{title:<11}{text}", 11)]
     return [*lines, "", *(_trial_line(trial) for trial in record.trials)]
 
 

@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol, Self
 
-from autotune.cost import NOISE, CostModel, PriorResiduals, residual_of
+from autotune.cost import NOISE, PriorResiduals, residual_of
 from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
@@ -35,6 +36,19 @@ MIN_WITNESSES = 4
 """Trials that must have run before one of them is doubted."""
 BROKEN_OUTCOMES = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
+
+
+class Predictor(Protocol):
+    """What the search needs of a cost model."""
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Time and memory of a candidate."""
+
+    def with_calibration(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> Self:
+        """The same, corrected by what ran."""
+
+    def as_trials_run(self) -> Self:
+        """The same for the way in which trials run."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class ResidualSearch:
     def __init__(
         self,
         space: SearchSpace,
-        cost: CostModel,
+        cost: Predictor,
         budget_bytes: int,
         *,
         priors: Callable[[Sequence[TrialResult]], Sequence[PriorResiduals]] = lambda results: (),
@@ -159,11 +173,11 @@ class ResidualSearch:
         # little, even if uncertainty alone speaks against it.
         return found if found or results or running or self.ascending else self._smallest_only(cost)
 
-    def _calibrate(self, results: Sequence[TrialResult]) -> CostModel:
+    def _calibrate(self, results: Sequence[TrialResult]) -> Predictor:
         """The cost model as `results`, and the priors that they do not contradict, correct it."""
         return self.cost.with_calibration(results, self.priors(results))
 
-    def _smallest_only(self, cost: CostModel) -> list[ScoredCandidate]:
+    def _smallest_only(self, cost: Predictor) -> list[ScoredCandidate]:
         """The candidate that needs least memory, if it is predicted to fit."""
         predictions = [cost.predict(candidate) for candidate in self.space.candidates]
         smallest = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
@@ -235,7 +249,7 @@ class ResidualSearch:
             return max(nearer, key=lambda scored: scored.required_bytes)
         return min(remaining, key=lambda scored: scored.required_bytes)
 
-    def _memory_limit(self, results: Sequence[TrialResult], cost: CostModel) -> float:
+    def _memory_limit(self, results: Sequence[TrialResult], cost: Predictor) -> float:
         """The budget or, once something ran out of memory, halfway between what ran and what did not.
 
         A trial that took more than the budget and was measured all the same has corrected the predictions instead.
@@ -248,13 +262,13 @@ class ResidualSearch:
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
 
 
-def _host_memory_limit(results: Sequence[TrialResult], cost: CostModel) -> float:
+def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:
     """The least host memory predicted for a trial that ran out of it; other programs may have taken some."""
     ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
     return min((cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
 
 
-def _required_bytes(result: TrialResult, cost: CostModel) -> float:
+def _required_bytes(result: TrialResult, cost: Predictor) -> float:
     return memory_upper_bound(cost.predict(result.candidate))
 
 

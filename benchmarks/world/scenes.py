@@ -27,7 +27,7 @@ def draw_scene(rng: random.Random, shapes: Sequence[str] = KNOWN_SHAPES) -> Scen
             return draw_centered(rng, *pair[0], ground)
         if kind < 0.95:
             return draw_placed(rng, *pair[0], ground, rng.choice(tuple(PLACES)))
-        return draw_pair(rng, *pair, ground)
+        return draw_pair(rng, pair[0], pair[1], ground)
 
 
 def to_tensor(images: Sequence[Image]) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Scenes:
 
     @torch.no_grad()
     def _encode_prompts(self, captions: list[str]) -> list[torch.Tensor]:
-        found = []
+        found: list[torch.Tensor] = []
         for start in range(0, len(captions), 64):
             embeds, mask = self.pipeline.encode_prompt(prompt=captions[start : start + 64])
             found += embeds if mask is None else [e[: int(m.sum())] for e, m in zip(embeds, mask, strict=True)]

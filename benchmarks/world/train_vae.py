@@ -53,7 +53,8 @@ def build() -> AutoencoderKLQwenImage:
                 taps = module.weight[:, :, -1] if module.weight.dim() == 5 else module.weight
                 module.weight.zero_()
                 taps.normal_(std=taps[0].numel() ** -0.5)
-                module.bias.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
                 if name.endswith(("conv2", ".proj")):  # residual ends
                     taps.zero_()
         vae.quant_conv.weight[16:] = 0

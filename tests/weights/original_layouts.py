@@ -109,8 +109,8 @@ def flux1(state: State) -> State:
                 made[f"{theirs}.{scale_name}.scale"] = take(f"{ours}.attn.{norm}.weight")
         for number in _numbers(state, "single_transformer_blocks"):
             ours, theirs = f"single_transformer_blocks.{number}", f"single_blocks.{number}"
-            parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-            made[f"{theirs}.linear1.{kind}"] = torch.cat([take(f"{ours}.{part}.{kind}") for part in parts])
+            joined = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+            made[f"{theirs}.linear1.{kind}"] = torch.cat([take(f"{ours}.{part}.{kind}") for part in joined])
             made[f"{theirs}.linear2.{kind}"] = take(f"{ours}.proj_out.{kind}")
             made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
             made[f"{theirs}.norm.query_norm.scale"] = take(f"{ours}.attn.norm_q.weight")

@@ -1,0 +1,169 @@
+"""What `plan` would choose against the settings that people copy, on this CPU: images per second, memory, loss.
+
+    python benchmarks/recipes.py [--output FILE] [--rounds N] [FAMILY ...]
+
+Mid-size models of four families, the same effective batch, precision (fp32) and data for all. Time is the process's own
+on one core, so that other work on the machine counts little; all settings are measured in rounds, one after the other,
+and each keeps its fastest step. The recipes:
+
+- `script`: as the README of diffusers' scripts runs them: one image at a time, accumulated, every block recomputed;
+- `whole batch, all recomputed`: the batch at once, every block recomputed;
+- `int8, all recomputed`: the same with weights stored in 8 bits;
+- `searched without new knobs`: our search among batch, whole blocks that recompute, storage and attention;
+- `searched`: with modulation computed ahead, norm and RoPE fused, and blocks that keep attention;
+- `searched, compact`: with products in 8 bits, too;
+- `less memory` with and without: within three fifths of the memory that `searched without new knobs` took.
+
+Every new knob that a winner uses is then put back alone: that is its own gain.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autotune.runtime.quiet import silence_libraries
+
+silence_libraries()
+
+import torch
+from configs import MID
+from cost_accuracy import measured, workload_of
+from cpu_truth import Truth, run
+from search_tasks import StepMemoryModel
+
+from autotune.cost.predict import CostModel
+from autotune.families.registry import FAMILIES
+from autotune.hardware.probing import probe
+from autotune.knobs.base import TuningContext
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.trial import TrialResult
+from autotune.search.mixtures import with_mixtures
+from autotune.search.residual import ResidualSearch
+from autotune.search.space import build_search_space
+from autotune.search.study import SearchLimits, run_search
+
+FAMILY_NAMES = ("qwen-image", "flux1-dev", "z-image", "wan-2.1")
+OLD = {"modulation": "resident", "norm_rope": "stock", "selective_blocks": 0}
+"""The new knobs that are exact, as they were before."""
+NEW_QUANTIZATIONS = ("int8-matmul", "fp8-matmul")
+MAX_TRIALS = 8
+LESS = 0.6
+
+
+class Bench:
+    """One family's mid-size model: every candidate can be run."""
+
+    def __init__(self, name: str, hardware: HardwareProfile) -> None:
+        self.family, self.config, self.workload = FAMILIES[name], MID[name], workload_of(name)
+        known = measured(hardware, CostModel.build(hardware, self.workload, self.family, self.config))
+        self.hardware = known
+        self.run = cache(self._run)
+
+    def _run(self, candidate: Candidate) -> Truth:
+        return run(self.family, self.config, self.workload, candidate)
+
+    def searched(self, budget_bytes: int, *, quality: str = "high", old: bool = False) -> Candidate:
+        """The fastest of the trials of a search."""
+        workload = self.workload.changed(quality=quality)
+        cost = CostModel.build(self.hardware, workload, self.family, self.config)
+        context = TuningContext(self.hardware, self.family, workload)
+        pins = [("precision", "fp32"), *((name, str(value)) for name, value in OLD.items() if old)]
+        exclusions = [("quantization", name) for name in NEW_QUANTIZATIONS if old]
+        space = with_mixtures(build_search_space(context, pins, exclusions), cost)
+        search = ResidualSearch(space, StepMemoryModel(cost), budget_bytes)
+
+        def trial(candidate: Candidate) -> TrialResult:
+            truth = self.run(candidate)
+            fits = truth.peak_bytes <= budget_bytes
+            return TrialResult(
+                candidate=candidate,
+                outcome="ok" if fits else "oom",
+                step_seconds=truth.step_seconds,
+                peak_memory_bytes=truth.peak_bytes,
+            )
+
+        limits = SearchLimits(max_trials=MAX_TRIALS, max_seconds=float("inf"))
+        ran = [one for one in run_search(search, trial, limits, lambda result: None) if one.outcome == "ok"]
+        return min(ran, key=lambda one: one.median_step_seconds or 0.0).candidate
+
+    def recipes(self) -> dict[str, Candidate]:
+        """Every recipe's settings."""
+        batch, blocks = self.workload.effective_batch_size, self.workload.model.num_blocks
+        everything = self.hardware.device.budget_bytes
+        script = Candidate(micro_batch_size=1, checkpointed_blocks=blocks, precision="fp32")
+        whole = script.changed(micro_batch_size=batch)
+        before = self.searched(everything, old=True)
+        less = int(LESS * self.run(before).peak_bytes)
+        return {
+            "script": script,
+            "whole batch, all recomputed": whole,
+            "int8, all recomputed": whole.changed(quantization="torchao-int8"),
+            "searched without new knobs": before,
+            "searched": (now := self.searched(everything)),
+            "searched, compact": self.searched(everything, quality="compact"),
+            "less memory without new knobs": self.searched(less, old=True),
+            "less memory": self.searched(less),
+            **{f"searched, {name} {value}": now.changed(**{name: value}) for name, value in without(now)},
+        }
+
+
+def without(candidate: Candidate) -> Iterator[tuple[str, Any]]:
+    """Each new knob that the candidate uses, with its old value."""
+    for name, value in OLD.items():
+        if getattr(candidate, name) != value:
+            yield name, value
+
+
+def measure(name: str, hardware: HardwareProfile, rounds: int) -> list[dict[str, Any]]:
+    bench = Bench(name, hardware)
+    recipes = bench.recipes()
+    truths: dict[str, list[Truth]] = {recipe: [] for recipe in recipes}
+    for _ in range(rounds):
+        for recipe, candidate in recipes.items():
+            truths[recipe].append(bench._run(candidate))
+    images = bench.workload.effective_batch_size
+    return [
+        {
+            "family": name,
+            "recipe": recipe,
+            "settings": recipes[recipe].label(),
+            "images_per_second": round(images / min(min(truth.step_seconds) for truth in found), 4),
+            "peak_bytes": found[0].peak_bytes,
+            "loss": round(found[0].loss, 6),
+        }
+        for recipe, found in truths.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("families", nargs="*", default=FAMILY_NAMES)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hardware = probe()
+    today = datetime.now(UTC).date().isoformat()
+    lines: list[dict[str, Any]] = [
+        {"date": today, "cpu": platform.processor() or hardware.host.cpu, "torch": torch.__version__}
+    ]
+    for name in options.families:
+        for row in measure(name, hardware, options.rounds):
+            print(
+                f"{row['family']:14}{row['recipe']:36}{row['images_per_second']:8.3f}/s"
+                f"{row['peak_bytes'] / 1e6:9.1f} MB  loss {row['loss']:.5f}  {row['settings']}",
+                flush=True,
+            )
+            lines.append(row)
+    if options.output:
+        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
