@@ -1,6 +1,6 @@
 """Predictions against what other trainers publish: a check of sanity, for they are other programs.
 
-    python -m benchmarks.published [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
+    python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
 
 `reading_rules.py` has the rules by which rows are chosen and read; the first that a row breaks is the reason printed.
 Each file is judged twice: by the rules that were fixed before any of its errors was looked at (`first` for the
@@ -23,14 +23,7 @@ from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
-from autotune.cost.predict import CostModel
-from autotune.cost.timing import STEP_OVER_KERNELS
-from autotune.families.resolve import resolve_model
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
-from autotune.schema.candidate import Candidate
-from autotune.schema.prediction import Prediction
-from autotune.schema.workload import Bucket, Workload
-from benchmarks.reading_rules import (
+from reading_rules import (
     ADDED,
     CHECKPOINTING,
     FAMILIES,
@@ -56,6 +49,14 @@ from benchmarks.reading_rules import (
     text_tokens_of,
     unique,
 )
+
+from autotune.cost.predict import CostModel
+from autotune.cost.timing import STEP_OVER_KERNELS
+from autotune.families.resolve import resolve_model
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Prediction
+from autotune.schema.workload import Bucket, Workload
 
 MARGIN = 0.1
 """Of the card: what a plan leaves free."""

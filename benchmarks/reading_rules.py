@@ -112,7 +112,7 @@ TRAINERS = {
     "OneTrainer": "onetrainer",
 }
 """Autotune's name of a trainer, by how the row's begins. What has a diffusers script of its own is none of these."""
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[str, dict[str, str | bool]]] = {
     "simpletuner": ("optimizer", {}),
     "ai-toolkit": ("train.optimizer", {"AdamW8bit": "adamw8bit"}),
     "sd-scripts": ("optimizer_type", {}),
