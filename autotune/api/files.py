@@ -20,7 +20,17 @@ from autotune.data import (
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
 from autotune.runtime import atomic_write, require_writable
-from autotune.schema import AdapterFormat, Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import (
+    AdapterFormat,
+    Bucket,
+    DataPlace,
+    JobOverrides,
+    OnEvent,
+    Progressed,
+    StatusChanged,
+    each_place,
+    ignore_event,
+)
 from autotune.weights import (
     FileSummary,
     inspect_file,
@@ -32,7 +42,7 @@ from autotune.weights import (
 
 
 def check_data(
-    folder: str | Path,
+    folder: DataPlace,
     *,
     model: str = "qwen-image",
     resolution_px: int | None = None,
@@ -45,7 +55,7 @@ def check_data(
     """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
 
     Args:
-        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders.
+        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders; or several of these.
         model: name of the model family whose sizes count.
         resolution_px: side of the square whose area every image is resized to; the family's by default.
         max_upscaling: factor per side above which enlarged images are counted.
@@ -66,10 +76,11 @@ def check_data(
     num_frames = job.get("num_frames", family.defaults.num_frames)
     family.check_num_frames(num_frames)
     if sheet is not None:
-        _require_apart(Path(sheet), Path(folder))
+        for place in each_place(folder):
+            _require_apart(Path(sheet), Path(place))
     pairs: list[tuple[Item, Bucket]] = []
     report = check_dataset(
-        Path(folder),
+        folder,
         make_options(job, family, num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,

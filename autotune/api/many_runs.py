@@ -14,6 +14,7 @@ from autotune.hardware import probe
 from autotune.runtime import QueuedCommand, run_queue, started_by_launcher
 from autotune.schema import (
     SUBJECT_LOG,
+    DataPlace,
     HardwareProfile,
     JobOverrides,
     Notice,
@@ -22,6 +23,8 @@ from autotune.schema import (
     Subject,
     SubjectRun,
     TrainingPlan,
+    as_job_data,
+    each_place,
     find_subject,
     ignore_event,
     read_subjects,
@@ -79,7 +82,7 @@ def train_many(
     over: str | Path | Sequence[Subject],
     *,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     optimizer: str | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
@@ -113,7 +116,7 @@ def train_many(
     subjects = tuple(over) if not isinstance(over, str | Path) else load_subjects(over)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
     require_optimizer(given, optimizer)  # processes that are started inherit it
-    common = with_job(given, model=model, data=None if data is None else str(data), **job)
+    common = with_job(given, model=model, data=None if data is None else as_job_data(data), **job)
     for subject in subjects:
         subject.plan(common)  # so that a wrong value is told before any work
     _require_one_machine(common)
@@ -164,8 +167,9 @@ def _run_all(
     done = len(runs) - len(waiting)
     on_event(Notice(text=f"{len(runs)} runs, {done} of them done; {len(places)} at a time"))
     for name in waiting:  # told now: its turn may come after hours
-        if (data := named[name].job.data) and not Path(data).exists():
-            on_event(Notice(text=f"{name}: there is no data at {data} yet", level="warning"))
+        for place in each_place(named[name].job.data or ()):
+            if not Path(place).exists():
+                on_event(Notice(text=f"{name}: there is no data at {place} yet", level="warning"))
 
     def tell_start(command: QueuedCommand, place: Mapping[str, str]) -> None:
         where = f" on GPU {place[VISIBLE]}" if VISIBLE in place else ""

@@ -18,6 +18,7 @@ from autotune.hardware import probe as read_machine
 from autotune.runtime import cache_path, silence_progress_bars, started_by_launcher
 from autotune.schema import (
     RUN_PLAN_FILE,
+    DataPlace,
     HardwareProfile,
     Job,
     JobOverrides,
@@ -27,6 +28,7 @@ from autotune.schema import (
     RunStarted,
     StatusChanged,
     TrainingPlan,
+    as_job_data,
     ignore_event,
     read_variants,
     with_job,
@@ -50,7 +52,7 @@ def train(
     plan: TrainingPlan | str | Path | None = None,
     *,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     optimizer: str | None = None,
     resume: bool = False,
     trace: bool = False,
@@ -93,7 +95,7 @@ def train(
         >>> autotune.train(model="qwen-image", data="photos")
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
-    changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
+    changes: dict[str, Any] = {"model": model, "data": None if data is None else as_job_data(data), **job}
     if plan is None:
         is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3 and not started_by_launcher()
         plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import yaml
 
+from autotune.families import get_family
 from autotune.reporting.plan import full_settings_lines
 from autotune.reporting.run import report_lines
 from autotune.reporting.text import printable
@@ -40,6 +41,8 @@ def model_card(
     """
     work, job = plan.frozen.workload, plan.job
     items = sum(bucket.num_items for bucket in work.buckets)
+    options = get_family(work.model.family).with_expert(job.expert).adapter_options
+    more = "".join(f", {option}={value}" for option, value in options.items())
     base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
     texts = [(_plain(prompt), file) for prompt, file in pictures]
     shown = [line for text, file in texts for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))]
@@ -62,7 +65,7 @@ def model_card(
             "from diffusers import DiffusionPipeline",
             "",
             f"pipeline = DiffusionPipeline.from_pretrained({base})",
-            f'pipeline.load_lora_weights("{name}", weight_name="{adapter}")',
+            f'pipeline.load_lora_weights("{name}", weight_name="{adapter}"{more})',
             "```",
             "",
             "## How it was trained",

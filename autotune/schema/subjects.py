@@ -20,7 +20,8 @@ SUBJECT_LOG = ".log"
 NAME = r"^[A-Za-z][A-Za-z0-9._-]{0,63}$"
 PLACES = ("data", "control", "from_adapter", "validation")
 """Fields of a job that name files; relative ones count from the file that lists the subjects."""
-FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output", "base", "revision", "vae", "text_encoders"})
+MODEL_FIELDS = {"base", "revision", "expert", "vae", "text_encoders"}
+FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output"} - MODEL_FIELDS)
 """What a subject may say: what is trained, not the model."""
 
 
@@ -107,4 +108,6 @@ def _job(row: _Row, base: Path) -> dict[str, Any]:
         place = written.get(field)
         if isinstance(place, str) and not (field == "validation" and place.endswith("%")):
             written[field] = str(base / place)
+    if isinstance(several := written.get("data"), list):
+        written["data"] = [str(base / place) if isinstance(place, str) else place for place in several]
     return {field: tuple(value) if isinstance(value, list) else value for field, value in written.items()}
