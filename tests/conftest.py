@@ -1,5 +1,6 @@
 """What several parts share: caches of their own, and one real journey made by the commands as a user runs them."""
 
+import gc
 import json
 import os
 import signal
@@ -33,8 +34,21 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _imports_are_no_garbage() -> None:
+    """Runs and trials collect garbage between phases, and look at all that lives: half a million objects of imports."""
+    if len(sys.modules) > _num_frozen_modules[0] + 200:
+        gc.collect()
+        gc.freeze()
+        _num_frozen_modules[0] = len(sys.modules)
+
+
+_num_frozen_modules = [0]
+"""How many modules were there at the last freeze."""
+
+
 def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, in a process of its own."""
+    """Run the command as a user would, in a process that imports everything anew; see also `tests.forked`."""
     return subprocess.run(
         [sys.executable, "-m", "autotune", *map(str, arguments)],
         capture_output=True,

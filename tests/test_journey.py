@@ -18,6 +18,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import plan_text, read_plan, seal, write_plan
 from tests.conftest import Journey, autotune, autotune_here
+from tests.forked import autotune_forked
 from tests.planning.machines import wait_until
 
 
@@ -123,8 +124,8 @@ def test_report_compares_promise_and_reality(journey: Journey) -> None:
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
-def test_check_says_that_the_plan_fits_here(journey: Journey) -> None:
-    process = autotune("check", journey.plan_file, "--json")
+def test_check_says_that_the_plan_fits_here(capfd: pytest.CaptureFixture[str], journey: Journey) -> None:
+    process = autotune_here(capfd, "check", journey.plan_file, "--json")
     assert process.returncode == 0
     assert json.loads(process.stdout) == {"fits": True, "misfits": []}
 
@@ -143,7 +144,7 @@ def test_check_looks_at_other_machines_or_at_the_file_alone(
 
 def test_job_can_be_overridden_without_a_new_plan(journey: Journey, tmp_path: Path) -> None:
     output = tmp_path / "other"
-    process = autotune("train", journey.plan_file, "--steps", 3, "--output", output, "--json")
+    process = autotune_forked("train", journey.plan_file, "--steps", 3, "--output", output, "--json")
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["num_steps"] == 3
     assert (output / "pytorch_lora_weights.safetensors").is_file()
@@ -191,7 +192,7 @@ def test_plan_that_needs_more_memory_than_here_is_refused(
 
 
 def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:
-    process = autotune("plan", "--model", "qwen-image")
+    process = autotune_forked("plan", "--model", "qwen-image")
     assert process.returncode == 3
     lines = process.stderr.strip().splitlines()
     assert lines[0] == "error: Qwen/Qwen-Image cannot be tried here: this machine has no GPU"

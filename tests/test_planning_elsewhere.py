@@ -24,7 +24,8 @@ from autotune.schema.plan_file import read_plan
 from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
-from tests.conftest import autotune, autotune_here
+from tests.conftest import autotune_here
+from tests.forked import autotune_forked
 from tests.planning.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
@@ -65,7 +66,7 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
 
 
 def test_an_estimate_of_what_does_not_fit_says_so() -> None:
-    process = autotune(
+    process = autotune_forked(
         "estimate", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json"
     )
     assert process.returncode == 0, process.stderr
@@ -126,7 +127,7 @@ def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
 
 def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    process = autotune(
+    process = autotune_forked(
         "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution", 256,
         "--batch", 1, "--pin", "quantization=none", "-o", path,
     )  # fmt: skip

@@ -7,6 +7,7 @@ knows it, which counts GPUs and, without NVML or on a slice of a GPU, starts CUD
 the trial that needs it.
 """
 
+import gc
 import sys
 from unittest import mock
 
@@ -40,6 +41,7 @@ for function in vars(torch.utils._triton).values():
     getattr(function, "cache_clear", lambda: None)()  # what was cached while the GPU was hidden
 
 silence_progress_bars()
+gc.freeze()  # a trial collects garbage often, and need not look through half a million objects of libraries each time
 
 DONE = True
 """Read by the worker: the fork server itself would swallow a failing import."""

@@ -1,7 +1,6 @@
 """One plan over many subjects: a queue that goes on after kills and failures, and an array of jobs."""
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,9 +24,9 @@ from autotune.schema.workload import OptimizerChoice
 from autotune.training.metrics import read_metrics
 from tests import builders
 from tests.conftest import autotune_here
+from tests.forked import start_forked
 from tests.training.small import machine, make_plan, write_model_and_images
 from tests.training.test_fit import planned
-from tests.training.test_nodes import run_command
 
 SUBJECTS = """\
 subjects:
@@ -44,10 +43,7 @@ class Forked:
 
     def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_: object) -> None:
         assert arguments[1:3] == ("-m", "autotune")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["autotune.training.run", "autotune.api.runs", "autotune.cli", "accelerate"])
-        self.process = context.Process(target=run_command, args=(arguments[3:], dict(env), stdout.name, None))
-        self.process.start()
+        self.process = start_forked(tuple(arguments[3:]), Path(stdout.name), environment=env)
         self.started.append(self.process)
 
     def poll(self) -> int | None:

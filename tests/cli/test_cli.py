@@ -21,6 +21,7 @@ from autotune.errors import InvalidInput
 from autotune.runtime.process import limit_thread_spinning
 from autotune.schema.events import Notice
 from tests.conftest import autotune, autotune_here
+from tests.forked import autotune_forked
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
 
@@ -145,7 +146,7 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(
 def test_an_error_that_cannot_be_written_as_json_is_still_told() -> None:
     with Path("/dev/full").open("w") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "autotune", "check", "nowhere.yaml", "--json"],
+            [sys.executable, "-m", "autotune", "explain", "nowhere.yaml", "--json"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -330,12 +331,12 @@ def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixtur
 
 
 def test_progress_can_be_read_by_programs_or_left_out() -> None:
-    process = autotune("--progress", "json", "probe", "--quick", "--json")
+    process = autotune_forked("--progress", "json", "probe", "--quick", "--json")
     first, *_ = (json.loads(line) for line in process.stderr.splitlines())
     assert first == {"event": "StatusChanged", "text": "reading the machine"}
     assert json.loads(process.stdout)["device"]["kind"]
-    assert autotune("--progress", "none", "probe", "--quick").stderr == ""
-    assert autotune("--progress", "loud", "models").returncode == 2
+    assert autotune_forked("--progress", "none", "probe", "--quick").stderr == ""
+    assert autotune_forked("--progress", "loud", "models").returncode == 2
 
 
 def test_errors_hints_and_warnings_are_wrapped_for_a_terminal_and_whole_in_a_log(

@@ -21,7 +21,6 @@ from autotune.backends import (
 )
 from autotune.knobs.attention import Attention
 from autotune.schema.plan_file import read_plan
-from tests.conftest import autotune
 from tests.training.small import write_model_and_images
 
 ENTRIES = '''
@@ -102,63 +101,105 @@ def install(folder: Path, name: str, entry_points: str, group: str = "autotune.b
     return folder
 
 
+SEVERAL = """
+import json, os, sys
+from pathlib import Path
+from autotune.cli import main
+traces = Path(os.environ["ACME_TRACES"])
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["autotune", *words]
+    os.environ["ACME_TRACES"] = str(traces / words[0])
+    Path(os.environ["ACME_TRACES"]).mkdir()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    print(end="\\0", flush=True)
+"""
+"""Commands one after the other in one process, since each would import the same again."""
+
+
 @dataclass(frozen=True)
 class Acme:
     """A machine on which the distribution is installed."""
 
     folder: Path
-    traces: Path
 
-    def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        done = autotune(*arguments)
+    @property
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join((str(self.folder / "site"), os.environ.get("PYTHONPATH", "")))
+        return {**os.environ, "PYTHONPATH": path, "ACME_TRACES": str(self.folder / "traces")}
+
+    def python(self, script: str, *arguments: str) -> str:
+        """What the script prints."""
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment)
         assert done.returncode == 0, done.stderr
-        return done
+        return done.stdout
 
-    def traces_of(self, what: str) -> set[str]:
-        return {path.name for path in self.traces.glob(f"{what}-*")}
+    def has_run(self, what: str, command: str = ".") -> bool:
+        return any((self.folder / "traces" / command).glob(f"{what}-*"))
 
 
-@pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Acme:
+@dataclass(frozen=True)
+class Journey:
+    """What commands on that machine wrote and printed."""
+
+    acme: Acme
+    printed: dict[str, str]
+
+    @property
+    def plan(self) -> Path:
+        return self.acme.folder / "plan.yaml"
+
+
+@pytest.fixture(scope="module")
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Acme:
+    folder = tmp_path_factory.mktemp("acme")
     entry_points = "attention = acme.entries:ATTENTION\nint8 = acme.entries:ROWS_INT8"
-    site = install(tmp_path / "site", "acme", entry_points, entries=ENTRIES, kernels=KERNELS)
-    traces = tmp_path / "traces"
-    traces.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
-    monkeypatch.setenv("ACME_TRACES", str(traces))
-    return Acme(tmp_path, traces)
+    install(folder / "site", "acme", entry_points, entries=ENTRIES, kernels=KERNELS)
+    (folder / "traces").mkdir()
+    return Acme(folder)
 
 
-def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(acme: Acme) -> None:
+@pytest.fixture(scope="module")
+def walked(acme: Acme) -> Journey:
     model, images = write_model_and_images(acme.folder)
-    plan, result = acme.folder / "plan.yaml", acme.folder / "result"
-    pins = ("--pin", "quantization=acme-int8", "--pin", "attention=acme-attention")
+    pins = ("--pin", "quantization=acme-int8", "--pin", "attention=acme-attention", "--max-trials", 1)
     data = ("--model", model, "--data", images, "--resolution", 32, "--rank", 2, "--steps", 4)
-    acme.run("plan", *data, *pins, "--max-trials", 1, "-o", plan)
-    frozen = read_plan(plan).frozen
+    asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", 256)
+    chosen = ("--quantization", "acme-int8", "--attention", "acme-attention")
+    plan = acme.folder / "plan.yaml"
+    commands: tuple[tuple[object, ...], ...] = (
+        ("plan", *data, *pins, "-o", plan),
+        ("check", plan, "--json"),
+        ("train", plan, "--output", acme.folder / "result"),
+        ("estimate", *asked, *chosen, "--json"),
+    )
+    printed = acme.python(SEVERAL, json.dumps([list(map(str, words)) for words in commands])).split("\0")
+    return Journey(acme, {str(words[0]): text for words, text in zip(commands, printed, strict=False)})
+
+
+def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(walked: Journey) -> None:
+    frozen = read_plan(walked.plan).frozen
     assert (frozen.settings.quantization, frozen.settings.attention) == ("acme-int8", "acme-attention")
     assert frozen.expected.evidence == "measured"
     assert all(trial.outcome == "ok" for trial in frozen.trials)
-    tried = {what: acme.traces_of(what) for what in ("attention", "linear")}
-    assert all(tried.values())
-
-    assert json.loads(acme.run("check", plan, "--json").stdout)["fits"]
-
-    acme.run("train", plan, "--output", result)
-    assert all(acme.traces_of(what) > tried[what] for what in tried)
-    report = json.loads((result / "report.json").read_text())
+    for command in ("plan", "train"):
+        assert all(walked.acme.has_run(what, command) for what in ("attention", "linear"))
+    assert json.loads(walked.printed["check"])["fits"]
+    report = json.loads((walked.acme.folder / "result" / "report.json").read_text())
     assert report["verdict"]["num_unmoved"] == report["verdict"]["num_not_finite"] == 0
     assert 0 < report["quantization_error"]["overall"] < 0.05
 
-    without = check(plan)  # this process lacks the distribution
+    without = check(walked.plan)  # this process lacks the distribution
     assert not without.fits
     assert sum("does not know 'acme-" in misfit for misfit in without.misfits) == 2
 
 
-def test_the_cost_model_traces_a_format_from_outside(acme: Acme) -> None:
-    asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", 256)
-    chosen = ("--quantization", "acme-int8", "--attention", "acme-attention")
-    prediction = json.loads(acme.run("estimate", *asked, *chosen, "--json").stdout)["prediction"]
+def test_the_cost_model_traces_a_format_from_outside(walked: Journey) -> None:
+    prediction = json.loads(walked.printed["estimate"])["prediction"]
     weights = {phase["name"]: phase["breakdown"]["weight_bytes"] for phase in prediction["phases"]}
     assert 19 << 30 < weights["train"] < 21 << 30  # 20.4 billion parameters, few of them outside the blocks
 
@@ -171,9 +212,9 @@ meter = Meter(probe(), lambda: None)
 name, measure = next((name, call) for name, call in meter.measurements() if "acme" in name)
 print(name, meter.attention("acme-attention", "fp32", 16).name)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["attention", "acme-attention", "256", "attention.acme-attention.fp32.16"]
-    assert acme.traces_of("attention")
+    expected = ["attention", "acme-attention", "256", "attention.acme-attention.fp32.16"]
+    assert acme.python(script).split() == expected
+    assert acme.has_run("attention")
 
 
 def test_light_commands_find_entries_without_loading_what_they_name(acme: Acme) -> None:
@@ -181,8 +222,7 @@ def test_light_commands_find_entries_without_loading_what_they_name(acme: Acme) 
         "import sys; from autotune.backends import WEIGHT_FORMATS; "
         "print('acme-int8' in WEIGHT_FORMATS, 'acme.kernels' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False", "False"]
+    assert acme.python(script).split() == ["True", "False", "False"]
 
 
 @pytest.mark.parametrize(

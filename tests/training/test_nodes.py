@@ -1,15 +1,11 @@
 """Two nodes, each with a home and an output folder of its own, started as SLURM's srun starts them."""
 
 import contextlib
-import importlib
-import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -23,27 +19,11 @@ from autotune.schema.plan_file import write_plan
 from autotune.schema.run import RunReport
 from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.metrics import read_metrics
+from tests.forked import start_forked
 from tests.runtime.test_launchers import in_slurm
 from tests.training.conftest import Bench
 
 NUM_STEPS = 12
-
-
-def run_command(arguments: list[str], environment: dict[str, str], log: str, step_wait_seconds: float | None) -> None:
-    """`autotune ARGUMENTS` in a process that a fork server started, whose imports are paid for already."""
-    with open(log, "a", buffering=1) as lines:
-        os.dup2(lines.fileno(), 1)
-        os.dup2(lines.fileno(), 2)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    if step_wait_seconds:
-        from autotune.training import processes
-
-        importlib.import_module(processes.__name__).MAX_STEP_WAIT = timedelta(seconds=step_wait_seconds)
-    sys.argv = ["autotune", *arguments]
-    from autotune.cli import main
-
-    main()
 
 
 @dataclass(frozen=True)
@@ -55,8 +35,6 @@ class TwoNodes:
         self, *flags: str, number: int = 2, job: int = 0, step_wait_seconds: float | None = None
     ) -> list[ForkServerProcess]:
         write_plan(self.folder / "plan.yaml", self.plan)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["autotune.training.run", "autotune.api.runs", "autotune.cli", "accelerate"])
         port, started = free_port(), []
         for rank in range(number):
             home = self.folder / f"home-{rank}"
@@ -65,14 +43,10 @@ class TwoNodes:
                 SLURM_STEP_TASKS_PER_NODE=f"1(x{number})", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                 XDG_CACHE_HOME=home / "cache", XDG_DATA_HOME=home / "data",
             )  # fmt: skip
-            arguments = ["--progress", "none", "train", str(self.folder / "plan.yaml"), *flags]
-            arguments += ["--output", str(self.output(rank))]
+            words = ("--progress", "none", "train", self.folder / "plan.yaml", *flags, "--output", self.output(rank))
             started.append(
-                context.Process(
-                    target=run_command, args=(arguments, environment, str(self.log(rank)), step_wait_seconds)
-                )
+                start_forked(words, self.log(rank), environment=environment, step_wait_seconds=step_wait_seconds)
             )
-            started[-1].start()
         return started
 
     def output(self, rank: int) -> Path:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.runtime.launching import launch
 from autotune.schema.events import ignore_event
+from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
 from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.checkpoint import checkpoints_of
@@ -29,15 +31,18 @@ from autotune.training.run import _Run
 from autotune.training.sharding import num_shards_of
 from tests import builders
 from tests.conftest import autotune_here
+from tests.forked import start_forked
+from tests.planning.machines import wait_until
 from tests.runtime.test_launchers import launched
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 from tests.training.test_fit import planned
+from tests.training.test_nodes import free_port
 
 
 @pytest.mark.parametrize(
     ("strategy", "number", "nodes"),
-    [("ddp", 2, 1), ("fsdp2", 2, 1), pytest.param("hybrid", 4, 2, marks=pytest.mark.slow)],
+    [("ddp", 2, 1), pytest.param("hybrid", 4, 2, marks=pytest.mark.slow)],
 )
 def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     bench: Bench, tmp_path: Path, strategy: str, number: int, nodes: int
@@ -68,12 +73,44 @@ def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     two = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, timeout=600)
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
-    one = bench.loop(plan, tmp_path / "one")
-    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan.frozen.workload, plan.digest, 24)
-    left, right = load_file(output / ADAPTER_FILE), load_file(tmp_path / "one.safetensors")
+    assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
+
+
+def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
+    folder = several.parent.parent
+    one, steps = bench.loop(plan, folder / "one"), plan.job.num_steps
+    save_trained(folder / "one.safetensors", one.model, one.optimizer, plan.frozen.workload, plan.digest, steps)
+    left, right = load_file(several), load_file(folder / "one.safetensors")
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
+
+
+def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_path: Path) -> None:
+    """The processes that the launcher would start, without paying for their imports."""
+    output = tmp_path / "two"
+    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, output=str(output), checkpointing_steps=10)
+    write_plan(tmp_path / "plan.yaml", plan)
+    log = tmp_path / "log"
+
+    def start(*flags: str) -> list[ForkServerProcess]:
+        node: dict[str, object] = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}
+        ranks = [launched("autotune-1", RANK=r, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", **node) for r in range(2)]
+        return [start_forked(("train", tmp_path / "plan.yaml", *flags), log, environment=rank) for rank in ranks]
+
+    def ended(processes: list[ForkServerProcess]) -> list[int | None]:
+        for process in processes:
+            process.join(240)
+        return [process.exitcode for process in processes]
+
+    stopped = start()
+    wait_until(lambda: len(read_metrics(output / "metrics.jsonl")) >= 3 or not stopped[0].is_alive(), 240)
+    for process in stopped:
+        process.terminate()
+    assert ended(stopped) == [75, 75], log.read_text()
+    assert ended(start("--resume")) == [0, 0], log.read_text()
+    assert log.read_text().count("loss on fresh noise") == 1
+    assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import prepare
 from autotune.weights.sources import find_weights, open_weights, weights_digest
+from tests.forked import autotune_forked, start_forked
 from tests.training.conftest import Bench, Killed
 
 STEPS = 5
@@ -180,19 +179,17 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
 def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.yaml"
     write_plan(plan_file, bench.plan(num_steps=40, checkpointing_steps=1, output=str(tmp_path / "cut")))
-    command = [sys.executable, "-m", "autotune", "train", str(plan_file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
     while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
-        assert process.poll() is None
+        assert process.is_alive(), (tmp_path / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
-    process.wait()
-    ranks = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
-    resumed = subprocess.run(
-        [*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600, env=ranks
-    )
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
+    resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=ranks)
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
     plan = read_plan(plan_file)

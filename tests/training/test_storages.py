@@ -15,8 +15,8 @@ from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.run import train
 from autotune.training.sample import SampleRequest, sample_run
 from tests.builders import BITSANDBYTES, storages
-from tests.conftest import autotune
 from tests.events import steps_to
+from tests.forked import autotune_forked
 from tests.training.conftest import Bench, Killed
 
 PROMPT = "a red circle on a white background"
@@ -59,7 +59,7 @@ def test_4_bits_from_plan_to_training_through_the_commands(bench: Bench, tmp_pat
     source = ("--model", bench.model_folder, "--data", bench.images, "--resolution", 32, "--rank", 2)
     limits = ("--steps", 4, "--max-trials", 1, "--quality", "compact", "--pin", "quantization=bnb-nf4")
     for command in (("plan", *source, *limits, "-o", plan), ("train", plan, "--output", result)):
-        done = autotune(*command)
+        done = autotune_forked(*command)
         assert done.returncode == 0, done.stderr
         assert "bitsandbytes" not in done.stderr
         assert "kernels" not in done.stderr

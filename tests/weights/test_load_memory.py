@@ -1,15 +1,15 @@
-"""What loading takes at its peak, sampled from outside as the system counts it, in a process that does nothing else."""
+"""What loading takes at its peak, sampled from outside as the system counts it, in a fork that does nothing else."""
 
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.weights.loaders import LOADERS
-from tests.builders import BITSANDBYTES
 
 MIB = 1 << 20
 NUM_BLOCKS, LINEARS = 5, 4
@@ -26,7 +26,7 @@ def model():
 """
 
 PEAK = """
-import json, sys, threading, torch
+import json, os, sys, threading, torch
 from pathlib import Path
 
 def anonymous():
@@ -56,20 +56,29 @@ from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_weights
 from autotune.weights.streaming import load_into
 
-loader, source, storage = sys.argv[1], open_weights(Path(sys.argv[2])), sys.argv[3]
-small = build_empty(model, dtype=torch.bfloat16)
-one = nn.Linear(8, 8)
-quantize_inside([one], storage)("", one)  # imports what it needs
+source, cases = open_weights(Path(sys.argv[1])), json.loads(sys.argv[2])
+for storage, _ in cases:
+    one = nn.Linear(8, 8)
+    quantize_inside([one], storage)("", one)  # imports what it needs
 
-def read():
-    for _, tensor in LOADERS[loader].stream(source, torch.device("cpu")):
-        tensor.view(-1)[:: 1024].sum()
-        del tensor
+def measure(storage, loader):
+    small = build_empty(model, dtype=torch.bfloat16)
 
-def load():
-    load_into(small, source, loader=loader, transform=quantize_inside([small], storage))
+    def read():
+        for _, tensor in LOADERS[loader].stream(source, torch.device("cpu")):
+            tensor.view(-1)[:: 1024].sum()
+            del tensor
 
-print(json.dumps({"load": peak(load), "read": peak(read)}))
+    def load():
+        load_into(small, source, loader=loader, transform=quantize_inside([small], storage))
+
+    print(json.dumps({"load": peak(load), "read": peak(read)}), flush=True)
+
+for storage, loader in cases:
+    if os.fork() == 0:
+        measure(storage, loader)
+        os._exit(0)
+    os.wait()
 """
 
 RESHARD = """
@@ -93,25 +102,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(script: str, *arguments: str) -> Any:
+def measured(script: str, *arguments: str) -> list[Any]:
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 CASES = [
     *(("torchao-int8", name) for name in LOADERS),
-    *(pytest.param(name, "pread", marks=BITSANDBYTES) for name in ("bnb-int8", "bnb-nf4")),  # a map would hide copies
+    *((name, "pread") for name in ("bnb-int8", "bnb-nf4") if find_spec("bitsandbytes")),  # a map would hide copies
 ]
+
+
+@pytest.fixture(scope="module")
+def peaks_of_cases(checkpoint: Path) -> dict[tuple[str, str], dict[str, int]]:
+    return dict(zip(CASES, measured(MODEL + PEAK + LOAD, str(checkpoint), json.dumps(CASES)), strict=True))
+
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
 @pytest.mark.parametrize(("storage", "name"), CASES)
 def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
-    storage: str, name: str, checkpoint: Path
+    storage: str, name: str, peaks_of_cases: dict[tuple[str, str], dict[str, int]]
 ) -> None:
-    peaks = measured(MODEL + PEAK + LOAD, name, str(checkpoint), storage)
+    peaks = peaks_of_cases[storage, name]
     held = LOADERS[name].overhead_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = round(NUM_BLOCKS * BLOCK_BYTES / 2 * (0.516 if storage == "bnb-nf4" else 1))
     assert 0.97 * final < peaks["load"] <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
@@ -119,6 +134,6 @@ def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
 
 
 def test_resharding_holds_one_shard_whatever_the_model(checkpoint: Path, tmp_path: Path) -> None:
-    peak = measured(PEAK + RESHARD, str(checkpoint), str(tmp_path / "out"), str(BLOCK_BYTES))
+    (peak,) = measured(PEAK + RESHARD, str(checkpoint), str(tmp_path / "out"), str(BLOCK_BYTES))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == NUM_BLOCKS
     assert LINEAR_BYTES < peak <= BLOCK_BYTES + 8 * MIB

@@ -1,0 +1,77 @@
+"""`autotune` commands in processes that a fork server starts: processes of their own, whose imports are paid for.
+
+For what is proved about signals, kills, exit statuses and output. What a start proves (imports, streams, installed
+distributions) needs a real one: `tests.conftest.autotune`. Importing this loads no torch, so children start at once.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from autotune.trials.fork_server import fork_server_context
+
+
+def start_forked(
+    arguments: tuple[object, ...],
+    output: Path,
+    errors: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    step_wait_seconds: float | None = None,
+) -> ForkServerProcess:
+    """Start `autotune ARGUMENTS`; what it prints is appended to `output`, and to `errors` if that is another file.
+
+    `environment` is added to this process's own.
+    """
+    words = [str(argument) for argument in arguments]
+    surroundings = {**os.environ, **(environment or {})}
+    started = fork_server_context().Process(
+        target=_run, args=(words, surroundings, str(Path.cwd()), str(output), str(errors or output), step_wait_seconds)
+    )
+    started.start()
+    return started
+
+
+def autotune_forked(
+    *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = start_forked(arguments, output, errors, environment=environment)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"autotune {arguments}: {errors.read_text()}")
+        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
+
+
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    output: str,
+    errors: str,
+    step_wait_seconds: float | None,
+) -> None:
+    for number, path in ((1, output), (2, errors)):
+        with open(path, "a", buffering=1) as lines:
+            os.dup2(lines.fileno(), number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    if step_wait_seconds:
+        importlib.import_module("autotune.training.processes").MAX_STEP_WAIT = timedelta(seconds=step_wait_seconds)
+    sys.argv = ["autotune", *words]
+    from autotune.cli import main
+
+    main()
