@@ -1,6 +1,8 @@
 """Writes `profiles/predictions.json`: what every GPU of the catalog would do with each model's defaults.
 
-    python benchmarks/predict_catalog.py [MODEL ...]        some minutes of one CPU; without names, all models
+    python benchmarks/predict_catalog.py [MODEL ...]        without names, all models
+
+Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all models and cards are some 45 CPU-minutes.
 
 `autotune plan` shows it where there is no GPU, and a test compares some of it with the planner. Written again
 whenever the cost model, the knobs, a family's defaults or the catalog change what is predicted.

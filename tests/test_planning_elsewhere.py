@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
@@ -15,6 +16,7 @@ from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
+from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event, Notice
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import TrainingPlan
@@ -77,15 +79,38 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert (bucket.width_px, bucket.height_px) == (512, 768)
 
 
-def test_a_card_without_bf16_is_planned_for_in_fp32() -> None:
+def test_a_card_without_bf16_is_planned_for_in_fp16() -> None:
     events: list[Event] = []
     card = hardware_for("T4", on_event=events.append)
     told = [event.text for event in events if isinstance(event, Notice)]
     assert told[0] == "planning for nvidia-t4"
-    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp32")
-    space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
-    assert space.choices["precision"] == ("fp32",)
+    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16")
+    space = list_choices(PlanRequest(model="wan-2.1", workload_overrides=SMALL), card)
+    assert space.choices["precision"] == ("fp16", "fp32")
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
+
+
+def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
+    card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
+    space = list_choices(PlanRequest(model="kandinsky5-image-lite", **overrides), card)
+    assert space.choices["precision"] == ("fp32",)
+    reasons = {str(r.choice): r.reason for r in space.rejected["precision"]}
+    assert "ComfyUI runs it in bf16 or fp32 alone" in reasons["fp16"]
+    pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
+    assert list_choices(pinned, card).choices["precision"] == ("fp16",)
+
+
+@pytest.mark.parametrize("card", ["t4", "v100-sxm2-16gb", "2080 ti"])
+def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str) -> None:
+    hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    pins = tuple((name, str(value)) for name, value in plain if name not in ("precision", "checkpointed_blocks"))
+    request = PlanRequest(model="wan-2.1", workload_overrides=SMALL, is_local=False, pins=pins)
+    assert make_plan(request, hardware).frozen.settings.precision == "fp16"
+    half, whole = (
+        estimate("wan-2.1", hardware=hardware, precision=precision, resolution=512) for precision in ("fp16", "fp32")
+    )
+    assert half.step_seconds < whole.step_seconds
+    assert half.peak_memory_bytes < whole.peak_memory_bytes
 
 
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(

@@ -23,7 +23,7 @@ from autotune.planning import (
     select_gpus,
 )
 from autotune.runtime import read_bounded
-from autotune.schema import TEXT_TAG, BoundedLoader, Frozen, OnEvent, Progressed, ignore_event
+from autotune.schema import TEXT_TAG, BoundedLoader, DataPlace, Frozen, OnEvent, Progressed, ignore_event
 
 DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
@@ -57,7 +57,7 @@ class PriceList(Frozen):
 
 def compare(
     model: str,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     *,
     hardware: str | Sequence[str] = "all",
     prices: Mapping[str, float] | str | Path | None = None,
@@ -124,7 +124,8 @@ def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
         raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
     if model.folder is not None:
         return 0.0
-    return download_bytes(model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
+    transformers = 1 + len(model.family.other_denoisers)
+    return download_bytes(transformers * model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
 
 
 def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:

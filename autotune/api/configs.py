@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from autotune.api.plan_files import load_plan
-from autotune.data import is_list
+from autotune.data import data_text, is_list
 from autotune.errors import InvalidInput
 from autotune.runtime import write_text_atomic
 from autotune.schema import TrainingPlan, with_job
@@ -71,7 +71,7 @@ def export_config(
         )
     if made.job.data is not None and is_list(made.job.data):
         raise InvalidInput(
-            f"{made.job.data} lists several folders, and only one is carried to another trainer",
+            f"{data_text(made.job.data)}: these are several folders, and only one is carried to another trainer",
             hint="name one folder as the plan's data, export, and add the others to the files",
         )
     folders = {name: folder for name in ("data", "control") if (folder := getattr(made.job, name)) is not None}

@@ -1,16 +1,36 @@
 """Looking into what training reads and writes: data folders and weight files."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.options import require_known
-from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport, Item, check_dataset, make_contact_sheet, make_options
+from autotune.data import (
+    MAX_CROP,
+    MAX_UPSCALING,
+    DataReport,
+    Item,
+    check_dataset,
+    list_places,
+    make_contact_sheet,
+    make_options,
+)
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
 from autotune.runtime import atomic_write, require_writable
-from autotune.schema import AdapterFormat, Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import (
+    AdapterFormat,
+    Bucket,
+    DataPlace,
+    JobOverrides,
+    OnEvent,
+    Progressed,
+    StatusChanged,
+    each_place,
+    ignore_event,
+)
 from autotune.weights import (
     FileSummary,
     inspect_file,
@@ -22,7 +42,7 @@ from autotune.weights import (
 
 
 def check_data(
-    folder: str | Path,
+    folder: DataPlace,
     *,
     model: str = "qwen-image",
     resolution_px: int | None = None,
@@ -35,7 +55,7 @@ def check_data(
     """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
 
     Args:
-        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders.
+        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders; or several of these.
         model: name of the model family whose sizes count.
         resolution_px: side of the square whose area every image is resized to; the family's by default.
         max_upscaling: factor per side above which enlarged images are counted.
@@ -45,7 +65,7 @@ def check_data(
         job: fields of the job that decide what is read, e.g. `num_frames=81`, `trigger="sks"`.
 
     Raises:
-        InvalidInput: there is no such folder or family.
+        InvalidInput: there is no such folder or family, or the sheet would lie in the folder.
 
     Example:
         >>> report = autotune.check_data("photos")
@@ -55,9 +75,12 @@ def check_data(
     family = get_family(model)
     num_frames = job.get("num_frames", family.defaults.num_frames)
     family.check_num_frames(num_frames)
+    if sheet is not None:
+        for place in each_place(folder):
+            _require_apart(Path(sheet), Path(place))
     pairs: list[tuple[Item, Bucket]] = []
     report = check_dataset(
-        Path(folder),
+        folder,
         make_options(job, family, num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
@@ -72,6 +95,13 @@ def check_data(
         with atomic_write(Path(sheet)) as part:
             make_contact_sheet(pairs).save(part, format="PNG")
     return report
+
+
+def _require_apart(sheet: Path, data: Path) -> None:
+    """Raise InvalidInput if the sheet would lie in a folder of the data, over an image or as one more."""
+    for place in list_places(data):
+        if Path(os.path.realpath(sheet)).is_relative_to(os.path.realpath(place)):
+            raise InvalidInput(f"the sheet {sheet} would lie in the data folder {place}", hint="write it elsewhere")
 
 
 def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event) -> FileSummary:

@@ -1,18 +1,20 @@
 """`job_script`: a plan's run as a job file for a cluster."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+from autotune.api.options import require_optimizer
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.data import is_list, list_places
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
+from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
-from autotune.schema import HardwareProfile, TrainingPlan, read_subjects, with_job
+from autotune.schema import DataPlace, HardwareProfile, TrainingPlan, as_job_data, each_place, read_subjects, with_job
 
 Cluster = Literal["slurm", "kubernetes", "docker"]
 
@@ -23,9 +25,10 @@ def job_script(
     *,
     hardware: str | HardwareProfile | None = None,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     control: str | Path | None = None,
     output: str | Path | None = None,
+    optimizer: str | None = None,
     over: str | Path | None = None,
     nodes: int | None = None,
     hours: float | None = None,
@@ -45,6 +48,7 @@ def job_script(
         data: another data folder; needed if the plan names none.
         control: another folder of control images; needed by models that edit images if the plan names none.
         output: another output folder.
+        optimizer: the plan's `package:Class`, without which the job would not load such code.
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
@@ -64,8 +68,12 @@ def job_script(
     if cluster not in get_args(Cluster):
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
     file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
-    said = {name: os.fspath(value) for name, value in given.items() if value is not None}
+    said = {name: as_job_data(value) for name, value in given.items() if value is not None}
     made = with_job(_variant(file, hardware), **said)
+    require_optimizer(made, optimizer)
+    if ":" in (planned := made.frozen.workload.optimizer.name):
+        require_allowed(planned)
+        said["optimizer"] = planned
     subjects = () if over is None else read_subjects(Path(over))
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
@@ -110,16 +118,21 @@ def _require_folders(plan: TrainingPlan) -> None:
         )
 
 
-def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, claim: str) -> JobFile:
+def _job_file(
+    plan: TrainingPlan, file: Path, said: Mapping[str, str | tuple[str, ...]], image: str, claim: str
+) -> JobFile:
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
+    taken = ("model", "base", "expert", "data", "control", "optimizer")
+    options = {name: said[name] for name in taken if name in said}
     if model != job.model:
         options["model"] = model
-    read = [name for name in (job.data, job.control, job.validation_folder) if name]
-    if job.data and is_list(job.data) and Path(job.data).is_file():
-        read += list_places(Path(job.data))
+    data = each_place(job.data or ())
+    read = [name for name in (*data, job.control, job.validation_folder) if name]
+    for place in data:
+        if is_list(place) and Path(place).is_file():
+            read += list_places(place)
     if is_single_file(model) or not is_on_hub(model) or model.startswith(("/", "./", "../")):
         read.append(model)
     read += [name for name in (job.vae, *job.text_encoders) if name]
@@ -136,10 +149,15 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
         output=PurePosixPath(folder / job.output),
         image=image,
         claim=claim,
-        overrides=tuple(word for name, value in options.items() for word in (f"--{name}", value)),
+        overrides=tuple(word for name, each in options.items() for word in _option(name, each)),
         reads=_places(read),
         writes=_places(written),
     )
+
+
+def _option(name: str, value: str | tuple[str, ...]) -> list[str]:
+    """An option's words; one of several values is repeated."""
+    return [word for one in each_place(value) for word in (f"--{name}", one)]
 
 
 def _places(names: Sequence[str]) -> tuple[PurePosixPath, ...]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune.api.options import require_known
+from autotune.api.options import require_known, require_optimizer
 from autotune.api.runs import measure_predicted, plan_here
 from autotune.errors import InvalidInput, Preempted
 from autotune.hardware import probe
 from autotune.runtime import QueuedCommand, run_queue, started_by_launcher
 from autotune.schema import (
+    SUBJECT_LOG,
+    DataPlace,
     HardwareProfile,
     JobOverrides,
     Notice,
@@ -21,6 +23,8 @@ from autotune.schema import (
     Subject,
     SubjectRun,
     TrainingPlan,
+    as_job_data,
+    each_place,
     find_subject,
     ignore_event,
     read_subjects,
@@ -78,7 +82,8 @@ def train_many(
     over: str | Path | Sequence[Subject],
     *,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
+    optimizer: str | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> tuple[SubjectRun, ...]:
@@ -92,6 +97,7 @@ def train_many(
         over: file that lists the subjects, or the subjects.
         model: as for `train`.
         data: data folder of subjects that name none.
+        optimizer: as for `train`.
         on_event: listener to progress.
         job: fields of the plan's job to replace; what a subject says counts more. Each has a folder in `output`, and
             beside it a log.
@@ -109,7 +115,8 @@ def train_many(
     require_known(job, JobOverrides.__annotations__, "argument of train_many")
     subjects = tuple(over) if not isinstance(over, str | Path) else load_subjects(over)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
-    common = with_job(given, model=model, data=None if data is None else str(data), **job)
+    require_optimizer(given, optimizer)  # processes that are started inherit it
+    common = with_job(given, model=model, data=None if data is None else as_job_data(data), **job)
     for subject in subjects:
         subject.plan(common)  # so that a wrong value is told before any work
     _require_one_machine(common)
@@ -159,6 +166,10 @@ def _run_all(
     waiting = [name for name, run in runs.items() if run.report is None]
     done = len(runs) - len(waiting)
     on_event(Notice(text=f"{len(runs)} runs, {done} of them done; {len(places)} at a time"))
+    for name in waiting:  # told now: its turn may come after hours
+        for place in each_place(named[name].job.data or ()):
+            if not Path(place).exists():
+                on_event(Notice(text=f"{name}: there is no data at {place} yet", level="warning"))
 
     def tell_start(command: QueuedCommand, place: Mapping[str, str]) -> None:
         where = f" on GPU {place[VISIBLE]}" if VISIBLE in place else ""
@@ -194,7 +205,7 @@ def _command(name: str, plan: TrainingPlan, folder: Path, on_event: OnEvent) -> 
         return is_free_now
 
     arguments = (sys.executable, "-m", "autotune", "train", str(file), "--resume")
-    return QueuedCommand(name, arguments, output.with_name(f"{name}.log"), is_free)
+    return QueuedCommand(name, arguments, output.with_name(name + SUBJECT_LOG), is_free)
 
 
 def _outcome(plan: TrainingPlan, command: QueuedCommand, status: int) -> SubjectRun:

@@ -20,6 +20,8 @@ GAUGES = {
     "gradient_norm": "Norm of the last step's gradient before clipping.",
     "gradient_spikes": "Gradients of the run far above those before them.",
     "nonfinite_gradients": "Gradients of the run that were not finite.",
+    "overflowed_gradients": "Gradients of the run that overflowed fp16, whose steps were skipped.",
+    "loss_scale": "Factor of the next step's losses, in fp16.",
     "seconds": "Wall time of the last step.",
     "data_seconds": "Part of it that was spent waiting for data.",
     "images_per_second": "Speed of the last step.",

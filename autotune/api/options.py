@@ -72,7 +72,7 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     quality: Quality
     """Least fidelity of the base weights: `exact`, `high` (default) or `compact`."""
     objective: Objective
-    """What to optimize: `throughput` (default) or `memory`."""
+    """What to optimize: `throughput` (default), `memory`, or `energy`, which the GPU here must tell."""
     pins: KnobValues
     """The only value to choose, for some knobs."""
     exclusions: KnobValues | tuple[tuple[str, str], ...]
@@ -135,10 +135,25 @@ def choose_optimizer(
     try:
         made = OptimizerChoice(name=chosen, options=tuple({**kept, **(options or {})}.items()))
     except ValidationError as error:
-        message = f"{chosen!r} is no optimizer with such options: {error.errors()[0]['msg'].lower()}"
+        first = error.errors()[0]
+        why = "neither a name nor package:Class" if first["loc"] == ("name",) else first["msg"].lower()
+        message = f"{chosen!r} is no optimizer with such options: {why}"
         raise InvalidInput(
             message, hint="give --optimizer NAME or package:Class, --optimizer-option name=value"
         ) from error
     if name is not None and ":" in name:
         allow_optimizer(name)
     return made
+
+
+def require_optimizer(plan: TrainingPlan, named: str | None) -> None:
+    """Let the plan's optimizer be loaded if the user names it.
+
+    Raises:
+        InvalidInput: that is another.
+    """
+    planned = plan.frozen.workload.optimizer
+    if named not in (None, planned.name):
+        hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
+        raise InvalidInput(f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint)
+    choose_optimizer(planned, named, None)

@@ -30,11 +30,13 @@ from autotune.planning import list_choices as choices_for
 from autotune.runtime import require_writable
 from autotune.schema import (
     CheckResult,
+    DataPlace,
     HardwareProfile,
     JobOverrides,
     Notice,
     OnEvent,
     TrainingPlan,
+    as_job_data,
     file_parts,
     ignore_event,
     model_reference,
@@ -62,7 +64,7 @@ class PlanNotWritten(AutotuneError):
 
 def plan(
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     *,
     on_event: OnEvent = ignore_event,
     **options: Unpack[PlanOptions],
@@ -120,7 +122,7 @@ def plan(
 
 def plan_variants(
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     *,
     hardware: Sequence[str],
     on_event: OnEvent = ignore_event,
@@ -165,7 +167,7 @@ def plan_variants(
 
 def list_choices(
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     *,
     on_event: OnEvent = ignore_event,
     **options: Unpack[PlanOptions],
@@ -267,7 +269,7 @@ def _suited_to_trainer(
     return replace(request, exclusions=(*request.exclusions, *lacking), overheads=overheads)
 
 
-def request_for(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:
+def request_for(model: str | None, data: DataPlace | None, options: PlanOptions) -> PlanRequest:
     """What the arguments ask for, on top of what an earlier plan was made for."""
     require_known(options, PlanOptions.__annotations__, "argument of plan")
     earlier = options.get("earlier")
@@ -289,12 +291,12 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
     if added and not is_single_file(name):
         message = f"{name} is no single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
-    parts |= added
+    parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
     request = replace(
         base,
         model=model_reference(name, parts),
         workload_overrides=_overrides(base.workload_overrides, asked),
-        job_overrides=job if data is None else {**job, "data": str(data)},
+        job_overrides=job if data is None else {**job, "data": as_job_data(data)},
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
         exclusions=_pairs(asked["exclusions"]) if "exclusions" in asked else base.exclusions,
         is_local="hardware" not in asked,

@@ -51,6 +51,7 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
         found.plan,
         found.report,
         name=repo,
+        adapter=ADAPTER_FILE,
         base_model=base_model,
         kind=get_family(found.plan.frozen.workload.model.family).kind,
         license_name=license_name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.metrics_server import MetricsServer
-from autotune.api.options import choose_optimizer, require_known
+from autotune.api.options import require_known, require_optimizer
 from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
@@ -18,6 +18,7 @@ from autotune.hardware import probe as read_machine
 from autotune.runtime import cache_path, silence_progress_bars, started_by_launcher
 from autotune.schema import (
     RUN_PLAN_FILE,
+    DataPlace,
     HardwareProfile,
     Job,
     JobOverrides,
@@ -27,6 +28,7 @@ from autotune.schema import (
     RunStarted,
     StatusChanged,
     TrainingPlan,
+    as_job_data,
     ignore_event,
     read_variants,
     with_job,
@@ -50,7 +52,7 @@ def train(
     plan: TrainingPlan | str | Path | None = None,
     *,
     model: str | None = None,
-    data: str | Path | None = None,
+    data: DataPlace | None = None,
     optimizer: str | None = None,
     resume: bool = False,
     trace: bool = False,
@@ -93,12 +95,12 @@ def train(
         >>> autotune.train(model="qwen-image", data="photos")
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
-    changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
+    changes: dict[str, Any] = {"model": model, "data": None if data is None else as_job_data(data), **job}
     if plan is None:
         is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3 and not started_by_launcher()
         plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
-    _require_optimizer(given, optimizer)
+    require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
     on_event = on_event if place.is_first else ignore_event
@@ -106,15 +108,6 @@ def train(
         if metrics_port is not None and place.is_first:
             on_event = stack.enter_context(MetricsServer(metrics_port, on_event))
         return _train_here(chosen, file, place, on_event, resume=resume, trace=trace)
-
-
-def _require_optimizer(plan: TrainingPlan, named: str | None) -> None:
-    """Let the plan's optimizer be loaded if the user names it. Raises InvalidInput if that is another."""
-    planned = plan.frozen.workload.optimizer
-    if named not in (None, planned.name):
-        hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
-        raise InvalidInput(f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint)
-    choose_optimizer(planned, named, None)
 
 
 def _train_here(

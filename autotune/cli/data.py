@@ -24,7 +24,8 @@ class CheckOptions:
     """What `autotune data check` can be asked beside how the data is read; the names are those of `check_data`."""
 
     folder: Annotated[
-        Path, typer.Argument(help="Folder of images with same-stem .txt captions, or a data.yaml.", metavar="DIR")
+        list[Path],
+        typer.Argument(help="Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR..."),
     ]
     model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image"
     resolution_px: Annotated[

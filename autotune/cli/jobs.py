@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 import autotune
-from autotune.cli.options import Control, Data, PlanFile
+from autotune.cli.options import Control, Data, PlanFile, PlansOptimizer
 
 
 def job_script(
@@ -19,6 +19,7 @@ def job_script(
     data: Data = None,
     control: Control = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
+    optimizer: PlansOptimizer = None,
     over: Annotated[
         Path | None, typer.Option(help="For SLURM: an array of jobs, one for each subject in FILE.", metavar="FILE")
     ] = None,
@@ -35,8 +36,8 @@ def job_script(
     """Write a job file for a cluster: GPUs, memory and time as the plan predicts, resumed by checkpoints."""
     known: Any = cluster
     text = autotune.job_script(
-        plan_file, known, hardware=hardware, model=model, data=data, control=control, output=run_output, over=over,
-        nodes=nodes, hours=hours, image=image, claim=claim, path=path,
+        plan_file, known, hardware=hardware, model=model, data=data, control=control, output=run_output,
+        optimizer=optimizer, over=over, nodes=nodes, hours=hours, image=image, claim=claim, path=path,
     )  # fmt: skip
     if path is None:
         typer.echo(text, nl=False)

@@ -27,7 +27,14 @@ Variant = Annotated[
     str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
 ]
 Data = Annotated[
-    str | None, typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml that lists folders.")
+    list[str] | None,
+    typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml; repeat for several."),
+]
+PlansOptimizer = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"
+    ),
 ]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
@@ -111,6 +118,9 @@ class JobOptions(DataOptions):
     text_encoders: Annotated[
         list[str] | None,
         typer.Option("--text-encoder", help="And its text encoder; repeat for several.", metavar="FILE|FOLDER"),
+    ] = None
+    expert: Annotated[
+        str | None, typer.Option(help="Of a model with two transformers, the one to train: high-noise or low-noise.")
     ] = None
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
     from_adapter: Annotated[

@@ -70,7 +70,7 @@ class PlanOptions:
         str | None,
         typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit, and 8-bit products, too."),
     ] = None
-    objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
+    objective: Annotated[str | None, typer.Option(help="throughput (default), memory or energy.")] = None
     pins: Annotated[list[str] | None, typer.Option("--pin", help="Choose only this value.", metavar="KNOB=VALUE")] = (
         None
     )
@@ -132,7 +132,7 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     one_of("--adapter", options.adapter, ADAPTERS)
-    one_of("--objective", options.objective, ("throughput", "memory"))
+    one_of("--objective", options.objective, ("throughput", "memory", "energy"))
     if not (options.hardware or options.replay or options.list_knobs):
         autotune.warm_up()
     pairs: dict[str, Any] = {

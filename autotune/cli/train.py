@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Data, JobOptions, Json, given, takes
+from autotune.cli.options import Data, JobOptions, Json, PlansOptimizer, given, takes
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
@@ -24,10 +24,7 @@ class TrainOptions:
         str | None, typer.Option(help="The same architecture from another folder; without PLAN, what to train.")
     ] = None
     data: Data = None
-    optimizer: Annotated[
-        str | None,
-        typer.Option(help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"),
-    ] = None
+    optimizer: PlansOptimizer = None
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
     trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False

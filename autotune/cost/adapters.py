@@ -27,7 +27,7 @@ def add_adapter_as_practiced(
     if practice is None:
         add_adapter(family, transformer, workload, dtype)
         return
-    own = torch.float32 if dtype == torch.float32 or practice.precision == "fp32" else torch.bfloat16
+    own = torch.float32 if dtype == torch.float32 or practice.precision == "fp32" else dtype
     add_adapter(family, transformer, workload, own, lean=False)
     if practice.autocasts and own != dtype:
         _cast_when_read(transformer, dtype)

@@ -3,7 +3,7 @@
 from autotune.cost.arguments import require_sound
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
-from autotune.knobs import startup_seconds
+from autotune.knobs import encoder_element_bytes, startup_seconds
 from autotune.schema import VALIDATION_DRAWS, Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
 
 DISK_BYTES_PER_SECOND = 1e9
@@ -67,12 +67,14 @@ def job_time(
     storage = cost.model.storage(candidate.precision, "none")
     encoders = cost.model.parts.text_encoder_parameters
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
-    element = 2 if candidate.precision != "fp32" else 4
+    element = encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
     per_image = _caption_seconds(cost, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
-    preview = defaults.preview_steps * defaults.preview_calls * forward
+    # Another transformer denoises for about half of the steps, and crosses the bus in each.
+    streamed = storage.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
+    preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
@@ -95,5 +97,9 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
     computing = flops / (ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH)))
     if not caching.text_encoder_streamed:
         return computing
-    bus = cost.hardware.rate("host_to_device.pageable") or rates.host_to_device  # the files are mapped
-    return computing + parameters * element_bytes / bus
+    return computing + parameters * element_bytes / _bus(cost, rates)
+
+
+def _bus(cost: CostModel, rates: Rates) -> float:
+    """Bytes per second of what is streamed from mapped files."""
+    return cost.hardware.rate("host_to_device.pageable") or rates.host_to_device

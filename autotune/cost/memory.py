@@ -92,6 +92,8 @@ def resident_of(
             # A window is computed when nothing but what previews keep is there, too.
             ahead.computing_bytes,
             model.forward_bytes(precision, quantization, candidate.modulation),
+            # Another transformer denoises too, unquantized: its layers come to the device one by one.
+            model.forward_bytes(precision, "none") + storage.largest_layer_bytes if model.family.other_denoisers else 0,
         )
         + (ahead.preview_bytes if shares_host else 0),
         library_bytes=library_bytes(hardware),

@@ -28,13 +28,14 @@ from autotune.knobs import (
     ModulationAhead,
     NormRope,
     Selective,
+    encoder_precision,
     find_modulation_ahead,
     region_offsets,
     take_layers,
     torch_dtype,
 )
 from autotune.runtime import is_out_of_memory
-from autotune.schema import Bucket, Overheads, Workload
+from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
 from autotune.weights import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
@@ -227,12 +228,15 @@ class TracedModel:
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            practice = self.overheads.adapter_on(quantization) if self.overheads else None
+            practice = self._practice(quantization)
             work = self.workload.changed(adapted_blocks=self._traced_blocks)
             add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained
+
+    def _practice(self, quantization: str) -> AdapterPractice | None:
+        return self.overheads.adapter_on(quantization) if self.overheads else None
 
     def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
         """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
@@ -265,7 +269,11 @@ class TracedModel:
         Selective().apply(transformer, self.family, recomputed if keeps_attention else 0)
         NormRope().apply(transformer, self.family, norm_rope)
         batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
-        return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
+        practice = self._practice(quantization)
+        autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
+        return trace_pass(
+            self.family, transformer, batch, kernel=kernel, rules=self.rules, autocast=autocast, train=train
+        )
 
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
         """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
@@ -284,7 +292,7 @@ class TracedModel:
 
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0)
-        dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
+        dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).eval()
             torch.nn.Module.to(vae, dtype)  # diffusers' own warns of parts that stay in fp32, even if there are none

@@ -48,10 +48,12 @@ def quantize_for_tracing(family: Family, transformer: nn.Module, quantization: s
 
 def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
     """Let a layer on the meta device take and do what bitsandbytes' `Linear4bit` would."""
-    shape = layer.weight.shape
+    shape, dtype = layer.weight.shape, layer.weight.dtype
     stored = torch.empty(nf4_bytes(layer.weight.numel()), dtype=torch.uint8, device="meta")
     layer.weight = nn.Parameter(stored, requires_grad=False)
-    _replace_forward(layer, lambda x: MatMul4Bit.apply(x, layer, shape, rules))  # type: ignore[no-untyped-call]
+    multiply: Callable[..., torch.Tensor] = MatMul4Bit.apply
+    # It computes in its own precision, and answers in the input's.
+    _replace_forward(layer, lambda x: multiply(x.to(dtype), layer, shape, rules).to(x.dtype))
 
 
 def stand_in_for_int8(layer: nn.Linear, rules: DeviceRules) -> None:

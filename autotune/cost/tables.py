@@ -28,7 +28,7 @@ from autotune.cost.model import TracedModel
 from autotune.cost.overheads import kept_bytes
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
-from autotune.knobs import EncoderSize, Precision, TuningContext, size_of, window_steps
+from autotune.knobs import EncoderSize, Precision, TuningContext, encoder_element_bytes, size_of, window_steps
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -240,7 +240,7 @@ class PassTables:
         """What the program that trains keeps on one device in each phase, beyond what autotune's executor does."""
         if self.overheads is None or not self.overheads.kept:
             return {}
-        vae = self.model.vae_cost(candidate.precision).weight_bytes // (4 if candidate.precision == "fp32" else 2)
+        vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(candidate.precision)
         resident, encoders = self.resident_of(candidate, caching, parallel), self.encoder_size.weight_bytes(caching)
         return kept_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
 

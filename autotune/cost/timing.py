@@ -132,7 +132,8 @@ def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
-    peak = sheet.bf16_flops_per_second if precision == "bf16" else tf32_or_plain
+    half = sheet.bf16_flops_per_second or sheet.fp16_flops_per_second
+    peak = tf32_or_plain if precision == "fp32" else half
     fast = {"int8": sheet.int8_flops_per_second, "fp8": sheet.fp8_flops_per_second}[eight_bits]
     return fast / peak if fast and peak else 1.0
 
@@ -145,13 +146,17 @@ def host_flops_per_second(host: Host) -> float:
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
     """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
 
-    Before compute capability 8.0 there is neither: whatever the dtype is called, plain fp32 units do the work.
+    Before compute capability 8.0 there is neither: tensor cores do the work in fp16, and plain fp32 units in fp32.
     """
     if sheet is None or sheet.bf16_flops_per_second is None:
-        plain = sheet.fp32_flops_per_second if sheet is not None else None
-        return None if plain is None else REACHED_OF_PEAK * plain
+        if sheet is None:
+            return None
+        is_half = precision == "fp16"
+        peak = sheet.fp16_flops_per_second if is_half else sheet.fp32_flops_per_second
+        measured = sheet.reached_fp16_flops_per_second if is_half else None
+        return measured or (None if peak is None else REACHED_OF_PEAK * peak)
     bf16 = sheet.reached_bf16_flops_per_second or REACHED_OF_PEAK * sheet.bf16_flops_per_second
-    if precision == "bf16":
+    if precision != "fp32":
         return bf16
     tf32 = sheet.tf32_flops_per_second
     return None if tf32 is None else tf32 * bf16 / sheet.bf16_flops_per_second

@@ -21,6 +21,6 @@ if TYPE_CHECKING:
     from autotune.data.options import DatasetOptions, make_options
     from autotune.data.pixels import open_image, to_rgb
     from autotune.data.sheet import make_contact_sheet
-    from autotune.data.sources import is_list, list_places
+    from autotune.data.sources import data_text, is_list, list_places
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

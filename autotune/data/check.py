@@ -1,13 +1,12 @@
 """The dataset check before training: what a folder holds, what is wrong with it, and how training will use it."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from autotune.data.buckets import assign_buckets, make_buckets
 from autotune.data.dataset import OnProgress, scan_dataset
 from autotune.data.items import Item, PrintableStr, Problem
 from autotune.data.options import DatasetOptions
-from autotune.schema import Bucket, Frozen, NaturalInt, PositiveInt
+from autotune.schema import Bucket, DataPlace, Frozen, NaturalInt, PositiveInt
 
 MAX_UPSCALING = 1.5
 """By default images enlarged by more (per side) are counted: blur is learned like any other feature."""
@@ -50,7 +49,7 @@ class DataReport(Frozen):
 
 
 def check_dataset(
-    folder: Path,
+    folder: DataPlace,
     options: DatasetOptions | None = None,
     *,
     resolution_px: int,

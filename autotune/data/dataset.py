@@ -16,8 +16,9 @@ from autotune.data.captions import METADATA, read_metadata
 from autotune.data.files import MASK_SUFFIX, Media, find_masks, find_media, find_runs, find_unsupported
 from autotune.data.items import REMARKS, Item, ItemReader, Problem, file_digest
 from autotune.data.options import DEFAULT_OPTIONS, DatasetOptions
-from autotune.data.sources import is_list, list_folders
+from autotune.data.sources import data_text, is_list, list_folders
 from autotune.errors import InvalidInput
+from autotune.schema import DataPlace
 
 VERIFY_SECONDS = 120.0
 """Time limit for decoding images to prove them whole; damage in the others is found when they are encoded."""
@@ -57,12 +58,12 @@ class Dataset:
         return tuple(lines)
 
 
-def read_dataset(folder: Path, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
+def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
     """Read the usable part of a data folder; unusable files are left out and named in `problems`.
 
     Args:
         folder: images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too; or a YAML file that
-            lists several such folders.
+            lists several such folders; or several of these.
         options: captions, control images and clips.
 
     Raises:
@@ -73,19 +74,19 @@ def read_dataset(folder: Path, options: DatasetOptions = DEFAULT_OPTIONS) -> Dat
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
         raise InvalidInput(
-            f"{len(captionless)} image(s) in {folder} have no caption: {named}",
+            f"{len(captionless)} image(s) in {data_text(folder)} have no caption: {named}",
             hint="write NAME.txt next to each, or give --caption TEXT or --trigger WORD",
         )
     if not dataset.items:
         raise InvalidInput(
-            f"no usable image in {folder}" + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
-            hint=f"put png, jpeg or webp files there; `autotune data check {folder}` names what is wrong",
+            f"no usable image in {data_text(folder)}" + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
+            hint="put png, jpeg or webp files there; `autotune data check` names what is wrong",
         )
     return dataset
 
 
 def scan_dataset(
-    data: Path, options: DatasetOptions = DEFAULT_OPTIONS, on_progress: OnProgress | None = None
+    data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS, on_progress: OnProgress | None = None
 ) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
@@ -95,8 +96,8 @@ def scan_dataset(
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
-    if not is_list(data):
-        return _scan_folder(data, options, on_progress)
+    if isinstance(data, str | Path) and not is_list(data):
+        return _scan_folder(Path(data), options, on_progress)
     parts = []
     for folder in list_folders(data):
         part = _scan_folder(Path(folder.path), folder.options(options), on_progress)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.errors import InvalidInput, first_line
 from autotune.families import ResolvedModel
-from autotune.knobs import torch_dtype
+from autotune.knobs import encoder_precision, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.runtime import is_out_of_memory, release_memory
 from autotune.schema import CachingSettings, Candidate
@@ -32,7 +32,9 @@ class Encoders:
         self, model: ResolvedModel, caching: CachingSettings, settings: Candidate, device: torch.device
     ) -> None:
         self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
-        self.dtype = torch_dtype(settings.precision)
+        self.dtype = torch_dtype(encoder_precision(settings.precision))
+        self.denoiser_dtype = torch_dtype(settings.precision)
+        """What the transformer that they serve computes in."""
         self._pipeline: Any = None
 
     @property
@@ -68,7 +70,7 @@ class Encoders:
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
-            parts[self.model.family.denoiser] = None
+            parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
             parts["vae"], folder = self.load_vae(self.device), self.model.weights
             try:
                 pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, **parts)
@@ -99,10 +101,7 @@ class Encoders:
     def _load_text_encoder(self, name: str) -> nn.Module:
         folder, caching, weights = self.model.weights, self.caching, self.model.part_files.get(name)
         if caching.text_encoder_streamed:
-            # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
-            encoder = load_component(folder, name, dtype=self.dtype, weights=weights)
-            cpu_offload(encoder, self.device, offload_buffers=True)
-            return encoder  # type: ignore[no-any-return]
+            return self.load_streamed(name)
 
         def quantize(model: nn.Module) -> Transform | None:
             return quantize_inside(_repeated_blocks(model), caching.text_encoder_quantization)
@@ -111,6 +110,14 @@ class Encoders:
         return load_component(  # type: ignore[no-any-return]
             folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize, weights=weights
         )
+
+    def load_streamed(self, name: str) -> nn.Module:
+        """A component whose layers come to the device one by one, each time they are called."""
+        # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
+        weights = self.model.part_files.get(name)
+        component: nn.Module = load_component(self.model.weights, name, dtype=self.dtype, weights=weights)
+        cpu_offload(component, self.device, offload_buffers=True)
+        return component
 
     def release(self) -> None:
         """Free everything, unless the plan keeps it loaded."""

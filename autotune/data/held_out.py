@@ -8,8 +8,9 @@ from pathlib import Path
 from autotune.data.dataset import Dataset, read_dataset
 from autotune.data.items import Item, file_digest
 from autotune.data.options import DatasetOptions
-from autotune.data.sources import list_places
+from autotune.data.sources import data_text, list_places
 from autotune.errors import InvalidInput
+from autotune.schema import DataPlace
 
 MAX_HELD_OUT = 32
 """Images that are held out at most: more would tell little more, cost time and not train."""
@@ -28,7 +29,7 @@ class SplitDataset:
         return replace(self.training, items=(*self.training.items, *self.held_out))
 
 
-def read_split(folder: Path, options: DatasetOptions, validation: str | None, seed: int) -> SplitDataset:
+def read_split(folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int) -> SplitDataset:
     """Read a data folder and hold some images out: a pure function of seed and file names decides which.
 
     Args:
@@ -55,13 +56,13 @@ def read_split(folder: Path, options: DatasetOptions, validation: str | None, se
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(
-            f"with the images held out for validation, none of {folder} is left to train on",
+            f"with the images held out for validation, none of {data_text(folder)} is left to train on",
             hint="add images, hold out a smaller share, or name a folder of others: --validation FOLDER",
         )
     return SplitDataset(replace(dataset, items=training), tuple(held_out))
 
 
-def _name(item: Item, folder: Path) -> str:
+def _name(item: Item, folder: DataPlace) -> str:
     """The path below the data folder, or below the folder of a list that it lies in, after that folder's name."""
     places = [Path(place) for place in list_places(folder)]
     place = next(place for place in places if item.path.is_relative_to(place))

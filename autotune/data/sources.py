@@ -1,5 +1,6 @@
-"""Where a job's data lies: one folder, or a YAML file that lists several, each with its own options."""
+"""Where a job's data lies: one folder or several, or a YAML file that lists several, each with its own options."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from autotune.data.options import DatasetOptions
-from autotune.schema import Frozen, read_listing
+from autotune.errors import InvalidInput
+from autotune.schema import DataPlace, Frozen, each_place, read_listing
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -45,17 +47,31 @@ class _DataFile(Frozen):
     folders: tuple[DataFolder, ...] = Field(min_length=1, max_length=100)
 
 
-def is_list(data: str | Path) -> bool:
-    """Whether data is named by a file that lists folders."""
-    return Path(data).suffix.lower() in SUFFIXES
+def data_text(data: DataPlace) -> str:
+    """Where data lies, for a message."""
+    return ", ".join(each_place(data))
 
 
-def list_folders(data: Path) -> tuple[DataFolder, ...]:
-    """The folders of a job's data: of the file that lists them, or `data` itself.
+def is_list(data: DataPlace) -> bool:
+    """Whether data is several places, or named by a file that lists folders."""
+    return not isinstance(data, str | Path) or Path(data).suffix.lower() in SUFFIXES
+
+
+def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
+    """The folders of a job's data: of the files that list them, or the folders themselves.
 
     Raises:
-        InvalidInput: the file cannot be read, or is no such list.
+        InvalidInput: a file cannot be read, or is no such list; or a place is named twice.
     """
+    places = each_place(data)
+    real = [os.path.realpath(place) for place in places]
+    if twice := next((place for place, one in zip(places, real, strict=True) if real.count(one) > 1), None):
+        hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
+        raise InvalidInput(f"the data names {twice} twice", hint=hint)
+    return tuple(folder for place in places for folder in _listed(Path(place)))
+
+
+def _listed(data: Path) -> tuple[DataFolder, ...]:
     if not is_list(data) or data.is_dir():
         return (DataFolder(path=str(data)),)
     hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md"
@@ -63,7 +79,7 @@ def list_folders(data: Path) -> tuple[DataFolder, ...]:
     return tuple(one.changed(**_places(one, data.parent)) for one in listed)
 
 
-def list_places(data: Path) -> tuple[str, ...]:
+def list_places(data: DataPlace) -> tuple[str, ...]:
     """All folders that a job's data lies in: images, and control images that a list names.
 
     Raises:

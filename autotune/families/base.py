@@ -95,6 +95,8 @@ class Family(ABC):
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
     """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
     key would be another model."""
+    expert: ClassVar[str | None] = None
+    """Which of several transformers for parts of the noise is trained; None if there is one."""
     tiny_config: ClassVar[Config]
     """Changes to a configuration that make it tiny but leave its class, head size and every kind of block: for quick
     checks."""
@@ -111,6 +113,9 @@ class Family(ABC):
     """The modulation layers, if they hold a large share of the weights; else `excluded` says why it does not pay."""
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
+    fp16_overflow: ClassVar[str] = ""
+    """Why its published models are not trained in fp16 unless it is asked for, with who found that; empty if nobody
+    has. Text encoders and VAEs never compute in fp16."""
     attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
     """The transformer's attention processors that `norm_rope` can take the place of; if there are none, `excluded` says
     why."""
@@ -147,9 +152,38 @@ class Family(ABC):
         """The other models of its pipeline."""
         return self.models[0].parts
 
-    def noise_of(self, scheduler: Config) -> NoiseProcess:
-        """The noise process of a model whose pipeline has a scheduler of this configuration."""
+    def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
+        """The noise process of a model, by the configuration of its pipeline's scheduler and its `model_index.json`."""
         return self.noise
+
+    @property
+    def experts(self) -> "Mapping[str, type[Family]]":
+        """The family as it trains each of them, by the name of the expert."""
+        return {}
+
+    def with_expert(self, name: str | None) -> "Family":
+        """The family as it trains that transformer. Raises InvalidInput if it has none of that name."""
+        if name is None:
+            return self
+        if name not in self.experts:
+            known = f"use --expert {' or '.join(self.experts)}" if self.experts else "leave --expert out"
+            raise InvalidInput(f"{self.name} has no {name} expert", hint=known)
+        return self.experts[name]()
+
+    @property
+    def other_denoisers(self) -> tuple[str, ...]:
+        """The components that denoise in its place where the noise is not its own."""
+        return tuple(n for n in self.components if n.startswith(self.adapter_component) and n != self.denoiser)
+
+    @property
+    def adapter_component(self) -> str:
+        """What an adapter's file names its layers by: diffusers names those of a second transformer like the first."""
+        return self.denoiser.removesuffix("_2")
+
+    @property
+    def adapter_options(self) -> Mapping[str, Any]:
+        """Options of `load_lora_weights` that load such a file into the right component."""
+        return {"load_into_transformer_2": True} if self.denoiser == "transformer_2" else {}
 
     def is_pipeline(self, index: Mapping[str, Any]) -> bool:
         """Whether a `model_index.json` is that of this family's pipelines."""
@@ -314,6 +348,11 @@ class Family(ABC):
         `levels` (batch,) are the noise process's, of fp32. A `guidance` (batch,) in `batch` takes the place of the
         default's.
         """
+
+    def guidance_input(self, transformer: "nn.Module", levels: "Tensor", batch: Batch) -> "Tensor | None":
+        """Guidance (batch,) for a transformer that takes it as an input: the batch's, or the default's."""
+        default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)
+        return batch.get("guidance", default) if unwrap_model(transformer).config.guidance_embeds else None
 
     def sample(
         self,

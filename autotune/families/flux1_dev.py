@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, unwrap_model
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.latents import encode_image
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
@@ -106,12 +106,10 @@ class Flux1Dev(Family):
         # An image token's position is (0, row, column); text has none.
         grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
-        default = torch.full_like(levels, self.defaults.training_guidance or 1.0, dtype=torch.float32)
-        takes_guidance = unwrap_model(transformer).config.guidance_embeds
         velocity: Tensor = transformer(
             hidden_states=pack(noisy),
             timestep=levels.to(noisy.dtype),
-            guidance=batch.get("guidance", default) if takes_guidance else None,
+            guidance=self.guidance_input(transformer, levels, batch),
             pooled_projections=batch["pooled_prompt_embeds"],
             encoder_hidden_states=prompt,
             txt_ids=noisy.new_zeros(prompt.shape[1], 3),

@@ -48,7 +48,7 @@ class Flux2Klein(Family):
     """Text to image. A single-stream block's attention and MLP are one layer in and one out."""
 
     name = "flux2-klein"
-    models = (
+    models: ClassVar[tuple[PublishedModel, ...]] = (
         PublishedModel(
             "black-forest-labs/FLUX.2-klein-base-4B",
             KLEIN_4B,
@@ -111,7 +111,7 @@ class Flux2Klein(Family):
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     excluded = MappingProxyType(
-        {"modulation": "its blocks share their modulation layers, which hold 4% of the weights"}
+        {"modulation": "its blocks share their modulation layers, which hold at most 4% of the weights"}
     )
     # Not of single-stream blocks: there one projection makes queries, keys, values and the feed-forward part.
     attention_layouts = (AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
@@ -161,6 +161,7 @@ class Flux2Klein(Family):
             hidden_states=noisy.flatten(2).mT,
             encoder_hidden_states=prompt,
             timestep=levels,
+            guidance=self.guidance_input(transformer, levels, batch),
             img_ids=torch.stack(grid, dim=-1).reshape(rows * columns, 4).to(noisy.device),
             txt_ids=text.to(noisy.device),
             return_dict=False,

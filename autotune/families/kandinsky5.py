@@ -69,6 +69,7 @@ class Kandinsky5(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(text|visual)_modulation\.out_layer)",
     }
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
+    fp16_overflow = "ComfyUI runs it in bf16 or fp32 alone (comfy/supported_models.py, 01f03bbd)"
     modulation = ModulationLayers(
         rf"{BLOCK}\.(text|visual)_modulation|out_layer\.modulation",
         ("time_embeddings", "pooled_text_embeddings"),

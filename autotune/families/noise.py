@@ -29,6 +29,10 @@ class NoiseProcess(ABC):
 
     weightings: ClassVar[tuple[Weighting, ...]]
     """Weights of the loss that are defined for it."""
+    lowest_share: float = 0.0
+    """Share of the way from clean to noise that levels are drawn from, for a model that has part of it to itself."""
+    highest_share: float = 1.0
+    """Share that they are drawn up to."""
 
     @abstractmethod
     def level(self, share: float) -> float:
@@ -61,6 +65,9 @@ def _over_batch(values: "Tensor", like: "Tensor") -> "Tensor":
 @dataclass(frozen=True)
 class FlowMatching(NoiseProcess):
     """noisy = (1 - level) * clean + level * noise; the model predicts the velocity noise - clean."""
+
+    lowest_share: float = 0.0
+    highest_share: float = 1.0
 
     weightings = ("none", "sigma_sqrt", "cosmap")
 

@@ -74,6 +74,7 @@ class QwenImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
     block_lists = ("transformer_blocks",)
+    fp16_overflow = "in fp16 its activations overflow: Comfy-Org/ComfyUI#10751"
     modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
     attention_layouts = (
         AttentionLayout("QwenDoubleStreamAttnProcessor2_0", "streams", "image_rotary_emb", text=ADDED_TEXT),

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
+from autotune.families.flux2_dev import Flux2Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
@@ -16,6 +17,7 @@ from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from autotune.families.sdxl import StableDiffusionXL
 from autotune.families.wan import Wan21, Wan22
+from autotune.families.wan22_14b import Wan22HighNoise
 from autotune.families.z_image import ZImage
 
 ENTRY_POINTS = "autotune.families"
@@ -73,16 +75,20 @@ FAMILIES = Families(
     ZImage(),
     StableDiffusionXL(),
     Flux2Klein(),
+    Flux2Dev(),
     Wan21(),
     Wan22(),
+    Wan22HighNoise(),
     Krea2(),
 )
 
 
-def find_published(name: str) -> tuple[Family, PublishedModel] | None:
-    """The published model of that name or hub id, with its family; by its family's name the first one."""
+def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
+    """The published model of that name or hub id, with its family as it trains `expert`; by its family's name the first
+    one. Raises InvalidInput if it has no such expert."""
     known = ((family, each) for family in FAMILIES.values() for each in family.models)
-    return next((found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)), None)
+    found = next((found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)), None)
+    return found and (found[0].with_expert(expert), found[1])
 
 
 def get_family(name: str) -> Family:

@@ -69,7 +69,9 @@ class ResolvedModel:
     def noise(self) -> NoiseProcess:
         """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput if that is unusable."""
         path = self.config_folder / "scheduler" / "scheduler_config.json" if self.config_folder else None
-        return self.family.noise_of(read_config(path)) if path and path.exists() else self.family.noise
+        if path is None or not path.exists():
+            return self.family.noise
+        return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
 
     @property
     def weights(self) -> Path:
@@ -102,19 +104,20 @@ def resolve_model(model: str) -> ResolvedModel:
     """
     if is_single_file(model):
         return _resolve_single_file(model, lambda base, _: _locate(base))
+    name, expert = _split_expert(model)
     if not is_on_hub(model):
-        folder = _expand(model)
-        return _resolve_folder(folder, Path(os.path.realpath(folder)).name)
+        folder = _expand(name)
+        return _resolve_folder(folder, Path(os.path.realpath(folder)).name, expert=expert)
     family, repo, revision = _parse_name(model)
     is_cached = bool(revision or not family) and REPO.fullmatch(repo)
     snapshot = snapshot_in_cache(repo, revision or "main") if is_cached else None
     if snapshot is not None:
-        return _resolve_folder(snapshot, repo, snapshot.name)
-    found = find_published(model.partition("@")[0])
+        return _resolve_folder(snapshot, repo, snapshot.name, expert)
+    found = find_published(name.partition("@")[0], expert)
     if found is None:
         names = [each.name or family.name for family in FAMILIES.values() for each in family.models]
-        hint = f"{suggest_nearest(model, names)}; or a hub id, owner/name"
-        raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
+        hint = f"{suggest_nearest(name, names)}; or a hub id, owner/name"
+        raise InvalidInput(f"{name!r} is neither a folder nor a known model", hint=hint)
     family, published = found
     return ResolvedModel(family, published.config, build_spec(family, published.config, repo), None)
 
@@ -139,7 +142,7 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
         index = fetch(repo, revision=revision or "main", components=())
         family, revision = _detect_family(index), index.name
     folder = fetch(repo, revision=revision or "main", components=family.components, weights=weights)
-    return _resolve_folder(folder, repo, folder.name)
+    return _resolve_folder(folder, repo, folder.name, _split_expert(model)[1])
 
 
 def is_on_hub(model: str) -> bool:
@@ -147,13 +150,19 @@ def is_on_hub(model: str) -> bool:
     if is_single_file(model):
         base = split_reference(model)[1].get("base")
         return base is None or is_on_hub(base)
-    return not _expand(model).is_dir()
+    return not _expand(_split_expert(model)[0]).is_dir()
 
 
 def is_single_file(model: str) -> bool:
     """Whether `model` names a file rather than a folder or something on the hub."""
     path = _expand(split_reference(model)[0])
     return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def _split_expert(model: str) -> tuple[str, str | None]:
+    """A model that is no single file, and the expert that is to be trained if the reference names one."""
+    name, parts = split_reference(model)
+    return name, parts.get("expert")
 
 
 FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
@@ -163,6 +172,7 @@ FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
 def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | None]) -> ResolvedModel:
     """The model in a file, with its other parts in the folder that `locate` finds for its base, if it does."""
     name, parts = split_reference(model)
+    expert = parts.pop("expert", None)
     file = Path(os.path.realpath(_expand(name)))
     source = open_single_file(_expand(name))
     base = parts.get("base")
@@ -174,6 +184,7 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     if folder is None and known is None:
         raise InvalidInput(f"the base {base} is no folder, and not on this machine", hint=NAME_BASE)
     family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
+    family = family.with_expert(expert)
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():
         configs.insert(0, public_config(read_config(path)))
@@ -237,10 +248,11 @@ def _expand(model: str) -> Path:
 
 def _parse_name(model: str) -> tuple[Family | None, str, str]:
     """Family, repository and revision; None if no family has that name, an empty string without a revision."""
+    model, expert = _split_expert(model)
     name, at, revision = model.partition("@")
     if at and (not REVISION.fullmatch(revision) or ".." in revision):  # joined to the cache's folder it might leave it
         raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
-    found = find_published(name)
+    found = find_published(name, expert)
     return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
 
 
@@ -264,7 +276,7 @@ def check_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in ("vae", *model.family.text_encoders):
+    for part in ("vae", *model.family.text_encoders, *model.family.other_denoisers):
         _open_part(model, part)
     open_weights(model.transformer_file)
 
@@ -291,8 +303,8 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     )
 
 
-def _resolve_folder(folder: Path, name: str, revision: str | None = None) -> ResolvedModel:
-    family = _detect_family(folder)
+def _resolve_folder(folder: Path, name: str, revision: str | None = None, expert: str | None = None) -> ResolvedModel:
+    family = _detect_family(folder).with_expert(expert)
     for part in family.components:
         if not (folder / part).is_dir():
             raise InvalidInput(

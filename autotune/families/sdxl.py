@@ -108,7 +108,7 @@ class StableDiffusionXL(Family):
         }
     )
 
-    def noise_of(self, scheduler: Config) -> NoiseProcess:
+    def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
         return DiscreteDiffusion.from_scheduler(scheduler)
 
     def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:

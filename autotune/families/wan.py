@@ -1,6 +1,6 @@
 """Wan 2.1 and Wan 2.2 5B, text to video: one stream of blocks that attend to the text, UMT5 as its text encoder.
 
-Single images train them as well. Wan 2.2's other model, of 14B, has two transformers: one for each half of the noise.
+Single images train them as well. Wan 2.2's model of 14B: `wan22_14b.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
         "num_attention_heads": 2,
@@ -112,7 +112,14 @@ class Wan(Family):
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.wan import write_pipeline
 
-        write_pipeline(self.models[0].parts.vae_config, folder, captions, seed)
+        write_pipeline(
+            self.models[0].parts.vae_config,
+            folder,
+            captions,
+            seed,
+            flow_shift=self.defaults.timestep_shift,
+            boundary_ratio=self.pipeline_config["boundary_ratio"],
+        )
 
 
 class Wan21(Wan):

@@ -69,6 +69,7 @@ class ZImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|adaLN_modulation\.0)",
     }
     block_lists = ("noise_refiner", "context_refiner", "layers")
+    fp16_overflow = "in fp16 its activations overflow: Tongyi-MAI/Z-Image#14"
     excluded = MappingProxyType({"modulation": "its modulation layers hold 2% of the weights"})
     attention_layouts = (AttentionLayout("ZSingleStreamAttnProcessor", "complex", "freqs_cis"),)
 

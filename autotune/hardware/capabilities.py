@@ -80,6 +80,12 @@ def slow_fp16(machine: Machine) -> str | None:
     return "hardware: fp16 products are very slow on a CPU" if machine.device.kind == "cpu" else None
 
 
+def faulty_fp16(machine: Machine) -> str | None:
+    """GeForce 16 cards have no tensor cores either."""
+    faulty = "GTX 16" in machine.device.name
+    return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)" if faulty else None
+
+
 def missing_gpu_direct_storage(machine: Machine) -> str | None:
     """GPUDirect Storage needs Linux, or WSL, and its kernel module."""
     if machine.host.memory_model not in ("linux", "wsl"):
@@ -91,6 +97,8 @@ def missing_gpu_direct_storage(machine: Machine) -> str | None:
 
 BF16 = (8, 0)
 """Lowest compute capability with bf16 arithmetic."""
+FP16 = (7, 0)
+"""Lowest compute capability with tensor cores, which are fp16's."""
 NO_BF16 = "this GPU has no bf16"
 """How the note about that begins."""
 CUDA_13 = (7, 5)
@@ -100,7 +108,7 @@ CUDA_13 = (7, 5)
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
     Rule("precision.bf16", "bf16 arithmetic", Requirements(("cuda", "cpu", "mps"), BF16)),
-    Rule("precision.fp16", "fp16 arithmetic", Requirements(compute_capability=(7, 0)), (slow_fp16,)),
+    Rule("precision.fp16", "fp16 arithmetic", Requirements(compute_capability=FP16), (slow_fp16, faulty_fp16)),
     Rule("precision.tf32", "tensor cores round fp32 inputs", Requirements(("cuda",), (8, 0))),
     Rule("precision.fp8", "fp8 matrix units", Requirements(("cuda",), (8, 9))),
     Rule(
@@ -145,7 +153,10 @@ def without_bf16(device: Device) -> tuple[str, ...]:
     if device.kind != "cuda" or own is None or own >= BF16:
         return ()
     why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
-    return (f"{NO_BF16} ({why}): it trains in fp32, without its tensor cores; fp16 training is not offered",)
+    trains = "it trains in fp16 with a loss scale; models that overflow fp16 in fp32, without its tensor cores"
+    if own < FP16 or "GTX 16" in device.name:
+        trains = "it trains in fp32"
+    return (f"{NO_BF16} ({why}): {trains}",)
 
 
 def _dotted(own: tuple[int, int] | None) -> str:

@@ -80,7 +80,7 @@ class CatalogGpu(Frozen):
     @property
     def training_dtype(self) -> str:
         """The dtype that training computes in: bf16 if the card has units for it."""
-        return "bf16" if "bf16" in self.dense_tflops else "fp32"
+        return "bf16" if "bf16" in self.dense_tflops else "fp16"
 
     @property
     def training_tflops(self) -> float:
@@ -97,6 +97,11 @@ class CatalogGpu(Frozen):
         return peak * 1e12 if peak is not None and half > 1.5 * peak else None
 
     @property
+    def _reached_fp16(self) -> float | None:
+        """The same of fp16 products, of cards without bf16."""
+        return self.measured_tflops["fp16"] * 1e12 if "fp16" in self.measured_tflops else None
+
+    @property
     def datasheet(self) -> Datasheet:
         """The figures that profiles contain."""
         peaks = {name: value * 1e12 for name, value in self.dense_tflops.items()}
@@ -108,6 +113,10 @@ class CatalogGpu(Frozen):
             reached_bf16_flops_per_second=self._reached_bf16,
             tf32_flops_per_second=peaks.get("tf32"),
             fp32_flops_per_second=peaks.get("fp32"),
+            fp16_flops_per_second=None if "bf16" in peaks else peaks.get("fp16"),
+            reached_fp16_flops_per_second=self.measured_tflops["fp16"] * 1e12
+            if "fp16" in self.measured_tflops
+            else None,
             int8_flops_per_second=peaks.get("int8"),
             fp8_flops_per_second=peaks.get("fp8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,

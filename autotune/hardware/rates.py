@@ -33,6 +33,8 @@ ATTENTION_FLOPS = 14
 
 ELEMENTWISE = ("elementwise.gelu", "elementwise.gelu_backward", "elementwise.narrow")
 """Kernels under the cost model's names (`cost/kernels.py`, Work)."""
+KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""By what they are called in rates; all others are torch.float32, or are measured in it."""
 PACKED = "uint8"
 """The dtype in which bitsandbytes packs 4-bit weights, so that it converts them."""
 
@@ -151,14 +153,14 @@ class Meter:
             left = torch.randint(-127, 127, (m, k), device=self.device, dtype=torch.int8)
             right = torch.randint(-127, 127, (n, k), device=self.device, dtype=torch.int8).t()
             return lambda: torch._int_mm(left, right)
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        kind = KINDS.get(dtype, torch.float32)
         left = torch.randn(m, k, device=self.device).to(kind)
         right = torch.randn(n, k, device=self.device).to(kind).t()
         return lambda: left @ right
 
     def attention(self, backend: str, dtype: str, tokens: int) -> Rate:
         """Forward and backward of self-attention without a mask, as the models call it."""
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        kind = KINDS.get(dtype, torch.float32)
         scores_bytes = 24 * self.sizes.heads * tokens**2
         if ATTENTION_BACKENDS[backend].kernel == "math" and scores_bytes > self.profile.device.budget_bytes // 4:
             raise Unavailable(f"it stores all attention scores, {scores_bytes / 2**30:.0f} GiB")
@@ -180,7 +182,7 @@ class Meter:
     def kernel(self, name: str, dtype: str) -> Rate:
         """A kernel that may be bound by compute rather than memory, or a conversion of quantized weights."""
         number = self.sizes.kernel_elements
-        kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+        kind = KINDS.get(dtype, torch.float32)
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)
         call: Callable[[], object]
@@ -233,32 +235,32 @@ class Meter:
         available = [capability.name for capability in self.profile.capabilities if capability.available]
         measured = [each for each in ATTENTION_BACKENDS.values() if each.is_probed and each.capability in available]
         backends = [each.name for each in sorted(measured, key=lambda each: each.kernel == "math")]
-        dtype = "bf16" if "precision.bf16" in available else "fp32"
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
         ]  # fmt: skip
+        trained = ["bf16"] if "precision.bf16" in available else [name for name in dtypes if name in ("fp16", "fp32")]
         first, *more = self.sizes.matmul_shapes
         eight_bits = product_dtypes(self.profile, tried=True)
         for name in dict.fromkeys((*dtypes, *eight_bits)):
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
-        for name, of in product(kernel_names(self.profile), dtypes if self.kind == "cpu" else (dtype,)):
+        for name, of in product(kernel_names(self.profile), dtypes if self.kind == "cpu" else trained):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)
         short, long = self.sizes.tokens
-        for name in backends:
-            yield f"attention {name} {short}", partial(self.attention, name, dtype, short)
+        for of, name in product(trained, backends):
+            yield f"attention {name} {short}", partial(self.attention, name, of, short)
         for loader in LOADERS:
             yield f"disk {loader}", partial(self.disk, loader, cold=True)
         for loader in LOADERS:
             yield f"page cache {loader}", partial(self.disk, loader, cold=False)
-        for shape, of in product(more, (*(dtypes if self.kind == "cpu" else (dtype,)), *eight_bits)):
+        for shape, of in product(more, (*(dtypes if self.kind == "cpu" else trained), *eight_bits)):
             yield f"matmul {of} {shape}", partial(self.matmul, of, *shape)
-        for name in backends:
-            yield f"attention {name} {long}", partial(self.attention, name, dtype, long)
+        for of, name in product(trained, backends):
+            yield f"attention {name} {long}", partial(self.attention, name, of, long)
         others = ("fp16" if self.kind == "cpu" else "int8", *product_dtypes(self.profile, tried=False))
         for name in others:
             if name not in eight_bits:

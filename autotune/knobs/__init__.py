@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         check_options,
         optimizer_bytes,
         optimizer_class,
+        require_allowed,
         usual_learning_rate,
     )
-    from autotune.knobs.precision import Precision, torch_dtype
+    from autotune.knobs.precision import Precision, encoder_element_bytes, encoder_precision, torch_dtype
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.registry import KNOBS, reload_key
     from autotune.knobs.swapped_blocks import Swapping

@@ -14,6 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.families import Parts
 from autotune.hardware import process_overhead_bytes
 from autotune.knobs.base import TuningContext
+from autotune.knobs.precision import encoder_element_bytes
 from autotune.schema import CachingSettings, Choice, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
 
 PIN = "caching."
@@ -70,7 +71,7 @@ class EncoderSize:
 
 def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
     """The size of the models around the transformer."""
-    return EncoderSize(sum(parts.text_encoder_parameters), 4 if precision == "fp32" else 2, vae_bytes)
+    return EncoderSize(sum(parts.text_encoder_parameters), encoder_element_bytes(precision), vae_bytes)
 
 
 def choose_caching(

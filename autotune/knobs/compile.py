@@ -1,6 +1,7 @@
 """torch.compile of each repeated block: faster steps after a start-up that the job has to pay back."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
@@ -52,10 +53,40 @@ class Compile(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         for block in family.blocks(transformer):
-            if choice == "block":
-                block.compile()  # the second shape makes it compile for all: captions come in any length
-            else:
-                block._compiled_call_impl = None
+            block._compiled_call_impl = CompiledBlock(block) if choice == "block" else None
+
+
+class CompiledBlock:
+    """What a block is called by once it is compiled: its code for the first shapes, or that for all others.
+
+    Left to itself torch compiles once more when another input's size is first seen to change, and all of it twice: what
+    enters the first block needs no gradient. That made six graphs of three buckets and three lengths of captions, of
+    which two are left if that block runs uncompiled and the second shape stands for all others.
+
+    Args:
+        block: what is called.
+        backend: torch.compile's.
+    """
+
+    def __init__(self, block: "nn.Module", backend: str | Callable[..., Any] = "inductor") -> None:
+        import torch
+
+        self._plain: Callable[..., Any] = block._call_impl
+        self._for_first = torch.compile(self._plain, backend=backend)
+        self._for_others = torch.compile(self._plain, backend=backend, dynamic=True)
+        self._is_adapted = any(parameter.requires_grad for parameter in block.parameters())
+        self._first: tuple[object, ...] | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        from torch.utils._pytree import tree_leaves
+
+        leaves = tree_leaves((inputs, named))
+        if self._is_adapted and not any(getattr(leaf, "requires_grad", False) for leaf in leaves):
+            return self._plain(*inputs, **named)
+        shapes = tuple(getattr(leaf, "shape", leaf) for leaf in leaves)
+        if self._first is None:
+            self._first = shapes
+        return (self._for_first if shapes == self._first else self._for_others)(*inputs, **named)
 
 
 def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:

@@ -66,6 +66,15 @@ def allow_optimizer(name: str) -> None:
     os.environ[ALLOWED] = name
 
 
+def require_allowed(name: str) -> None:
+    """Raise InvalidInput unless the user has named that `package:Class`."""
+    if os.environ.get(ALLOWED) != name:
+        raise InvalidInput(
+            f"the plan names code to run, the optimizer {name}, and loading it takes your word",
+            hint=f"if you trust that package, name it yourself: --optimizer {name}",
+        )
+
+
 def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     """The class of a name, or of a `package:Class` that is allowed.
 
@@ -77,19 +86,20 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     if ":" not in name and name not in OPTIMIZERS:
         hint = f"{suggest_nearest(name, OPTIMIZERS)}; or name a class: --optimizer package:Class"
         raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)
-    if name not in OPTIMIZERS and os.environ.get(ALLOWED) != name:
-        raise InvalidInput(
-            f"the plan names code to run, the optimizer {name}, and loading it takes your word",
-            hint=f"if you trust that package, name it yourself: --optimizer {name}",
-        )
+    if name not in OPTIMIZERS:
+        require_allowed(name)
     module, _, attribute = OPTIMIZERS.get(name, name).partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        package = importlib.import_module(module)
     except ImportError as error:
         extra = "pip install 'lora-autotune[optimizers]'" if name in OPTIMIZERS else f"install what has {module}"
         raise InvalidInput(f"the optimizer {name} needs {module}: {first_line(error)}", hint=extra) from error
-    except AttributeError as error:
-        raise InvalidInput(f"{module} has no {attribute}", hint="name a class of it: package:Class") from error
+    except Exception as error:  # anybody's code
+        what = f"{module} cannot be imported: {type(error).__name__}: {first_line(error)}"
+        raise InvalidInput(what, hint=f"see where: python -c 'import {module}'") from error
+    if not hasattr(package, attribute):
+        raise InvalidInput(f"{module} has no {attribute}", hint="name a class of it: package:Class")
+    found = getattr(package, attribute)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise InvalidInput(f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}")
     return found
@@ -129,7 +139,7 @@ def build_optimizer(
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Prodigy's prints
             made: torch.optim.Optimizer = kind(list(parameters), **known, **dict(choice.options))
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, LookupError, AttributeError) as error:
         message = f"{choice.name} does not take its options: {first_line(error)}"
         raise InvalidInput(message, hint="correct --optimizer-option") from error
     return made
@@ -169,7 +179,7 @@ def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], i
     try:
         getattr(optimizer, "train", lambda: None)()
         optimizer.step()
-    except (TypeError, RuntimeError, ValueError) as error:
+    except Exception as error:  # anybody's code
         message = f"the optimizer {choice.name} cannot take a step: {first_line(error)}"
         raise InvalidInput(message, hint="name one whose step takes no closure") from error
     held = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters]

@@ -3,38 +3,58 @@
 from typing import TYPE_CHECKING
 
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.schema import Choice
+from autotune.schema import Choice, HardwareProfile
 
 if TYPE_CHECKING:
     import torch
 
 BF16_TOLERANCE = 0.1
 """Relative error of bf16 gradients, against fp32."""
+FP16_TOLERANCE = 0.03
+"""The same of fp16 gradients."""
+BF16_IS_WIDER = "bf16 is as fast, and has the range of fp32: nothing overflows"
 
 
 class Precision(Knob):
-    """bf16 if the device has it; on CPUs fp32, unless bf16 matmuls were measured to be faster."""
+    """bf16 if the device has it; fp16 on GPUs that have no bf16 but tensor cores for fp16; on CPUs fp32, unless bf16
+    matmuls were measured to be faster."""
 
     name = "precision"
     title = "precision"
-    names = ("bf16", "fp32")
+    names = ("bf16", "fp16", "fp32")
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
         hardware = context.hardware
-        if hardware.device.kind != "cpu":
-            bf16 = hardware.capability("precision.bf16")
-            return Choices(("bf16",)) if bf16.available else Choices(("fp32",), rejected={"bf16": bf16.reason})
-        if _fastest_matmul(context, "bf16") > _fastest_matmul(context, "fp32"):
-            return Choices(("bf16", "fp32"))
-        slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
-        return Choices(("fp32",), rejected={"bf16": slower})
+        bf16, fp16 = (hardware.capability(f"precision.{name}") for name in ("bf16", "fp16"))
+        if hardware.device.kind == "cpu":
+            slow: dict[Choice, str] = {"fp16": fp16.reason}
+            if _fastest_matmul(context, "bf16") > _fastest_matmul(context, "fp32"):
+                return Choices(("bf16", "fp32"), on_request=slow)
+            slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
+            return Choices(("fp32",), rejected={"bf16": slower}, on_request=slow)
+        if bf16.available:
+            return Choices(("bf16",), on_request={"fp16": BF16_IS_WIDER} if fp16.available else {})
+        rejected: dict[Choice, str] = {"bf16": bf16.reason}
+        if not fp16.available:
+            return Choices(("fp32",), rejected={**rejected, "fp16": fp16.reason})
+        if overflow := context.family.fp16_overflow:
+            return Choices(("fp32",), rejected=rejected, on_request={"fp16": overflow})
+        return Choices(("fp16", "fp32"), rejected=rejected)
+
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        if choice == "fp16" and hardware.device.kind == "cpu":
+            return None  # it works, for tests: no search tries it
+        return super().unusable_reason(choice, hardware)
 
     def parity(self, choice: Choice) -> Parity | None:
-        if choice != "bf16":
-            return None
-        reason = "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"
-        return Parity(choice, BF16_TOLERANCE, reason)
+        if choice == "bf16":
+            reason = "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"
+            return Parity(choice, BF16_TOLERANCE, reason)
+        if choice == "fp16":
+            reason = "11 bits of mantissa: each rounding is wrong by up to 0.05%, and errors add up over layers"
+            return Parity(choice, FP16_TOLERANCE, reason)
+        return None
 
 
 def _fastest_matmul(context: TuningContext, dtype: str) -> float:
@@ -46,4 +66,17 @@ def torch_dtype(precision: str) -> "torch.dtype":
     """The dtype that a precision names."""
     import torch
 
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def encoder_precision(precision: str) -> str:
+    """Precision of text encoders and the VAE beside a transformer in `precision`: fp32 beside one in fp16.
+
+    In fp16 activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE (madebyollin/sdxl-vae-fp16-fix).
+    """
+    return "fp32" if precision == "fp16" else precision
+
+
+def encoder_element_bytes(precision: str) -> int:
+    """Bytes of one of their weights that is not quantized."""
+    return 4 if encoder_precision(precision) == "fp32" else 2

@@ -65,7 +65,7 @@ def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | Non
     running = sorted((t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0)
     cost = problem.cost.with_calibration(trials)
     compiled = [c for trial in running if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)]
-    if not compiled or problem.workload.objective != "throughput":
+    if not compiled or problem.workload.objective == "memory":
         return None
     best = min(compiled, key=lambda candidate: cost.predict(candidate).step_seconds)
     payback = predicted_payback(cost, running[0].candidate, best, problem.job.num_steps)

@@ -17,7 +17,8 @@ SHARE_OF_SEARCH = 0.1
 """Share of the time that the search may take, for the steps of the longer trial."""
 MIN_SECONDS = 5.0
 WORTH_CONFIRMING = 0.95
-"""Share of the confirmed step time: a candidate whose short trial was not even that fast is not confirmed as well."""
+"""Share of what the confirmed settings take of time, memory or energy, whichever is the objective: a candidate whose
+short trial did not take even less is not confirmed as well."""
 MAX_FALLBACK_SHARE = 0.9
 """Largest memory of a fallback, as a share of the winner's."""
 
@@ -36,7 +37,7 @@ def confirm_winner(
         sure = choose_winner([score for score in score_finalists(trials) if score.candidate in tried], objective)
         if best is None or best.candidate in tried:
             break
-        if sure and best.step_seconds > WORTH_CONFIRMING * sure.step_seconds:
+        if sure and best.value(objective) > WORTH_CONFIRMING * sure.value(objective):
             break
         longer = rehearse(best.candidate)
         if longer is None:

@@ -11,7 +11,7 @@ from autotune.errors import NothingFits
 from autotune.families import Family, PublishedModel
 from autotune.hardware import load_catalog
 from autotune.runtime import shipped_path
-from autotune.schema import Frozen
+from autotune.schema import DataPlace, Frozen, each_place
 
 FILE = "predictions.json"
 """In the shipped folder: for each published model and GPU what its plan predicts, or null if nothing fits."""
@@ -40,13 +40,14 @@ class NoGpu(NothingFits):
     elsewhere: tuple[CatalogPrediction, ...] = ()
 
     @classmethod
-    def build(cls, family: Family, model: PublishedModel, data: str | None = None) -> "NoGpu":
+    def build(cls, family: Family, model: PublishedModel, data: DataPlace = ()) -> "NoGpu":
         """The error for a family's published model, with the command that plans for the smallest GPU that it fits."""
         name = model.name or family.name
         predictions = catalog_predictions(name)
         fitting = [each for each in predictions if each.step_seconds is not None]
         smallest = min(fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None)
-        command = ["autotune", "plan", "--model", name, *(["--data", data] if data else [])]
+        places = [word for place in each_place(data) for word in ("--data", place)]
+        command = ["autotune", "plan", "--model", name, *places]
         gpu = smallest.gpu if smallest else "NAME"
         error = cls(
             f"{model.hub_id} cannot be tried here: this machine has no GPU",

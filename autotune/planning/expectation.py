@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
-from autotune.knobs import torch_dtype
+from autotune.knobs import encoder_element_bytes
 from autotune.schema import (
     Expected,
     Job,
@@ -86,6 +86,7 @@ def build_expectation(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
+        joules_per_image=best.joules_per_image,
         peak_memory_bytes=peak,
         process_memory_bytes=max(0, overhead) + kept + (data_bytes if on_host else 0),
         phases=phases,
@@ -114,6 +115,6 @@ def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: st
         masks += bucket.num_items * math.prod(shapes["latents"][-2:])
     held = masks if job.loss_mask != "none" else 0
     if job.cache == "memory":
-        element = torch_dtype(precision).itemsize
+        element = encoder_element_bytes(precision)
         held += element * (images * (1 + job.flip) + captions * max(1, job.shuffle_tags))
     return held

@@ -27,7 +27,13 @@ from autotune.planning.confirming import (
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.planning.forecasting import build_forecast
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import PlanRequest, ResolvedRequest, resolve_request_model
+from autotune.planning.request import (
+    ENERGY_IS_MEASURED,
+    PLAN_THERE,
+    PlanRequest,
+    ResolvedRequest,
+    resolve_request_model,
+)
 from autotune.planning.resuming import kept_study
 from autotune.runtime import collect_rarely, interrupt_on_signal
 from autotune.schema import (
@@ -124,6 +130,8 @@ def make_plan(
         on_event(Notice(text=note))
     on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=len(problem.space.candidates)))
     if not problem.can_try:
+        if problem.workload.objective == "energy":
+            raise InvalidInput(f"{ENERGY_IS_MEASURED}: settings with sharded weights are never tried", hint=PLAN_THERE)
         predictions = _predict(problem, on_event)
         on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
         return PlanningResult(_plan(problem, backend.autotune_version, predictions), problem.hardware)

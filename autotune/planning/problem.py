@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.cost import ONE_PROCESS, CostModel, Parallel
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.families import ResolvedModel, find_published, read_parts
-from autotune.hardware import shares_host_memory
+from autotune.hardware import shares_host_memory, why_no_energy
 from autotune.knobs import TuningContext, caching_choices
 from autotune.planning.alternatives import (
     drop_beyond_host,
@@ -146,17 +146,21 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
 
     Raises:
         NothingFits: a published model asks for a GPU, or more processes for more GPUs than there are.
-        InvalidInput: a knob or a value that is pinned or excluded does not exist.
+        InvalidInput: a knob or a value that is pinned or excluded does not exist, or nothing tells the energy that is
+            the objective.
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
         _, published = find_published(request.model) or (model.family, model.family.models[0])
-        raise NoGpu.build(model.family, published, request.text("data"))
+        raise NoGpu.build(model.family, published, request.data or ())
     if not request.is_local:
         return
     if request.num_processes > 1 and (misfits := device_misfits(request.processes_per_node, hardware)):
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
     workload = resolved.workload.share(request.num_processes)
+    if workload.objective == "energy" and (reason := why_no_energy(hardware.device)):
+        hint = "an NVIDIA GPU (Volta or newer) tells if nothing else computes on it; or leave --objective energy out"
+        raise InvalidInput(f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=hint)
     request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 

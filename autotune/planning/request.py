@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
+from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext, usual_learning_rate
 from autotune.schema import (
@@ -29,6 +29,9 @@ from autotune.training import (
     require_separate_output,
 )
 from autotune.weights import BadWeights
+
+ENERGY_IS_MEASURED = "energy is measured, not predicted"
+PLAN_THERE = "plan on the machine itself, or leave --objective energy out"
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,11 @@ class PlanRequest:
         """Processes on each machine."""
         return self.num_processes // self.num_nodes
 
-    def path(self, name: str) -> Path | None:
-        """The job's folder called `name`, if it has one."""
-        value = self.text(name)
-        return Path(value) if value else None
+    @property
+    def data(self) -> str | tuple[str, ...] | None:
+        """Where the job's data lies, if it has any."""
+        named: Any = self.job_overrides.get("data", self.job.data if self.job else None)
+        return named or None
 
     def text(self, name: str) -> str | None:
         """The job's field called `name`, if it has one."""
@@ -132,13 +136,12 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
 
 def read_data(request: PlanRequest, model: ResolvedModel) -> SplitDataset | None:
     """The question's data, if it names any, and what of it is held out."""
-    folder = request.path("data")
-    if folder is None:
+    if request.data is None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
     job = {**dict(request.job or {}), **request.job_overrides}
     options = make_options(job, model.family, frames)
-    return read_split(folder, options, request.text("validation"), int(request.text("seed") or 0))
+    return read_split(request.data, options, request.text("validation"), int(request.text("seed") or 0))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
@@ -162,10 +165,11 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    name = split_reference(request.model)[0] if model.file else request.model
+    name = split_reference(request.model)[0]
     resolved = {
         "model": name.partition("@")[0] if model.revision and not model.file else name,
         "base": model.base,
+        "expert": model.family.expert,
         "revision": model.revision,
         "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }
@@ -199,6 +203,8 @@ class ResolvedRequest:
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
+        if request.workload_overrides.objective == "energy" and not request.is_local:
+            raise InvalidInput(f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE)
         model, notes = resolve_request_model(request)
         if needs_weights and model.folder is not None:
             check_weights(model)
@@ -225,8 +231,8 @@ def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, t
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
-    known = find_published(request.model) is not None
-    if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
+    known = find_published(split_reference(request.model)[0]) is not None
+    if not is_on_hub(request.model) or (known and not (request.is_local and request.data)):
         return resolve_model(request.model), ()
     try:
         return fetch_model(request.model, weights=False), ()

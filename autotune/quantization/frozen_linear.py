@@ -22,18 +22,26 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight.qdata, weight.scale)
+        if x.dtype == torch.float16:  # products with stored integers overflow before torchao scales them
+            return functional.linear(x, _scaled(weight.qdata, weight.scale, x.dtype), bias)
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
-        if stored.dtype == torch.int8:  # torchao multiplies by the stored integers and scales the outcome
+        if (
+            stored.dtype == torch.int8 and gradient.dtype != torch.float16
+        ):  # torchao multiplies by the stored integers and scales the outcome
             weight = stored.to(gradient.dtype)
             gradient = gradient * scale.to(gradient.dtype).flatten()
         else:
-            weight = stored.to(torch.float32).mul_(scale).to(gradient.dtype)
+            weight = _scaled(stored, scale, gradient.dtype)
         return gradient.matmul(weight), None, None
+
+
+def _scaled(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return stored.to(torch.float32).mul_(scale.reshape(-1, 1)).to(dtype)
 
 
 class CastProduct(torch.autograd.Function):

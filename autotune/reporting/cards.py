@@ -1,11 +1,15 @@
 """The model card of a trained adapter: what it is, how it was made, how it is used. Pure."""
 
+import json
+import re
 from collections.abc import Sequence
 
 import yaml
 
+from autotune.families import get_family
 from autotune.reporting.plan import full_settings_lines
 from autotune.reporting.run import report_lines
+from autotune.reporting.text import printable
 from autotune.schema import RunReport, TrainingPlan
 
 TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
@@ -17,6 +21,7 @@ def model_card(
     report: RunReport,
     *,
     name: str,
+    adapter: str,
     base_model: str | None,
     kind: str,
     license_name: str | None,
@@ -28,6 +33,7 @@ def model_card(
         plan: what was trained.
         report: what came of it.
         name: of the repository.
+        adapter: name of the file in it that diffusers loads.
         base_model: hub id of the model that was adapted; None if it has none.
         kind: `image`, `edit` or `video`.
         license_name: of the base model, as its card says.
@@ -35,11 +41,14 @@ def model_card(
     """
     work, job = plan.frozen.workload, plan.job
     items = sum(bucket.num_items for bucket in work.buckets)
-    load = f'pipeline.load_lora_weights("{name}", weight_name="{report.adapter}")'
-    shown = [line for prompt, file in pictures for line in (f"![{prompt}]({file})", "", f"*{prompt}*", "")]
+    options = get_family(work.model.family).with_expert(job.expert).adapter_options
+    more = "".join(f", {option}={value}" for option, value in options.items())
+    base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
+    texts = [(_plain(prompt), file) for prompt, file in pictures]
+    shown = [line for text, file in texts for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))]
     learned = (
         f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, {report.num_steps} steps "
-        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} items."
+        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} item{'s' * (items != 1)}."
     )
     return "\n".join(
         [
@@ -47,7 +56,7 @@ def model_card(
             "",
             f"# {name.rpartition('/')[2]}",
             "",
-            f"A LoRA for {base_model or work.model.name}, trained by autotune.",
+            f"A LoRA for {_plain(base_model or work.model.name)}, trained by autotune.",
             "",
             *shown,
             "## Use",
@@ -55,22 +64,27 @@ def model_card(
             "```python",
             "from diffusers import DiffusionPipeline",
             "",
-            f'pipeline = DiffusionPipeline.from_pretrained("{base_model or "FOLDER OF THE BASE MODEL"}")',
-            load,
+            f"pipeline = DiffusionPipeline.from_pretrained({base})",
+            f'pipeline.load_lora_weights("{name}", weight_name="{adapter}"{more})',
             "```",
             "",
             "## How it was trained",
             "",
-            learned,
+            _plain(learned),
             "",
             "```",
             *full_settings_lines(plan),
             "",
-            *report_lines(report),
+            *report_lines(report.changed(warnings=())),  # they name files of this machine
             "```",
             "",
         ]
     )
+
+
+def _plain(text: str) -> str:
+    """`text` in one line that Markdown and HTML show as it is: prompts and names are anybody's."""
+    return re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", printable(" ".join(text.split())))
 
 
 def _header(

@@ -48,7 +48,7 @@ def estimate_text(estimate: Estimate) -> str:
         f"  adapter     rank {workload.rank} on {workload.targets}, effective batch {workload.effective_batch_size}",
         *_settings(estimate),
         "",
-        f"Training step: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_uncertainty)}",
+        f"Training step: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_band)}",
         *_table({PARTS[k]: v for k, v in train.breakdown if v}, memory_text),
         "",
         "Phases",

@@ -8,6 +8,7 @@ from autotune.knobs import KNOBS, describe_caching
 from autotune.reporting.text import (
     capped,
     count_text,
+    energy_text,
     memory_text,
     printable,
     seconds_text,
@@ -186,6 +187,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
         f"{memory_text(hardware.budget_bytes)} are left",
         *_host_line(expected),
+        *_energy_line(plan),
         job_line(plan),
         _search_line(plan),
         *_faster_line(plan),
@@ -218,6 +220,16 @@ def _host_line(expected: Expected) -> list[str]:
     if expected.host_memory_bytes is None:
         return []
     return [f"host memory    {memory_text(expected.host_memory_bytes)} of the computer's own, in the neediest phase"]
+
+
+def _energy_line(plan: TrainingPlan) -> list[str]:
+    """What an image and the steps of the job take, by what trials measured; nothing if the device did not tell."""
+    joules, kwh = plan.frozen.expected.joules_per_image, plan.job_kwh
+    if joules is None or kwh is None:
+        return []
+    gpus = "GPUs" if plan.frozen.hardware.num_processes > 1 else "GPU"
+    whole = "" if plan.job.num_train_epochs is not None else f", {kwh:.3g} kWh for the steps of the job"
+    return [f"energy         {energy_text(joules)} an image{whole}, by the {gpus} alone"]
 
 
 def _faster_line(plan: TrainingPlan) -> list[str]:
@@ -314,6 +326,8 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
         lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
         lines.append(trial_row(number, trial))
+        if trial.joules_per_image is not None:
+            lines.append(f"      {energy_text(trial.joules_per_image)} an image")
         if trial.message:
             lines += wrapped(f"      {trial.message}")
     if plan.frozen.fallbacks:

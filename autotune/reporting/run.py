@@ -4,7 +4,15 @@ import shlex
 from pathlib import Path
 from statistics import median
 
-from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, titled_command, wrapped
+from autotune.reporting.text import (
+    change_text,
+    energy_text,
+    loss_text,
+    memory_text,
+    seconds_text,
+    titled_command,
+    wrapped,
+)
 from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished, ValidationResult
 
 PAGE_FILE = "report.html"
@@ -25,16 +33,16 @@ def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
     busy = "" if event.gpu_utilization is None else f"  GPU {event.gpu_utilization:.0%}"
-    odd = event.gradient_spikes + event.nonfinite_gradients
+    odd, skipped = event.gradient_spikes + event.nonfinite_gradients, event.overflowed_gradients
     spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
-    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}"
+    skips = f"  {skipped} skipped" if skipped else ""
+    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}{skips}"
 
 
 def validation_text(event: StepFinished) -> str | None:
     """The loss on held-out images after a step, if it was measured."""
     if event.validation_loss is None or event.base_validation_loss is None:
         return None
-    losses = _against_base(event.validation_loss, event.base_validation_loss)
     losses = _against_base(event.validation_loss, event.base_validation_loss)
     return f"loss on held-out images after step {event.step}: {losses}"
 
@@ -47,16 +55,18 @@ def _against_base(loss: float, base_loss: float) -> str:
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
     busy = "" if report.gpu_utilization is None else f", GPU busy {report.gpu_utilization:.0%}"
+    took = "" if report.training_kwh is None else f", {report.training_kwh:.3g} kWh by the GPU alone"
     change = report.measured_step_seconds / report.expected_step_seconds - 1
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
         f"{seconds_text(report.measured_step_seconds):>12}  ({change_text(change)})",
+        *_energy_line(report),
         f"{'step memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
         *_phase_lines(report),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
-        f"{report.images_per_second:.2f} images/s{busy}; "
+        f"{report.images_per_second:.2f} images/s{busy}{took}; "
         f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
         *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
         *(verdict_lines(report.verdict) if report.verdict else []),
@@ -125,7 +135,16 @@ def gradient_lines(report: RunReport) -> list[str]:
     """How many gradients stood out, if any did."""
     spikes, nonfinite = report.gradient_spikes, report.nonfinite_gradients
     lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"] if spikes else []
-    return lines + ([f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else [])
+    lines += [f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else []
+    skipped = f"steps skipped while the loss scale was found for fp16: {report.overflowed_gradients}"
+    return lines + ([skipped] if report.overflowed_gradients else [])
+
+
+def _energy_line(report: RunReport) -> list[str]:
+    """Nothing if the device did not tell."""
+    if (measured := report.measured_joules_per_image) is None:
+        return []
+    return [f"{'energy/image':<14}{energy_text(report.expected_joules_per_image):>12}{energy_text(measured):>12}"]
 
 
 def _phase_lines(report: RunReport) -> list[str]:

@@ -59,12 +59,15 @@ if TYPE_CHECKING:
         AdapterFormat,
         ClipChoice,
         Crop,
+        DataPlace,
         Job,
         JobOverrides,
         LossMask,
         SaveDtype,
         TimestepSampling,
         Weighting,
+        as_job_data,
+        each_place,
         file_parts,
         model_reference,
         num_previews,
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.overheads import AdapterPractice, KeptPart, KeptPhase, Overheads, Part
     from autotune.schema.plan import (
+        JOULES_PER_KWH,
         CheckResult,
         EncoderGpu,
         Expected,
@@ -101,7 +105,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
-    from autotune.schema.subjects import Subject, SubjectRun, find_subject, read_subjects
+    from autotune.schema.subjects import SUBJECT_LOG, Subject, SubjectRun, find_subject, read_subjects
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

@@ -103,8 +103,8 @@ class StepFinished(Event):
     num_steps: int
     loss: float
     learning_rate: float
-    gradient_norm: float
-    """Norm of the adapter's gradient before clipping."""
+    gradient_norm: float | None
+    """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step was skipped."""
     seconds: float
     """Wall time of the whole step."""
     data_seconds: float
@@ -120,6 +120,10 @@ class StepFinished(Event):
     """Gradients of the run so far whose norm was far above those of the steps before."""
     nonfinite_gradients: int = 0
     """Gradients of the run so far that were not finite; their steps were taken again."""
+    overflowed_gradients: int = 0
+    """Gradients of the run so far that overflowed fp16; their steps were skipped, and the loss scale fell."""
+    loss_scale: float | None = None
+    """Factor of the next step's losses, in fp16."""
     validation_loss: float | None = None
     """Mean loss on held-out images after the step; None if it was not measured."""
     base_validation_loss: float | None = None

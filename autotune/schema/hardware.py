@@ -193,6 +193,9 @@ class Datasheet(Frozen):
     tf32_flops_per_second: float | None = None
     fp32_flops_per_second: float | None = None
     """Without tensor cores, of cards that have neither bf16 nor TF32."""
+    fp16_flops_per_second: float | None = None
+    """With tensor cores, of cards that have no bf16; others are as fast in both."""
+    reached_fp16_flops_per_second: float | None = None
     int8_flops_per_second: float | None = None
     fp8_flops_per_second: float | None = None
     memory_bytes_per_second: float | None = None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import parse_qsl, urlencode
 
@@ -15,6 +16,7 @@ AdapterFormat = Literal["diffusers", "comfyui", "kohya"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 Crop = Literal["center", "top"]
+Expert = Literal["high-noise", "low-noise"]
 LossMask = Literal["none", "files", "alpha"]
 ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
@@ -29,6 +31,9 @@ def _in_utf8(text: str) -> str:
 
 Words = Annotated[str, AfterValidator(_in_utf8)]
 Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
+DataPlace = str | Path | Sequence[str | Path]
+"""A folder of images or a YAML file that lists some, or several of these one after the other."""
+Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]
 """A path or a name: no file system takes a NUL."""
 
 
@@ -56,8 +61,10 @@ TEXT_ENCODER = "text_encoder"
 
 
 def model_reference(model: str, parts: Mapping[str, str]) -> str:
-    """One text for a model in a single file and where its other parts are: `FILE?base=...`; another model as it is."""
-    return f"{model}?{urlencode(parts, safe='/@:')}" if parts and model.endswith(SINGLE_FILE) else model
+    """One text for a model in a single file and where its other parts are: `FILE?base=...`. Of another model the text
+    tells the expert alone, if `parts` name one."""
+    told = parts if model.endswith(SINGLE_FILE) else {name: value for name, value in parts.items() if name == "expert"}
+    return f"{model}?{urlencode(told, safe='/@:')}" if told else model
 
 
 def file_parts(vae: str | None, text_encoders: Sequence[str]) -> dict[str, str]:
@@ -69,7 +76,21 @@ def file_parts(vae: str | None, text_encoders: Sequence[str]) -> dict[str, str]:
 def split_reference(reference: str) -> tuple[str, dict[str, str]]:
     """The inverse of `model_reference`."""
     file, mark, query = reference.rpartition(f"{SINGLE_FILE}?")
-    return (file + SINGLE_FILE, dict(parse_qsl(query))) if mark else (reference, {})
+    if mark:
+        return file + SINGLE_FILE, dict(parse_qsl(query))
+    model, mark, expert = reference.rpartition("?expert=")
+    return (model, {"expert": expert}) if mark else (reference, {})
+
+
+def each_place(data: DataPlace) -> tuple[str, ...]:
+    """The places one by one."""
+    return (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+
+
+def as_job_data(data: DataPlace) -> str | tuple[str, ...]:
+    """The value of a job's `data`: of one place its name alone."""
+    places = each_place(data)
+    return places[0] if len(places) == 1 else places
 
 
 class Job(Frozen):
@@ -89,8 +110,12 @@ class Job(Frozen):
     """Files or folders of its text encoders, in any order; others are the file's own or the base's."""
     revision: Words | None = None
     """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is first fetched."""
-    data: Place | None
-    """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
+    expert: Expert | None = None
+    """Which of its transformers is trained, of a model that has one for much noise and one for little; None for models
+    with one transformer."""
+    data: Place | Places | None
+    """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or several of either; None
+    until `train --data` names one."""
     control: Place | None = None
     """Folder of control images for editing, by the same stems."""
     caption: Words | None = None
@@ -187,10 +212,11 @@ class Job(Frozen):
     def pinned_model(self) -> str:
         """The model at its revision, or a file with its base at its revision, as `resolve_model` takes it."""
         at = "" if self.revision is None else f"@{self.revision}"
+        parts = {"expert": str(self.expert)} if self.expert else {}
         if self.model.endswith(SINGLE_FILE):
-            parts = {"base": self.base + at} if self.base else {}
+            parts |= {"base": self.base + at} if self.base else {}
             return model_reference(self.model, parts | file_parts(self.vae, self.text_encoders))
-        return self.model + at
+        return model_reference(self.model + at, parts)
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`."""
@@ -223,6 +249,7 @@ class JobOverrides(TypedDict, total=False):
     vae: str
     text_encoders: tuple[str, ...]
     revision: str
+    expert: Expert
     control: str
     caption: str
     trigger: str

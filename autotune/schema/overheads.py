@@ -16,7 +16,8 @@ class AdapterPractice(Frozen):
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""
     autocasts: bool = False
-    """Whether products are in bf16 whatever its precision; else each adapted layer copies its input to that."""
+    """Whether training runs under autocast: products are in bf16 and norms in fp32, whatever the precision of their
+    inputs; else each adapted layer copies its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
     """For each of its parameters: what AdamW keeps, a second copy of the parameters included if there is one."""
     step_bytes: int = NaturalInt
@@ -25,7 +26,7 @@ class AdapterPractice(Frozen):
     @property
     def text(self) -> str:
         """In words for people."""
-        products = ", its products by autocast in bf16" if self.autocasts else ""
+        products = ", under autocast" if self.autocasts else ""
         inputs = ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
         return f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} bytes of AdamW a parameter"
 

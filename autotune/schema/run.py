@@ -75,6 +75,11 @@ class RunReport(Frozen):
     """What each phase took in the rehearsal; empty if the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
+    expected_joules_per_image: float | None = None
+    measured_joules_per_image: float | None = None
+    """Energy that the devices took in steady steps; None if they do not tell."""
+    training_kwh: float | None = None
+    """Energy that the devices took in this start's training, with previews and validation; None if they do not tell."""
     gpu_utilization: float | None = None
     """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
     first_loss: float
@@ -86,11 +91,13 @@ class RunReport(Frozen):
     """Gradients whose norm was far above those of the steps before."""
     nonfinite_gradients: int = 0
     """Gradients that were not finite; their steps were taken again."""
+    overflowed_gradients: int = 0
+    """Gradients that overflowed fp16; their steps were skipped."""
     quantization_error: QuantizationError | None = None
     validation: ValidationResult | None = None
     """None if no images were held out."""
     verdict: AdapterVerdict | None = None
-    adapter: str
+    adapter: str = Field(pattern=r"^[\w.-]+$")
     """File name of the adapter inside the output folder."""
 
     @property

@@ -15,10 +15,13 @@ from autotune.schema.run import RunReport
 
 MAX_SUBJECTS = 1000
 """As many tasks as an array of SLURM may have by default."""
+SUBJECT_LOG = ".log"
+"""What the name of a subject's log ends with, which lies beside its folder."""
 NAME = r"^[A-Za-z][A-Za-z0-9._-]{0,63}$"
 PLACES = ("data", "control", "from_adapter", "validation")
 """Fields of a job that name files; relative ones count from the file that lists the subjects."""
-FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output", "base", "revision"})
+MODEL_FIELDS = {"base", "revision", "expert", "vae", "text_encoders"}
+FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output"} - MODEL_FIELDS)
 """What a subject may say: what is trained, not the model."""
 
 
@@ -74,6 +77,10 @@ def read_subjects(path: Path) -> tuple[Subject, ...]:
     names = [row.name.lower() for row in rows]  # as folders, on file systems that do not tell case apart
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"{path} has two subjects {twice!r}", hint="each has a folder of that name: rename one")
+    if log := next((name for name in names if name + SUBJECT_LOG in names), None):
+        raise InvalidInput(
+            f"{path}: the log of {log!r} would be the folder of {log + SUBJECT_LOG!r}", hint="rename one"
+        )
     return tuple(Subject(name=row.name, job=_job(row, path.parent)) for row in rows)
 
 
@@ -101,4 +108,6 @@ def _job(row: _Row, base: Path) -> dict[str, Any]:
         place = written.get(field)
         if isinstance(place, str) and not (field == "validation" and place.endswith("%")):
             written[field] = str(base / place)
+    if isinstance(several := written.get("data"), list):
+        written["data"] = [str(base / place) if isinstance(place, str) else place for place in several]
     return {field: tuple(value) if isinstance(value, list) else value for field, value in written.items()}

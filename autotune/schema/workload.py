@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 
 Quality = Literal["exact", "high", "compact"]
-Objective = Literal["throughput", "memory"]
+Objective = Literal["throughput", "memory", "energy"]
+"""What is optimized: time, step memory, or the energy that the device takes for an image."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]

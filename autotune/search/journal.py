@@ -4,18 +4,36 @@ Optuna's journal storage, with what it lacks: heartbeats, so that a worker that 
 is the time at which a file was last written, as the file server's clock has it.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from optuna.storages import JournalStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal._file import get_lock_file
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 SUFFIX = ".journal"
 """What the name of such a file ends with."""
+MAX_LINE_BYTES = 1 << 20
+
+
+class WholeLines(JournalFileBackend):
+    """Optuna's file, from which the start of a line is cut that a kill or a full disk left at its end: the next line
+    would be added to it, and the whole search could not be read any more."""
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with get_lock_file(self._lock), Path(self._file_path).open("rb+") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
+            file.seek(start)
+            whole, newline, rest = file.read().rpartition(b"\n")
+            if newline and rest:
+                file.truncate(start + len(whole) + 1)
+        super().append_logs(logs)
 
 
 class SharedJournal(JournalStorage, BaseHeartbeat):
@@ -28,7 +46,7 @@ class SharedJournal(JournalStorage, BaseHeartbeat):
     """
 
     def __init__(self, file: Path, heartbeat_seconds: int, grace_seconds: int) -> None:
-        super().__init__(JournalFileBackend(str(file)))
+        super().__init__(WholeLines(str(file)))
         self.beats = file.with_suffix(".heartbeats")
         self.beats.mkdir(exist_ok=True)
         self.heartbeat_seconds, self.grace_seconds = heartbeat_seconds, grace_seconds

@@ -57,7 +57,7 @@ class ScoredCandidate:
 
     candidate: Candidate
     expected: float
-    """Natural logarithm of step seconds, or of bytes if memory is the objective."""
+    """Natural logarithm of what the objective wants little of: step seconds, bytes, or joules per image."""
     uncertainty: float
     """One sigma of `expected`."""
     step_seconds: float
@@ -83,6 +83,9 @@ def best_seconds(results: Sequence[TrialResult]) -> float:
 
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
+
+    Energy is measured, not predicted: what is untried is expected to take its predicted time at the mean power of the
+    trials so far, and their spread adds to its uncertainty.
 
     Args:
         space: the admissible candidates.
@@ -147,7 +150,7 @@ class ResidualSearch:
         tried = {result.candidate for result in results} | running
         fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
         """Swapped blocks with which a candidate runs that is otherwise as the key says."""
-        if self.objective == "throughput":
+        if self.objective != "memory":
             for result in results:
                 if result.outcome == "ok":
                     key = _without_swap(result.candidate)
@@ -156,6 +159,7 @@ class ResidualSearch:
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
         too_coarse = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
+        power = _power_of(results)
         found = []
         for key, candidate in self._by_swap:
             quantization = candidate.quantization
@@ -166,8 +170,8 @@ class ResidualSearch:
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
             if required < limit and prediction.host_memory_bytes <= host_limit:
-                found.append(self._score(prediction, required))
-                if self.objective == "throughput":
+                found.append(self._score(prediction, required, power))
+                if self.objective != "memory":
                     fewest[key] = candidate.swapped_blocks
         # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
         # little, even if uncertainty alone speaks against it.
@@ -184,11 +188,15 @@ class ResidualSearch:
         needed = smallest.required_memory_bytes
         return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
 
-    def _score(self, prediction: Prediction, required_bytes: float) -> ScoredCandidate:
+    def _score(
+        self, prediction: Prediction, required_bytes: float, power: tuple[float, float] = (0.0, 0.0)
+    ) -> ScoredCandidate:
         if self.objective == "memory":
             expected, uncertainty = math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
         else:
             expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
+        if self.objective == "energy":
+            expected, uncertainty = expected + power[0], math.hypot(uncertainty, power[1])
         return ScoredCandidate(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
 
     def has_converged(self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()) -> bool:
@@ -233,6 +241,8 @@ class ResidualSearch:
         """Natural logarithm of the best value of the objective; some result must have run."""
         if self.objective == "memory":
             return math.log(min(r.peak_memory_bytes or math.inf for r in results if r.outcome == "ok"))
+        if self.objective == "energy":
+            return math.log(min(r.joules_per_image or math.inf for r in results if r.outcome == "ok"))
         return math.log(best_seconds(results))
 
     def _within_reach(
@@ -260,6 +270,16 @@ class ResidualSearch:
             return self.budget_bytes
         ran = max((_required_bytes(r, cost) for r in results if r.outcome == "ok"), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
+
+
+def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
+    """Logarithm of the mean joules per image and second of a step, and its spread; 0 before any trial told both."""
+    ran = [(r.joules_per_image, r.median_step_seconds) for r in results if r.outcome == "ok"]
+    powers = [joules / seconds for joules, seconds in ran if joules and seconds]
+    if not powers:
+        return 0.0, 0.0
+    mean = statistics.fmean(powers)
+    return math.log(mean), statistics.pstdev(powers) / mean
 
 
 def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:

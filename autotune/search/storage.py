@@ -84,7 +84,7 @@ def open_study(location: StudyLocation | None, identity: Mapping[str, str | None
                 study = optuna.load_study(storage=storage, study_name=name)
                 _require_identity(study, location, identity)
                 take_snapshot(study)
-        except (ValueError, LookupError) as error:  # damage in what is text to the database
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # damage in what is text to the database
             reason = quote_error(error, location.server_url)
             raise AutotuneError(f"the study {name!r} is damaged: {reason}", hint="name another --study") from None
     return study

@@ -299,6 +299,7 @@ def describe_result(result: TrialResult) -> dict[str, str | float]:
         "outcome": result.outcome,
         "why": result.message or None,
         "step memory GiB": result.peak_memory_bytes and round(result.peak_memory_bytes / 2**30, 3),
+        "joules per image": result.joules_per_image and round(result.joules_per_image, 3),
         "seconds of trial": result.wall_seconds and round(result.wall_seconds, 1),
     }
     return {name: value for name, value in told.items() if value is not None}

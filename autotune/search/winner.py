@@ -1,7 +1,8 @@
 """Picks the winner among what was measured, or predicted if nothing can be measured, and says why: pure."""
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost import CostModel
@@ -18,6 +19,8 @@ TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
+GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest", "energy": "most economical"}
+"""What a winner is among the settings that run."""
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -30,22 +33,35 @@ class Score:
     step_seconds: float
     peak_memory_bytes: int
     failure: str | None = None
-    """None if it runs; then both figures hold."""
+    """None if it runs; then the figures hold."""
+    joules_per_image: float | None = None
+    """Energy as a trial measured it; None if none did."""
+
+    def value(self, objective: Objective) -> float:
+        """What the objective wants little of: seconds, bytes or joules; infinite if that is not known."""
+        if objective == "energy":
+            return math.inf if self.joules_per_image is None else self.joules_per_image
+        return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
 
 
 def score_trials(results: Sequence[TrialResult]) -> list[Score]:
-    """Scores from trials; if a candidate was tried again the last trial counts, unless it only took too long."""
+    """Scores from trials; if a candidate was tried again the last trial counts, unless it only took too long.
+
+    So does the last that told its energy.
+    """
     last: dict[Candidate, TrialResult] = {}
     for result in results:
         earlier = last.get(result.candidate)
         if earlier is None or earlier.outcome != "ok" or result.outcome != "timeout":
             last[result.candidate] = result
+    joules = {result.candidate: result.joules_per_image for result in results if result.joules_per_image is not None}
     return [
         Score(
             result.candidate,
             result.median_step_seconds or 0.0,
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
+            joules.get(result.candidate),
         )
         for result in last.values()
     ]
@@ -88,14 +104,14 @@ def _too_large(prediction: Prediction, budget_bytes: int) -> str:
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """The best that runs: fastest, or smallest for `memory`.
+    """The best that runs: fastest, smallest for `memory`, or for `energy` with the least joules of those that told.
 
-    Of those within `TIE` of it, the most exact wins, then the smallest (or fastest), then the simplest. So what may be
-    chosen from more is slower by `TIE` at most than what is chosen from less, and no slower if nothing ties.
+    Of those within `TIE` of it, the most exact wins, then the smallest (else the fastest), then the simplest. So what
+    may be chosen from more is slower by `TIE` at most than what is chosen from less, and no slower if nothing ties.
     """
-    time, memory = operator.attrgetter("step_seconds"), operator.attrgetter("peak_memory_bytes")
-    first, second = (time, memory) if objective == "throughput" else (memory, time)
-    left = [score for score in scores if score.failure is None]
+    first = operator.methodcaller("value", objective)
+    second = operator.methodcaller("value", "memory" if objective == "throughput" else "throughput")
+    left = [score for score in scores if score.failure is None and math.isfinite(first(score))]
     for key, tie in ((first, TIE), (_inexactness, 0.0), (second, TIE), (_complexity, 0.0)):
         best = min(map(key, left), default=0.0)
         left = [score for score in left if key(score) <= (1 + tie) * best]
@@ -123,7 +139,9 @@ def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Ca
     best = choose_winner(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
-        why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
+        why = "every setting is predicted to need more than a run may take"
+        if nearest:
+            why = nearest.failure or "no trial could tell how much energy its steps took"
         raise NothingFits(f"nothing runs here: {why}", hint=relaxation())
     return best
 
@@ -161,8 +179,8 @@ def _explain_choice(knob: str, space: SearchSpace, scores: Sequence[Score], own:
     if not others:
         why = "the only value that is searched here"
     elif any(best.values()):
-        why = f"part of the {'fastest' if objective == 'throughput' else 'smallest'} settings that run"
-        if any(_is_better(score, own, objective) for score in best.values() if score and not score.failure):
+        why = f"part of the {GOALS[objective]} settings that run"
+        if any(score.value(objective) < own.value(objective) for score in best.values() if score and not score.failure):
             why += f", within {TIE:.0%}: such ties go to what is more exact, then smaller, then simpler"
     else:
         why = "its alternatives were not tried: trials went to what promised more"
@@ -179,12 +197,6 @@ def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Scor
     return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
 
 
-def _is_better(score: Score, than: Score, objective: Objective) -> bool:
-    if objective == "throughput":
-        return score.step_seconds < than.step_seconds
-    return score.peak_memory_bytes < than.peak_memory_bytes
-
-
 def _best_with(knob: str, choice: Choice, scores: Sequence[Score], objective: Objective) -> Score | None:
     having = [score for score in scores if getattr(score.candidate, knob) == choice]
     smallest = min(having, key=lambda score: score.peak_memory_bytes, default=None)
@@ -198,4 +210,7 @@ def _compare(best: Score | None, winner: Score) -> str:
         return best.failure
     time = best.step_seconds / winner.step_seconds
     memory = best.peak_memory_bytes / winner.peak_memory_bytes
-    return f"at best {time:.2f}x the step time at {memory:.2f}x the memory ({best.candidate.label()})"
+    energy = ""
+    if best.joules_per_image and winner.joules_per_image:
+        energy = f" and {best.joules_per_image / winner.joules_per_image:.2f}x the energy"
+    return f"at best {time:.2f}x the step time at {memory:.2f}x the memory{energy} ({best.candidate.label()})"

@@ -44,11 +44,13 @@ MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3
 """A search of fewer trials has compared next to nothing: its winner is no answer for others."""
-EXPECTED_FIELDS = frozenset({"evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes"})
+EXPECTED_FIELDS = frozenset(
+    {"evidence", "step_seconds", "joules_per_image", "peak_memory_bytes", "process_memory_bytes"}
+)
 """Fields of the expectation that are shared: what the rest of a job takes and what its machine costs stay private."""
 TRIAL_FIELDS = frozenset(
     {"candidate", "outcome", "step_seconds", "warmup_seconds", "load_seconds", "peak_memory_bytes", "confirms"}
-    | {"allocator_retries", "load_peak_memory_bytes", "host_memory_bytes", "wall_seconds"}
+    | {"joules_per_image", "allocator_retries", "load_peak_memory_bytes", "host_memory_bytes", "wall_seconds"}
 )
 """Fields of a trial that are shared. A message may hold a path, and the loss tells about the data."""
 PRIVATE_DEFAULTS = {name: field.default for name, field in TrialResult.model_fields.items() if name not in TRIAL_FIELDS}

@@ -49,7 +49,7 @@ RULES = (
         ),
         rules.min_snr("train.min_snr_gamma"),
     ),
-    precision("train.dtype", bf16="bf16 bfloat16", fp32="fp32 float32 float"),
+    precision("train.dtype", bf16="bf16 bfloat16", fp32="fp32 float32 float", fp16="fp16 float16"),
     blocks.checkpointing("train.gradient_checkpointing"),
     table(
         "model.quantize model.qtype",

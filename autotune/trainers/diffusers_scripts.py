@@ -91,7 +91,7 @@ RULES = (
         ),
         rules.min_snr("snr_gamma"),
     ),
-    precision("mixed_precision", bf16="bf16", fp32="no"),
+    precision("mixed_precision", bf16="bf16", fp32="no", fp16="fp16"),
     blocks.checkpointing("gradient_checkpointing"),
     Rule(
         (*(BNB + key for key in ("load_in_8bit", *NF4)), "bnb_quantization_config_path"),

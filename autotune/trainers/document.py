@@ -19,9 +19,9 @@ from autotune.errors import InvalidInput, first_line
 from autotune.runtime import read_bounded
 from autotune.schema import BoundedLoader
 
-MAX_BYTES = 1 << 20
-"""Far above any real configuration."""
-MAX_SETTINGS = 20_000
+MAX_BYTES = 1 << 18
+"""Far above any real configuration; parsers take time that grows with the square of it."""
+MAX_SETTINGS = 5_000
 Format = Literal["yaml", "toml", "json", "shell"]
 FORMATS: Mapping[str, Format] = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 KEY_PATTERNS: Mapping[Format, str] = {
@@ -151,12 +151,22 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _parse_command(text: str) -> dict[str, Any]:
     """Options of the last command with any, its `script` and its variables (`env.NAME`); earlier options are kept.
 
-    Raises ValueError for an open quote.
+    Raises ValueError for an open quote, and for variables that double and double again.
     """
     env: dict[str, str] = {}
     options: dict[str, Any] = {}
+    room = 4 * MAX_BYTES
+
+    def expanded(match: re.Match[str]) -> str:
+        nonlocal room
+        value = env.get(match[1] or match[2], match[0])
+        room -= len(value)
+        if room < 0:
+            raise ValueError("its variables grow beyond any configuration")
+        return value
+
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        words = [_expand(word, env) for word in shlex.split(line, comments=True)]
+        words = [VARIABLE.sub(expanded, word) for word in shlex.split(line, comments=True)]
         while words and (words[0] == "export" or (assigned := ASSIGNMENT.fullmatch(words[0]))):
             if words[0] != "export" and assigned:
                 env[assigned[1]] = assigned[2]
@@ -164,10 +174,6 @@ def _parse_command(text: str) -> dict[str, Any]:
         if any(word.startswith("--") for word in words):
             options |= _options(words)
     return {**{f"env.{name}": value for name, value in env.items()}, **options}
-
-
-def _expand(word: str, env: Mapping[str, str]) -> str:
-    return VARIABLE.sub(lambda match: env.get(match[1] or match[2], match[0]), word)
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
@@ -182,14 +188,13 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
             options[name] = _typed(value) if equals else True
         elif name is not None and index != script:
             before = options[name]
-            options[name] = _typed(word) if before is True else [*_as_list(before), _typed(word)]
+            if isinstance(before, list):
+                before.append(_typed(word))
+            else:
+                options[name] = _typed(word) if before is True else [before, _typed(word)]
         else:
             name = None
     return options
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _typed(word: str) -> Any:

@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     choice("optimizer_type", "optimizer", {"AdamW": "adamw"}, instead="trains with AdamW in full precision"),
     choice("weighting_scheme", "weighting_scheme", {"none": "none", "sigma_sqrt": "sigma_sqrt", "cosmap": "cosmap"}),
     blocks.checkpointing("gradient_checkpointing"),
-    precision("mixed_precision", bf16="bf16", fp32="no"),
+    precision("mixed_precision", bf16="bf16", fp32="no", fp16="fp16"),
     ALLOCATOR,
     *rules.equal(
         """

@@ -66,7 +66,7 @@ RULES = (
         instead="has no such weights of the loss",
     ),
     *(rules.required(key, False, "text encoders are trained, too") for key in TEXT_ENCODERS),
-    precision("train_dtype", bf16="BFLOAT_16", fp32="FLOAT_32 TFLOAT_32"),
+    precision("train_dtype", bf16="BFLOAT_16", fp32="FLOAT_32 TFLOAT_32", fp16="FLOAT_16"),
     blocks.checkpointing("transformer.gradient_checkpointing", {"ON": True, "CPU_OFFLOADED": True, "OFF": False}),
     table(
         "transformer.weight_dtype",

@@ -62,9 +62,10 @@ def _is_on(key: str, written: Mapping[str, Any]) -> bool:
     return str(own).lower() == value.lower() if value else bool(own)
 
 
-IN_BF16 = AdapterPractice(precision="bf16", optimizer_bytes=4, step_bytes=2)
-"""torch's AdamW keeps moments in the precision of parameters; its usual implementation takes square roots of all of
-them at once (torch/optim/adamw.py)."""
+IN_BF16 = AdapterPractice(precision="bf16", autocasts=True, optimizer_bytes=4, step_bytes=2)
+"""Of programs that accelerate or they themselves put under autocast: all of these but ai-toolkit. torch's AdamW keeps
+moments in the precision of parameters; its usual implementation takes square roots of all of them at once
+(torch/optim/adamw.py)."""
 IN_FP32 = AdapterPractice(precision="fp32", optimizer_bytes=8, step_bytes=4)
 AUTOCAST = AdapterPractice(precision="fp32", autocasts=True, optimizer_bytes=8, step_bytes=4)
 EIGHT_BITS = {"optimizer_bytes": 2, "step_bytes": 0}

@@ -98,9 +98,9 @@ def _value_fits(wanted: Any, value: Any) -> bool:
     return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
 
 
-def precision(key: str, *, bf16: str, fp32: str) -> Rule:
+def precision(key: str, *, bf16: str, fp32: str, fp16: str = "") -> Rule:
     """What is computed in: their words for each, the first being written."""
-    names = dict.fromkeys(bf16.split(), "bf16") | dict.fromkeys(fp32.split(), "fp32")
+    names = {word: name for name, words in (("bf16", bf16), ("fp32", fp32), ("fp16", fp16)) for word in words.split()}
     return choice(key, "precision", names, instead="computes in bf16")
 
 

@@ -50,7 +50,7 @@ def save_trained(
         training_steps=training_steps,
     )
     state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME)
-    save_adapter(path, state, info, model.family.denoiser)
+    save_adapter(path, state, info, model.family.adapter_component)
 
 
 def export_trained(adapter: Path, to: AdapterFormat) -> Path:

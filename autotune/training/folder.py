@@ -44,7 +44,7 @@ CHANGEABLE_FIELDS = frozenset(
 which images train), and outputs."""
 
 LATER_FIELDS = frozenset(
-    {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter"}
+    {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter", "expert"}
 )
 """Fields that jobs have not always had: at its default, one does not count, so that older runs are resumed."""
 
@@ -118,7 +118,7 @@ def require_separate_output(job: Job) -> None:
     folder = Path(job.output)
     named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
     sources = [(source, path) for source, path in named.items() if path]
-    sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
+    sources += [("data", place) for place in (list_places(job.data) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(

@@ -28,7 +28,14 @@ from autotune.training.checkpoint import Checkpoint
 from autotune.training.context import RunContext
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import make_windows
-from autotune.training.monitor import GpuUtilization, GradientWatch, MemoryWatch, profile_steps
+from autotune.training.monitor import (
+    NUM_WARMUP_STEPS,
+    EnergyWatch,
+    GpuUtilization,
+    GradientWatch,
+    MemoryWatch,
+    profile_steps,
+)
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import LearningRate
 from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
@@ -38,6 +45,9 @@ EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
 LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
+TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
+MIN_LOSS_SCALE = 1.0
+"""Losses that need a smaller one have gradients that fp16 has no numbers for."""
 CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
 
 SURE_ATTENTION = ("_native_efficient", "_native_math")
@@ -103,6 +113,7 @@ class TrainingLoop:
         planned_bytes = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
         self.utilization = GpuUtilization(model.device)
+        self.energy = EnergyWatch(model.device)
         self.measured_step = self.first_step + 1
         """Index of the step that measures memory: the second with the settings in use."""
         self.peak_bytes = 0
@@ -132,7 +143,11 @@ class TrainingLoop:
         self.validation.start(self.settings.micro_batch_size)
         if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
             self._preview_if_due()
-        with catch_stop_signals(second_ends=is_single) as signal_name, profile_steps(self.context.trace) as trace:
+        with (
+            catch_stop_signals(second_ends=is_single) as signal_name,
+            profile_steps(self.context.trace) as trace,
+            self.energy.training(),
+        ):
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -151,6 +166,8 @@ class TrainingLoop:
             for step in range(self.done, self.num_steps):
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
+                if len(self.seconds) == NUM_WARMUP_STEPS:
+                    self.energy.warmed_up()
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
                 if trace:
                     trace.step()
@@ -255,13 +272,10 @@ class TrainingLoop:
         else:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        for name, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
-            if not math.isfinite(value):  # before anything is written: the newest checkpoint is a good one
-                hint = LOWER_LEARNING_RATE if step else CHECK_WEIGHTS
-                kind = AutotuneError if name == "loss" else _NotFinite
-                raise kind(f"the {name} is {value} at step {step + 1}", hint=hint)
+        self._check(outcome, step)  # before anything is written: the newest checkpoint is a good one
         self.rate.step(outcome.loss)
-        self.gradients.add(outcome.gradient_norm)
+        norm = None if outcome.overflowed else outcome.gradient_norm
+        self.gradients.add(norm)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
         return StepFinished(
@@ -270,7 +284,7 @@ class TrainingLoop:
             epoch=step * self.order.effective_batch_size // self.order.epoch_size + 1,
             loss=outcome.loss,
             learning_rate=rate,
-            gradient_norm=outcome.gradient_norm,
+            gradient_norm=norm,
             seconds=seconds,
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,
@@ -278,8 +292,26 @@ class TrainingLoop:
             gpu_utilization=self.utilization.read(),
             gradient_spikes=self.gradients.num_spikes,
             nonfinite_gradients=self.gradients.num_nonfinite,
+            overflowed_gradients=self.gradients.num_overflows,
+            loss_scale=outcome.loss_scale,
             remaining_seconds=self._remaining_seconds(step + 1),
         )
+
+    def _check(self, outcome: StepOutcome, step: int) -> None:
+        """Raise what a step's numbers leave no way around."""
+        scale, number = outcome.loss_scale, step + 1
+        if outcome.overflowed:
+            if scale is not None and scale < MIN_LOSS_SCALE:
+                raise AutotuneError(f"gradients overflow fp16 at step {number}, unscaled ones too", hint=TRAIN_IN_FP32)
+            return
+        if not math.isfinite(outcome.loss) and scale is not None:
+            message = f"the loss is {outcome.loss} at step {number}: activations overflow fp16"
+            raise AutotuneError(message, hint=TRAIN_IN_FP32)
+        for name, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
+            if not math.isfinite(value):
+                hint = LOWER_LEARNING_RATE if step else CHECK_WEIGHTS
+                kind = AutotuneError if name == "loss" else _NotFinite
+                raise kind(f"the {name} is {value} at step {number}", hint=hint)
 
     def _remaining_seconds(self, done: int) -> float | None:
         """At the pace of this start without its first step, which warms up."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autotune.hardware import EnergyMeter, EnergyReading, mean_watts
 from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak, trim_heap
 from autotune.schema import PhasePeak
 
@@ -32,6 +33,9 @@ SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 100
 MIN_SPIKE_STEPS = 20
 """Steps that the median is taken of, at most and at least."""
+
+NUM_WARMUP_STEPS = 2
+"""Steps of a start that count for nothing that is said of steady ones."""
 
 TRACED_STEPS = range(3, 6)
 """Steps of this start that a trace covers: the ones before them allocate and warm up."""
@@ -126,19 +130,25 @@ class GradientWatch:
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         known = state or {"norms": [], "num_spikes": 0, "num_nonfinite": 0}
+        self.num_overflows: int = known.get("num_overflows", 0)
+        """Gradients that overflowed fp16; their steps were skipped."""
         self.norms: deque[float] = deque(known["norms"], maxlen=SPIKE_WINDOW)
         self.num_spikes: int = known["num_spikes"]
         self.num_nonfinite: int = known["num_nonfinite"]
 
-    def add(self, norm: float) -> None:
-        """Count the norm of a step's gradient, before clipping."""
+    def add(self, norm: float | None) -> None:
+        """Count the norm of a step's gradient, before clipping; None if it overflowed fp16."""
+        if norm is None:
+            self.num_overflows += 1
+            return
         if len(self.norms) >= MIN_SPIKE_STEPS and norm > SPIKE_FACTOR * statistics.median(self.norms):
             self.num_spikes += 1
         self.norms.append(norm)
 
     def state(self) -> dict[str, Any]:
         """All that the constructor needs to go on, as JSON."""
-        return {"norms": list(self.norms), "num_spikes": self.num_spikes, "num_nonfinite": self.num_nonfinite}
+        counts = {"num_nonfinite": self.num_nonfinite, "num_overflows": self.num_overflows}
+        return {"norms": list(self.norms), "num_spikes": self.num_spikes, **counts}
 
 
 class GpuUtilization:
@@ -156,6 +166,32 @@ class GpuUtilization:
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
                 self.readings.append(torch.cuda.utilization(self.device) / 100)
         return self.readings[-1] if self.readings else None
+
+
+class EnergyWatch:
+    """What this process's device takes while a start trains."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = EnergyMeter(device.type, device.index or 0)
+        self._readings: list[EnergyReading | None] = []
+        self.watts: float | None = None
+        """Mean power from the first steady step on, with previews and validation in between; None if not known."""
+        self.joules: float | None = None
+        """Of all that the device did; None if not known."""
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """All steps of a start."""
+        with self._meter as meter:
+            self._readings = [meter.read()]
+            yield
+            first, last = self._readings[0], meter.read()
+        self.watts = mean_watts(self._readings[-1], last)
+        self.joules = last.joules - first.joules if first and last else None
+
+    def warmed_up(self) -> None:
+        """From here on steps are steady."""
+        self._readings.append(self._meter.read())
 
 
 def profile_steps(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:

@@ -40,6 +40,8 @@ class AdapterOptimizer:
         self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
         """Whether it learns at other weights than those that are to be used: schedule-free."""
         self._set_mode(training=True)
+        self.scaler = self._make_scaler()
+        """Scales losses up so that small gradients do not vanish, if parameters are in fp16; else None."""
         self.ema_decay, self.num_updates = ema_decay, 0
         self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
         self._stepped = set(self.inner.state)
@@ -49,21 +51,42 @@ class AdapterOptimizer:
         if self.averages_itself:
             (self.inner.train if training else self.inner.eval)()
 
-    def step(self) -> Tensor:
-        """Clip, update and clear the gradients; returns the gradient norm before clipping.
+    def _make_scaler(self, state: Mapping[str, Any] | None = None) -> torch.amp.GradScaler | None:
+        if not any(parameter.dtype == torch.float16 for parameter in self.parameters):
+            return None
+        scaler = torch.amp.GradScaler(self.masters[0].device.type)
+        if state:
+            scaler.load_state_dict(dict(state))
+        return scaler
 
-        If it is not finite nothing is updated, so that the step can be taken again.
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the next loss; None without a scale."""
+        return float(self.scaler.get_scale()) if self.scaler else None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose backward pass gives the gradients that `step` takes."""
+        return self.scaler.scale(loss) if self.scaler else loss
+
+    def step(self) -> Tensor:
+        """Clip, update and clear the gradients; returns the gradient norm before clipping, without the loss's scale.
+
+        If it is not finite nothing is updated but the scale, which falls, so that the step can be taken again.
         """
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
+        if self.scaler:
+            self.scaler.unscale_(self.inner)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         if self.inner.defaults.get("fused"):
             self.inner.found_inf = (~norm.isfinite()).float()  # as GradScaler tells it: without waiting for the device
             self.inner.step()
         elif norm.isfinite():
             self.inner.step()
+        if self.scaler:
+            self.scaler.update()
         self._average()
         if len(self._stepped) != len(self.inner.state):
             self._stepped = set(self.inner.state)
@@ -85,6 +108,8 @@ class AdapterOptimizer:
             tensor.grad = None
         for master in self.inner.state.keys() - self._stepped:
             del self.inner.state[master]  # memory ran out between one moment and the next
+        if self.scaler:  # which may have unscaled that step's gradients
+            self.scaler = self._make_scaler(self.scaler.state_dict())
 
     def _copy_to_parameters(self) -> None:
         if self.parameters[0] is not self.masters[0]:  # one kernel launch for all, of which there may be a thousand
@@ -151,6 +176,7 @@ class AdapterOptimizer:
         """What the optimizer keeps besides tensors, as JSON."""
         plain = {at: {n: v for n, v in each.items() if isinstance(v, PLAIN)} for at, each in self._values().items()}
         own = {"average": {"num_updates": self.num_updates}} if self.averages else {}
+        own |= {"scaler": self.scaler.state_dict()} if self.scaler else {}
         return {**own, **{at: each for at, each in plain.items() if each}}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -162,6 +188,7 @@ class AdapterOptimizer:
         self.load_masters(tensors)
         found: dict[str, dict[str, Any]] = {at: dict(each) for at, each in numbers.items()}
         self.num_updates = found.pop("average", {}).get("num_updates", 0)
+        self.scaler = self._make_scaler(found.pop("scaler", None))
         for number, average in enumerate(self.averages):
             average.copy_(tensors[f"{number:05}.average"])
         device = self.masters[0].device

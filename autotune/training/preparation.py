@@ -96,7 +96,7 @@ def _read_data(plan: TrainingPlan) -> SplitDataset:
     require_tracker(job.report_to)
     check_options(plan.frozen.workload.optimizer)
     family = get_family(plan.frozen.workload.model.family)
-    return read_split(Path(job.data), make_options(dict(job), family, job.num_frames), job.validation, job.seed)
+    return read_split(job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed)
 
 
 def _require_machine(

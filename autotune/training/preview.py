@@ -107,8 +107,9 @@ class PreviewSampler:
             cache.write(_cache_key(preview, identity), _pack(self.encoded[preview.prompt, preview.control_paths]))
 
     def _encode(self, previews: Sequence[Preview]) -> None:
-        pipeline = self.encoders.load_pipeline()
-        setattr(pipeline, self.model.family.denoiser, self._build_stopping_transformer())
+        pipeline, family = self.encoders.load_pipeline(), self.model.family
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, self._build_stopping_transformer())
         encode = pipeline.encode_prompt
         for preview in previews:
             encoded: list[Any] = []
@@ -124,23 +125,32 @@ class PreviewSampler:
                 self.encoded[preview.prompt, preview.control_paths] = encoded
             finally:
                 pipeline.encode_prompt = encode
-        setattr(pipeline, self.model.family.denoiser, None)
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, None)
 
     def _build_stopping_transformer(self) -> nn.Module:
         """A transformer on meta that raises `_TransformerReached` when it is called."""
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
-        # A pipeline may take its device from the transformer; one on meta has none of its own.
-        shape.__class__ = type(type(shape).__name__, (type(shape),), {"device": property(lambda _: self.device)})
         shape.register_forward_pre_hook(_stop)
-        return shape  # type: ignore[no-any-return]
+        return self._with_device(shape)
+
+    def _with_device(self, model: nn.Module) -> nn.Module:
+        """The model, which has its weights on meta: a pipeline may take its device from it."""
+        model.__class__ = type(type(model).__name__, (type(model),), {"device": property(lambda _: self.device)})
+        return model
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on the host."""
-        self.pipeline = self.model.family.load_pipeline(
+        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on the host.
+
+        A second transformer, which denoises where this one does not, is streamed: both would seldom fit.
+        """
+        family = self.model.family
+        others = {name: self._with_device(self.encoders.load_streamed(name)) for name in family.other_denoisers}
+        self.pipeline = family.load_pipeline(
             self.model.weights,
             torch_dtype=self.dtype,
             vae=self.encoders.load_vae(torch.device("cpu")),
-            **{self.model.family.denoiser: transformer, **dict.fromkeys(self.model.family.text_encoders)},
+            **{family.denoiser: transformer, **others, **dict.fromkeys(family.text_encoders)},
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
@@ -219,9 +229,40 @@ class PreviewSampler:
             controls = [to_rgb(open_image(path)) for path in preview.control_paths]
         except Exception as error:  # decoders raise anything for damaged files
             raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
-        return self.model.family.sample(
-            pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
-        )
+        with self._casting(getattr(pipeline, self.model.family.denoiser)):
+            return self.model.family.sample(
+                pipeline,
+                preview.prompt,
+                preview.bucket,
+                num_steps=preview.num_steps,
+                seed=preview.seed,
+                controls=controls,
+            )
+
+    @contextlib.contextmanager
+    def _casting(self, transformer: nn.Module) -> Iterator[None]:
+        """Lets a pipeline in fp32 call a transformer in fp16. Levels, of one number an image, stay exact."""
+        own = self.encoders.denoiser_dtype
+        if own == self.dtype:
+            yield
+            return
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(own) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.dtype), output)
+
+        hooks = [transformer.register_forward_pre_hook(enter, with_kwargs=True)]
+        hooks.append(transformer.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def compare_adapter(
         self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
@@ -258,12 +299,19 @@ class PreviewSampler:
         for name, layer in read_adapter(adapter).layers.items():
             if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
                 raise InvalidInput(f"{adapter}: {name} has numbers that are not finite", hint=hint)
+        family = self.model.family
+        others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
         try:
-            self.pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name)
+            for name in others:  # diffusers would end their streaming
+                setattr(self.pipeline, name, self.transformer)
+            self.pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name, **family.adapter_options)
         except Exception as error:  # diffusers and peft raise anything for an adapter of another model
             if is_out_of_memory(error):
                 raise
             raise InvalidInput(f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint) from error
+        finally:
+            for name, other in others.items():
+                setattr(self.pipeline, name, other)
         if not self.pipeline.get_active_adapters():
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"

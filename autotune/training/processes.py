@@ -107,6 +107,15 @@ class Processes:
             raise outcome[0]
         return cast("T", outcome[0])
 
+    def total(self, value: float | None) -> float | None:
+        """The sum over all processes; None if any does not know its own."""
+        values = [value]
+        if self.world_size > 1:
+            values *= self.world_size
+            torch.distributed.all_gather_object(values, value, group=self.waiting_group)
+        known = [one for one in values if one is not None]
+        return sum(known) if len(known) == len(values) else None
+
     def require_same(self, what: str, digest: str) -> None:
         """Check that `what` has the same digest on all processes.
 

@@ -14,6 +14,7 @@ from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
 from autotune.schema import (
+    JOULES_PER_KWH,
     MAX_PREVIEW_PROMPTS,
     AdapterVerdict,
     HardwareProfile,
@@ -36,7 +37,7 @@ from autotune.training.guard import MemoryGuard
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
-from autotune.training.monitor import PhaseWatch
+from autotune.training.monitor import NUM_WARMUP_STEPS, PhaseWatch
 from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
@@ -320,13 +321,14 @@ class _Run:
     ) -> RunReport:
         metrics = loop.context.metrics
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
-        steady = sorted(loop.seconds[2:] or loop.seconds or earlier) or [0.0]
+        steady = sorted(loop.seconds[NUM_WARMUP_STEPS:] or loop.seconds or earlier) or [0.0]
         rare = len(steady) // 20  # outliers are left out, while steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
-        waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
+        waits = loop.data_seconds[NUM_WARMUP_STEPS:] or loop.data_seconds or [0.0]
         expected, utilization = self.plan.frozen.expected, loop.utilization.readings
+        watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -340,6 +342,9 @@ class _Run:
             expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
+            expected_joules_per_image=expected.joules_per_image,
+            measured_joules_per_image=watts and watts * step_seconds / loop.order.effective_batch_size,
+            training_kwh=joules and joules / JOULES_PER_KWH,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
@@ -347,6 +352,7 @@ class _Run:
             settings=loop.settings,
             gradient_spikes=loop.gradients.num_spikes,
             nonfinite_gradients=loop.gradients.num_nonfinite,
+            overflowed_gradients=loop.gradients.num_overflows,
             quantization_error=loop.model.quantization_error,
             validation=loop.validation.result(kept_step),
             adapter=self.adapter_file,

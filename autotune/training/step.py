@@ -14,6 +14,9 @@ from autotune.schema import TimestepSampling, Weighting
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import attribute_tensors
 
+TINY = 1e-9
+"""Distance that quantiles keep from 0 and 1, where a normal distribution has none."""
+
 
 @dataclass(frozen=True)
 class Noising:
@@ -42,14 +45,28 @@ class Noising:
         return self._level(torch.Generator().manual_seed(_seed_at(self.seed, step, position)), shape)
 
     def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
+        if (self.process.lowest_share, self.process.highest_share) != (0.0, 1.0):
+            return self.level_of_quantile(float(torch.rand((), generator=generator)), shape)
         if self.sampling == "uniform":
             return self._shifted(float(torch.rand((), generator=generator)), shape)
         return self._shifted(1 / (1 + math.exp(-float(torch.randn((), generator=generator)))), shape)
 
     def level_of_quantile(self, quantile: float, shape: Sequence[int]) -> float:
         """The level that this share of all draws, in (0, 1), is below."""
+        lowest, highest = (
+            self._share_below(end, shape) for end in (self.process.lowest_share, self.process.highest_share)
+        )
+        whole = min(max(lowest + quantile * (highest - lowest), TINY), 1 - TINY)
         is_uniform = self.sampling == "uniform"
-        return self._shifted(quantile if is_uniform else 1 / (1 + math.exp(-NormalDist().inv_cdf(quantile))), shape)
+        return self._shifted(whole if is_uniform else 1 / (1 + math.exp(-NormalDist().inv_cdf(whole))), shape)
+
+    def _share_below(self, level: float, shape: Sequence[int]) -> float:
+        """The share of all draws below a level of flow matching, if the process let all pass."""
+        if level in (0.0, 1.0):
+            return level
+        shift = self.shift(shape) if callable(self.shift) else self.shift
+        plain = level / (shift - (shift - 1) * level)
+        return plain if self.sampling == "uniform" else NormalDist().cdf(math.log(plain / (1 - plain)))
 
     def _shifted(self, level: float, shape: Sequence[int]) -> float:
         shift = self.shift(shape) if callable(self.shift) else self.shift
@@ -88,6 +105,13 @@ class StepOutcome:
 
     loss: float
     gradient_norm: float
+    loss_scale: float | None = None
+    """Factor of the next step's losses, in fp16."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the scaled gradient alone overflowed fp16: the step updated nothing, and the scale fell."""
+        return self.loss_scale is not None and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
 
 def optimizer_step(
@@ -117,7 +141,7 @@ def optimizer_step(
         with contextlib.nullcontext() if position + size == end else unsynchronized():
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
             loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
-            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total.to(loss.device) + loss.detach()
         del loss  # else tensors that LLM.int8's layers save on graph nodes would stay through the next micro-batch
@@ -125,7 +149,7 @@ def optimizer_step(
     if average:
         average(total)
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one synchronization, not two
-    return StepOutcome(loss=loss_value, gradient_norm=norm_value)
+    return StepOutcome(loss=loss_value, gradient_norm=norm_value, loss_scale=optimizer.loss_scale)
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:

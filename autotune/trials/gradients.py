@@ -20,6 +20,8 @@ from autotune.trials.steps import longest_captions, synthetic_samples
 from autotune.weights import build_empty, cast_as_loaded, fill_random
 
 NUM_UPDATES = 3
+LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+"""In fp16, the first under which no gradient overflows, as a run finds its own."""
 UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
 """Shapes of the parameters that an optimizer updates; one is no multiple of any vector length."""
 
@@ -51,8 +53,8 @@ def update_error(request: UpdateRequest, _: ChildState) -> float:
     adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
     for _step in range(NUM_UPDATES):
         for parameter, wanted in zip(own.parameters, plain, strict=True):
-            gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
-            parameter.grad, wanted.grad = gradient.to(request.device), gradient.double()
+            gradient = torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)  # fp16 has room for its scale
+            parameter.grad, wanted.grad = own.scale(gradient.to(request.device)), gradient.double()
         own.step()
         nn.utils.clip_grad_norm_(plain, 1.0)
         adamw.step()
@@ -106,5 +108,12 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.
     shares = torch.linspace(0.25, 0.5, len(clean)).tolist()
     levels = torch.tensor([family.noise.level(share) for share in shares], device=clean.device)
-    denoising_loss(family, transformer, batch, noise, levels).backward()  # type: ignore[no-untyped-call]
-    return [None if p.grad is None else p.grad.double().cpu() for p in adapter]
+    loss = denoising_loss(family, transformer, batch, noise, levels)
+    for scale in LOSS_SCALES if dtype == torch.float16 else (1.0,):
+        (loss * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        found = [None if p.grad is None else p.grad.double().cpu() / scale for p in adapter]
+        if all(gradient is None or gradient.isfinite().all() for gradient in found):
+            break
+        for parameter in adapter:
+            parameter.grad = None
+    return found

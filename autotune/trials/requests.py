@@ -17,6 +17,8 @@ MIN_PRUNING_STEPS = 2
 """The step after the one that is measured for memory is cold: on a CPU it took up to 1.6 times the next ones."""
 MAX_REPEAT_SECONDS = 5.0
 """No step is repeated once the timed ones have taken this long."""
+MIN_METERED_SECONDS = 2.0
+"""Steady steps of a trial whose energy decides: counters of cards move every 20 to 100 ms."""
 MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
 MAX_DRIFT = 0.03
 """Relative difference between the medians of both halves of a rehearsal's steps, up to which they are steady."""
@@ -39,10 +41,15 @@ class TrialRequest:
 
     def needs_another_step(self, seconds: list[float]) -> bool:
         """Whether another step is worth its time after steady ones that took `seconds`."""
+        if self._is_too_short_for_energy(seconds):
+            return True
         enough = len(seconds) >= MIN_PRUNING_STEPS
         if enough and self.prune_above_seconds is not None and min(seconds) > self.prune_above_seconds:
             return False
         return len(seconds) < self.num_steps or self._is_unsteady(seconds)
+
+    def _is_too_short_for_energy(self, seconds: list[float]) -> bool:
+        return self.workload.objective == "energy" and sum(seconds) < MIN_METERED_SECONDS
 
     def _is_unsteady(self, seconds: list[float]) -> bool:
         middle = sorted(seconds)[len(seconds) // 4 : -(len(seconds) // 4) or None]
@@ -65,6 +72,8 @@ class RehearsalRequest(TrialRequest):
 
     def needs_another_step(self, seconds: list[float]) -> bool:
         """Whether the second half of the steps is not yet as fast as the first, and time is left."""
+        if self._is_too_short_for_energy(seconds):
+            return True
         in_time = sum(seconds) < self.max_seconds
         if len(seconds) < self.num_steps or (len(seconds) < MIN_REHEARSAL_STEPS and in_time):
             return True

@@ -120,7 +120,7 @@ class ProcessTrialRunner:
         self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
-        limit = pruning_threshold(best)
+        limit = None if self.workload.objective == "energy" else pruning_threshold(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
         result = self.classify(candidate, self.ask(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))

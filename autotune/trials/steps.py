@@ -1,6 +1,7 @@
 """A trial in the child: load what the candidate needs, take real steps, measure how long and how large they are."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
+from autotune.hardware import EnergyMeter, mean_watts
 from autotune.knobs import find_modulation_ahead
 from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory, reset_host_peak
 from autotune.schema import (
@@ -153,17 +155,24 @@ class StepRunner:
             warmup.append(self.timed_step()[1])
         times: list[float] = []
         losses: list[float] = []
-        while not times or needs_another_step(times):
-            outcome, seconds = self.timed_step()
-            losses.append(outcome.loss)
-            times.append(seconds)
+        with EnergyMeter(self.model.device.type, self.model.device.index or 0) as meter:
+            before = meter.read()
+            while not times or needs_another_step(times):
+                outcome, seconds = self.timed_step()
+                losses.append(outcome.loss)
+                times.append(seconds)
+            watts = mean_watts(before, meter.read())
         final_loss = losses[min(len(losses), LOSS_STEP) - 1]
         defect = self.find_defect(outcome)
+        lack = ""
+        if watts is None and self.workload.objective == "energy":
+            lack = f"its energy is not known: {meter.reason or 'the counter stood still'}"
         return TrialResult(
             candidate=self.candidate,
             outcome="numerics" if defect else "ok",
             step_seconds=tuple(times),
             warmup_seconds=tuple(warmup),
+            joules_per_image=watts and watts * statistics.median(times) / self.workload.effective_batch_size,
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
@@ -171,7 +180,7 @@ class StepRunner:
             host_memory_bytes=host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
-            message=defect or "",
+            message=defect or lack,
         )
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:

@@ -48,6 +48,8 @@ def upload(repo: str, files: Mapping[str, Path | bytes], *, private: bool = True
 @contextmanager
 def _translate_errors(repo: str) -> Iterator[None]:
     try:
+        if "/" not in repo:  # the hub would take it, and the card could not say how to load it
+            raise HFValidationError
         yield
     except HFValidationError as error:
         raise HubError(f"{repo!r} is no repository's name", hint="write owner/name") from error

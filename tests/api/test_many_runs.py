@@ -15,10 +15,12 @@ import pytest
 import autotune
 from autotune.api.many_runs import find_places
 from autotune.errors import DoesNotFit, InvalidInput, InvalidPlan
+from autotune.knobs.optimizer import ALLOWED
 from autotune.runtime import process_queue
 from autotune.runtime.process_queue import QueuedCommand, run_queue
 from autotune.schema.hardware import HardwareProfile
-from autotune.schema.plan_file import write_plan
+from autotune.schema.plan_file import seal, write_plan
+from autotune.schema.workload import OptimizerChoice
 from autotune.training.metrics import read_metrics
 from tests import builders
 from tests.conftest import autotune_here
@@ -96,8 +98,10 @@ def test_what_no_subject_can_say_is_refused_before_any_run(tmp_path: Path) -> No
         "subjects: []": "lists no subjects",
         "subjects: [{name: ../up}]": "subjects.0.name",
         "subjects: [{name: a, output: b}]": "subject a cannot say 'output'",
+        "subjects: [{name: a, vae: other.safetensors}]": "subject a cannot say 'vae'",
         "subjects: [{name: a, learnin_rate: 1.0}]": "cannot say 'learnin_rate'",
         "subjects: [{name: a}, {name: A}]": "two subjects 'a'",
+        "subjects: [{name: a}, {name: A.log}]": "the log of 'a' would be the folder of 'a.log'",
         "- a": "lists no subjects",
     }.items():
         file.write_text(text)
@@ -108,6 +112,25 @@ def test_what_no_subject_can_say_is_refused_before_any_run(tmp_path: Path) -> No
     file.write_text("subjects: [{name: a}, {name: b, learning_rate: 7}]")
     with pytest.raises(InvalidPlan, match=r"subject b: job\.learning_rate"):
         autotune.train_many(planned(), file)
+
+
+def test_a_plan_with_an_optimizer_of_the_users_own_is_trained_and_submitted_on_their_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ALLOWED, "")
+    plan, name = planned(), "torch.optim:SGD"
+    workload = plan.frozen.workload.changed(optimizer=OptimizerChoice(name=name))
+    own = seal(plan.job.changed(data="photos"), plan.frozen.changed(workload=workload))
+    write_plan(tmp_path / "plan.yaml", own)
+    (tmp_path / "s.yaml").write_text("subjects: [{name: a, learning_rate: 7}]")
+    file, over = str(tmp_path / "plan.yaml"), ("--over", str(tmp_path / "s.yaml"))
+    assert "not for lion" in autotune_here(capfd, "train", file, *over, "--optimizer", "lion").stderr
+    submit = ("job-script", file, "--for", "slurm")
+    assert "takes your word" in autotune_here(capfd, *submit).stderr
+    assert f"--optimizer {name} " in autotune_here(capfd, *submit, "--optimizer", name).stdout
+    monkeypatch.setenv(ALLOWED, "")
+    assert "subject a" in autotune_here(capfd, "train", file, *over, "--optimizer", name).stderr
+    assert os.environ[ALLOWED] == name  # what the runs' processes inherit
 
 
 def test_places_in_the_file_count_from_it_and_a_task_of_an_array_finds_its_subject_by_number(tmp_path: Path) -> None:

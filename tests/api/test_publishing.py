@@ -1,7 +1,9 @@
 """`publish` against a hub of our own, which keeps what it is sent: what leaves the machine, what is refused early."""
 
+import ast
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +16,7 @@ from huggingface_hub import constants
 
 import autotune
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.schema.plan_file import with_job
+from autotune.schema.plan_file import with_job, write_plan
 from tests.api.test_report import run_folder
 from tests.planning.golden import FOLDER
 
@@ -119,7 +121,11 @@ def test_a_repository_is_public_only_if_asked(hub: Hub, run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("token", "repo", "why"),
-    [("wrong", "me/heart", "does not let this token"), ("right", "no/such/name", "no repository's name")],
+    [
+        ("wrong", "me/heart", "does not let this token"),
+        ("right", "no/such/name", "no repository's name"),
+        ("right", "ownerless", "no repository's name"),
+    ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_training(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, why: str
@@ -150,3 +156,35 @@ def test_a_run_without_an_adapter_is_refused(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no finished run"):
         autotune.publish(run_folder(tmp_path / "run", finished=False), "me/heart")
     assert not hub.made
+
+
+def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_leaves(hub: Hub, run: Path) -> None:
+    tracker, heading = "![x](http://there/x.png)</div><script>", "two\n\n# lines\n```"
+    code = 'base") ; evil() #'
+    plan = with_job(autotune.load_plan(run / "run-plan.yaml"), preview_prompts=(tracker, heading), base=code)
+    write_plan(run / "run-plan.yaml", with_job(plan, revision="1" * 40))
+    report = json.loads((run / "report.json").read_text())
+    told = {"warnings": ["/home/me/secret-photos/anna.png was left out"], "adapter": "comfyui_lora_weights.safetensors"}
+    (run / "report.json").write_text(json.dumps(report | told))
+    for name in ("comfyui_lora_weights.safetensors", "sample_with_adapter_2.png"):
+        (run / name).write_bytes(b"it")
+    autotune.publish(run, "me/heart")
+    assert "comfyui_lora_weights.safetensors" in hub.files
+    text = hub.files["README.md"].decode().split("---\n", 2)[2]
+    assert 'weight_name="pytorch_lora_weights.safetensors"' in text  # not every pipeline reads ComfyUI's names
+    assert "<script>" not in text
+    assert "![x]" not in text
+    assert "secret-photos" not in text
+    assert text.count("```") == 4
+    assert "\n# lines" not in text
+    (called,) = re.findall(r"from_pretrained\((.*)\)$", text, re.MULTILINE)
+    assert ast.literal_eval(called) == code
+
+
+def test_a_report_that_names_a_file_elsewhere_uploads_nothing(hub: Hub, run: Path) -> None:
+    (run.parent / "secret").write_text("mine")
+    report = json.loads((run / "report.json").read_text())
+    (run / "report.json").write_text(json.dumps({**report, "adapter": "../secret"}))
+    with pytest.raises(InvalidInput, match="no finished run"):
+        autotune.publish(run, "me/heart")
+    assert not hub.files

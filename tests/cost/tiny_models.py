@@ -32,6 +32,14 @@ KANDINSKY = {
 }
 # Wider than a patch, as published: the loss on a CPU takes a copy of the latents that the trace does not see.
 WAN = {"num_layers": 5, "attention_head_dim": 32, "num_attention_heads": 8, "ffn_dim": 512, "text_dim": 48}
+FLUX2 = {
+    "num_layers": 4,
+    "num_single_layers": 5,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (8, 8, 8, 8),
+}
 TINY: dict[str, dict[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,
@@ -54,15 +62,8 @@ TINY: dict[str, dict[str, Any]] = {
         "cap_feat_dim": 48,
         "axes_dims": [8, 12, 12],
     },
-    "flux2-klein": {
-        "num_layers": 4,
-        "num_single_layers": 5,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
-        "axes_dims_rope": (8, 8, 8, 8),
-        "guidance_embeds": False,
-    },
+    "flux2-klein": {**FLUX2, "guidance_embeds": False},
+    "flux2-dev": FLUX2,
     "sdxl": {
         **UNET,
         "block_out_channels": (32, 64, 64),
@@ -88,6 +89,7 @@ TINY: dict[str, dict[str, Any]] = {
         "axes_dims_rope": (8, 12, 12),
     },
     "wan-2.1": WAN,
+    "wan-2.2-14b": WAN,
     "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},
     "kandinsky5-image-lite": KANDINSKY,
     "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},

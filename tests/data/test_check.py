@@ -71,3 +71,8 @@ def test_strict_limits_and_the_contact_sheet(tmp_path: Path, capfd: pytest.Captu
         assert captions.getextrema() == (0, 255)  # black on white
     loose = autotune_here(capfd, *command, "--max-crop", 0.9)
     assert loose.returncode == 0
+    image, before = (found := sorted((tmp_path / "data").glob("*.png")))[0], found[0].read_bytes()
+    for inside in (image, image.with_name("sheet.png")):
+        refused = autotune_here(capfd, *command[:-1], inside)
+        assert (refused.returncode, "would lie in the data folder" in refused.stderr) == (2, True)
+    assert (image.read_bytes(), sorted((tmp_path / "data").glob("*.png"))) == (before, found)

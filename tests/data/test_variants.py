@@ -17,10 +17,12 @@ from autotune.data.captions import order_tags
 from autotune.data.dataset import read_dataset, scan_dataset
 from autotune.data.encode import EncodedDataset, encode_dataset
 from autotune.data.entries import EncoderIdentity
+from autotune.data.held_out import read_split
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.families.loss import denoising_loss
 from autotune.families.noise import FLOW_MATCHING
+from autotune.schema.job import as_job_data
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 TAGS = "sks, fox, snow, red, tree"
@@ -161,6 +163,29 @@ def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp
     ]  # fmt: skip
     encoded = encode(tmp_path / "data.yaml", options)
     assert [float(encoded.sample(index)["loss_weights"].mean()) for index in (0, 1)] == [1.0, 0.5]
+
+
+def test_several_folders_are_read_as_a_list_of_them_is(tmp_path: Path) -> None:
+    folders = [tmp_path / "dogs", tmp_path / "class"]
+    for number, folder in enumerate(folders):
+        write_pictures(folder, (64, 64), first=number)
+    (folders[1] / "lost.txt.png").write_bytes(b"no image")
+    (tmp_path / "data.yaml").write_text("folders:\n- path: dogs\n- path: class\n")
+    options = DatasetOptions(trigger="sks")
+    assert read_dataset(folders, options) == read_dataset(tmp_path / "data.yaml", options)
+    several, listed = (read_split(data, options, "50%", 1) for data in (folders, tmp_path / "data.yaml"))
+    assert several == listed  # the same images are held out
+    assert read_dataset(folders[:1], options).items == read_dataset(folders[0], options).items
+    assert as_job_data(folders[:1]) == as_job_data(folders[0]) == str(folders[0])
+
+
+def test_several_folders_name_what_is_wrong_with_one(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "dogs", (64, 64))
+    with pytest.raises(InvalidInput, match="cats"):
+        read_dataset([tmp_path / "dogs", tmp_path / "cats"])
+    with pytest.raises(InvalidInput, match="twice") as raised:
+        read_dataset([tmp_path / "dogs", tmp_path / "class" / ".." / "dogs"])
+    assert "repeats" in raised.value.hint
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def flux2(transformer, noisy, sigma, sample: Tensors):
         encoder_hidden_states=sample["prompt_embeds"][None],
         img_ids=torch.tensor([[0.0, y, x, 0.0] for y in range(height) for x in range(width)]),
         txt_ids=torch.tensor([[0.0, 0.0, 0.0, place] for place in range(512)]),
+        guidance=torch.tensor([1.0]) if transformer.config.guidance_embeds else None,
     ).sample
     return torch.einsum("pc->cp", out[0]).reshape(channels, 1, height, width)
 
@@ -132,8 +133,10 @@ PREDICTIONS = {
     "krea-2": krea,
     "wan-2.1": wan,
     "wan-2.2": wan_22,
+    "wan-2.2-14b": wan,
     "sdxl": sdxl,
     "flux2-klein": flux2,
+    "flux2-dev": flux2,
     "z-image": z_image,
     "qwen-image": qwen_image,
     "qwen-image-edit": qwen_image,

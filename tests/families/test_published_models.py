@@ -26,6 +26,7 @@ NUM_BLOCKS = {
     "flux1-dev": 57,
     "kandinsky5-image-lite": 52,
     "kandinsky5-video-lite": 34,
+    "flux2-dev": 56,
     "flux2-klein": 25,
     "flux2-klein-9b": 32,
     "flux2-klein-4b-distilled": 25,
@@ -35,6 +36,7 @@ NUM_BLOCKS = {
     "wan-2.1": 30,
     "wan-2.1-14b": 40,
     "wan-2.2": 30,
+    "wan-2.2-14b": 40,
     "sdxl": 86,
     "z-image": 34,
     "z-image-turbo": 34,
@@ -122,7 +124,8 @@ def test_each_pipeline_belongs_to_one_family():
         ({}, "wan-2.1"),  # as diffusers wrote it before there was another
         ({"expand_timesteps": False, "boundary_ratio": None}, "wan-2.1"),
         ({"expand_timesteps": True, "boundary_ratio": None}, "wan-2.2"),
-        ({"expand_timesteps": False, "boundary_ratio": 0.875}, None),  # two transformers
+        ({"expand_timesteps": False, "boundary_ratio": 0.875}, "wan-2.2-14b"),
+        ({"expand_timesteps": True, "boundary_ratio": 0.875}, None),  # nobody has published such
     ],
 )
 def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):

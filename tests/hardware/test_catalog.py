@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def test_every_name_finds_its_own_entry_alone():
-    assert len(load_catalog()) == 43
+    assert len(load_catalog()) == 44
     for gpu in load_catalog():
         assert find_gpu(gpu.name, gpu.memory_bytes) is gpu
         others = [other for other in load_catalog() if other is not gpu and other.name != gpu.name]
@@ -149,17 +149,21 @@ def test_cards_of_eight_lanes_reach_the_host_at_half_the_rate():
         assert sheet.pcie_bytes_per_second == lanes * PCIE_BYTES_PER_LANE[generation]
 
 
-def test_cards_without_bf16_train_in_fp32_and_say_so():
-    old = [gpu for gpu in load_catalog() if gpu.training_dtype == "fp32"]
+def test_cards_without_bf16_train_in_fp16_and_say_so():
+    old = [gpu for gpu in load_catalog() if gpu.training_dtype == "fp16"]
     assert {gpu.compute_capability for gpu in old} == {"7.0", "7.5"}
     for gpu in old:
         profile = hardware_named(gpu.id)
         assert profile.datasheet is not None
         assert profile.datasheet.bf16_flops_per_second is profile.datasheet.tf32_flops_per_second is None
         assert profile.datasheet.fp32_flops_per_second == gpu.dense_tflops["fp32"] * 1e12
+        assert profile.datasheet.fp16_flops_per_second == gpu.dense_tflops["fp16"] * 1e12
         assert not profile.capability("precision.bf16").available
+        assert profile.capability("precision.fp16").available
         assert any(note.startswith(NO_BF16) for note in profile.notes)
         assert Rates(profile, "fp32", "native", "efficient").reached == 0.8e12 * gpu.dense_tflops["fp32"]
+        measured = gpu.measured_tflops.get("fp16", 0.8 * gpu.dense_tflops["fp16"])  # power limits a T4
+        assert Rates(profile, "fp16", "native", "efficient").reached == pytest.approx(1e12 * measured)
 
 
 def test_cards_that_cuda_13_left_out_are_planned_for_with_cuda_12():
@@ -175,8 +179,8 @@ def test_every_entry_gives_a_profile_that_says_what_is_assumed():
         assert profile.origin == "catalog"
         assert not profile.rates
         assert profile.datasheet is not None
-        peaks = profile.datasheet.bf16_flops_per_second, profile.datasheet.fp32_flops_per_second
-        assert peaks == tuple(gpu.dense_tflops[d] * 1e12 if d == gpu.training_dtype else None for d in ("bf16", "fp32"))
+        peaks = profile.datasheet.bf16_flops_per_second, profile.datasheet.fp16_flops_per_second
+        assert peaks == tuple(gpu.dense_tflops[d] * 1e12 if d == gpu.training_dtype else None for d in ("bf16", "fp16"))
         assert profile.device.memory_kind == gpu.memory_kind
         assert 0 < profile.device.budget_bytes < gpu.memory_bytes
         assert any("assumed" in note for note in profile.notes)

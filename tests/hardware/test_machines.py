@@ -229,12 +229,12 @@ def test_capabilities_are_true_and_say_why(name, capability, available, because)
 
 def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
     old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
-    assert any(note.startswith(NO_BF16) and "trains in fp32" in note for note in old.notes)
+    assert any(note.startswith(NO_BF16) and "trains in fp16" in note for note in old.notes)
     assert not any(note.startswith(NO_BF16) for note in new.notes)
     monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
     events = []
     hardware_for(None, on_event=events.append)
-    assert "trains in fp32" in events[-1].text
+    assert "trains in fp16" in events[-1].text
 
 
 def test_a_card_of_eight_lanes_misses_none():

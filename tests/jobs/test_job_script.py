@@ -12,7 +12,7 @@ from autotune.api.jobs import job_script
 from autotune.errors import InvalidInput
 from autotune.jobs import JobNeeds, docker_script, kubernetes_manifest
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import seal, write_plan, write_variants
+from autotune.schema.plan_file import read_plan, seal, write_plan, write_variants
 from tests.conftest import autotune_here
 from tests.jobs.test_jobs import a_job, plan_for
 
@@ -49,6 +49,14 @@ def test_a_plan_without_data_needs_some_and_hands_it_to_the_run(work: Path) -> N
         f"--kill-on-bad-exit=1 autotune train {work}/plan.yaml --model org/other --data photos"
         f" --output {work}/elsewhere --resume"
     )
+
+
+def test_several_data_folders_are_all_handed_to_the_run_and_mounted(work: Path) -> None:
+    plan = written(plan_for(1), Path("plan.yaml"), data=("../photos", "../more"))
+    assert read_plan(plan).job.data == ("../photos", "../more")
+    script = job_script(plan, "docker", image="lora:1")
+    assert all(f"source={work.parent}/{name}," in script for name in ("photos", "more"))
+    assert " --data other --data others " in job_script(plan, "slurm", data=["other", "others"])
 
 
 def test_a_plan_that_edits_images_needs_their_control_images(work: Path) -> None:

@@ -49,6 +49,16 @@ def test_outputs_and_gradients_are_bit_equal(storage, dtype, bias):
         assert torch.equal(expected, found)
 
 
+def test_int8_weights_do_not_overflow_fp16_before_they_are_scaled():
+    plain, frozen = pair("torchao-int8", torch.float16)
+    x = torch.full((1, 64), 60.0, dtype=torch.float16, requires_grad=True) * plain.weight.dequantize()[0].sign()
+    assert not plain(x).isfinite().all()
+    wanted = nn.functional.linear(x.float(), plain.weight.dequantize().float(), plain.bias.float())
+    torch.testing.assert_close(frozen(x).float(), wanted, rtol=2e-3, atol=2e-2)
+    (gradient,) = torch.autograd.grad(frozen(x).sum(), x)
+    assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_only_the_stored_weight_is_kept(storage):
     plain, frozen = pair(storage, torch.bfloat16)

@@ -1,6 +1,7 @@
 """Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's code runs unasked."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,17 @@ def test_what_is_wrong_is_said(name: str, options: dict[str, float], what: str) 
     allow_optimizer(name.replace("\0", ""))
     with pytest.raises(InvalidInput, match=what):
         check_options(choose_optimizer(ADAMW, name, options or None))
+
+
+@pytest.mark.parametrize("line", ["import torch; torch.nothing", "1 / 0", "raise RuntimeError('no such device')"])
+def test_a_package_that_fails_as_it_is_imported_is_named_with_its_error(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "brittle_optimizers.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    allow_optimizer("brittle_optimizers:Mine")
+    with pytest.raises(InvalidInput, match=r"brittle_optimizers cannot be imported: .*Error: "):
+        optimizer_class("brittle_optimizers:Mine")
 
 
 def test_options_are_read_as_python_writes_them() -> None:

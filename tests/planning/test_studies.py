@@ -363,9 +363,19 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, sha
 def test_a_journal_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(AutotuneError, match=r"the storage of the search failed: .*No such file"):
         open_study(StudyLocation("x", str(tmp_path / "nowhere" / "x.journal")), {})
-    (tmp_path / "x.journal").write_text("not JSON\n" * 3)
-    with pytest.raises(AutotuneError, match="the study 'x' is damaged"):
-        open_study(StudyLocation("x", str(tmp_path / "x.journal")), {})
+    for text in ("not JSON\n" * 3, "[1]\n"):
+        (tmp_path / "x.journal").write_text(text)
+        with pytest.raises(AutotuneError, match="the study 'x' is damaged"):
+            open_study(StudyLocation("x", str(tmp_path / "x.journal")), {})
+
+
+def test_a_line_that_was_cut_short_costs_its_own_trial_alone(tmp_path: Path) -> None:
+    place = StudyLocation("x", str(tmp_path / "x.journal"))
+    open_study(place, {}).add_trial(optuna.trial.create_trial(value=1.0))
+    with (tmp_path / "x.journal").open("ab") as file:
+        file.write(b'{"op_code":4,"worker_id":"x')  # a full disk, or a kill
+    open_study(place, {}).add_trial(optuna.trial.create_trial(value=2.0))
+    assert [trial.value for trial in open_study(place, {}).trials] == [1.0, 2.0]
 
 
 def _written(path: Path, text: str) -> Path:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,23 @@ def test_a_large_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     for path in (large, tmp_path, tmp_path / "absent.toml"):
         with pytest.raises(InvalidInput):
             read_config(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "X=aa\n" + "X=$X$X\n" * 40 + "launch train.py --a $X",
+        "launch train.py --a " + "$X " * 80_000,
+        "{" + ",".join(f'"k\\u0065y{n}":1' for n in range(17_000)) + "}",
+    ],
+)
+def test_a_small_file_takes_neither_minutes_nor_the_memory(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(text)
+    started_at = time.process_time()
+    with contextlib.suppress(InvalidInput):
+        read_config(path)
+    assert time.process_time() - started_at < 5
 
 
 def test_another_section_of_data_is_not_dropped_silently(tmp_path: Path) -> None:

@@ -77,7 +77,23 @@ def test_an_adapter_in_fp32_without_autocast_keeps_a_copy_of_each_input(own: Cos
     copies = 4 * tokens * width * 4 - tokens * width * 2  # of query, key and value in place of one in bf16, and output
     narrow = 4 * tokens * rank * (4 - 2)
     cast = 4 * 2 * rank * width * 2  # by autocast, the matrices instead
-    assert kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi") == copies + narrow - cast
+    norms = 2 * (tokens + own.workload.max_text_tokens) * width * (4 - 2)  # their inputs, which autocast has in fp32
+    inputs = 2 * tokens * width * 2  # key's and value's own casts of what comes from the norm
+    assert kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi") == copies + narrow - cast - norms - inputs
+
+
+def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_others_do_not(own: CostModel) -> None:
+    """bitsandbytes' layers answer in the precision of a norm's output, which autocast has in fp32."""
+
+    def kept_by_a_checkpoint(overheads: Overheads | None, quantization: str) -> int:
+        model = cost_of("qwen-image", overheads).model
+        kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
+        return model.traced("bf16", quantization, kernel, 1, 3).forward[1].growth_bytes
+
+    musubi = overheads_of("musubi")
+    assert kept_by_a_checkpoint(musubi, "none") == kept_by_a_checkpoint(None, "none")
+    assert kept_by_a_checkpoint(None, "bnb-nf4") == kept_by_a_checkpoint(None, "none")
+    assert kept_by_a_checkpoint(musubi, "bnb-nf4") == 2 * kept_by_a_checkpoint(None, "none")
 
 
 def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
+from autotune.hardware.energy import EnergyMeter
 from autotune.knobs.block_swap import BlockSwap
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
@@ -30,6 +31,7 @@ from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
+from autotune.training import monitor
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.pictures import MIN_LINE_PX
@@ -40,6 +42,7 @@ from autotune.training.sample import SampleRequest, sample_run
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
 from tests.events import notices_to, phases_to, steps_to
+from tests.hardware.test_energy import Card, system_of
 from tests.planning.machines import make_plan
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
@@ -63,6 +66,22 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
     steps: list[StepFinished] = []
     report = train(plan, bench.hardware, bench.cache, steps_to(steps.append), trace=True)
     return folder, report, steps
+
+
+def test_a_run_tells_the_energy_that_it_took_beside_what_was_promised(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = system_of(Card(250.0), monkeypatch)
+    monkeypatch.setattr(monitor, "EnergyMeter", lambda kind, index: EnergyMeter("cuda", index, system))
+    plan = bench.plan(output=str(tmp_path / "out"), num_steps=4)
+    promised = plan.frozen.expected.changed(joules_per_image=3.0)
+    plan = seal(plan.job, plan.frozen.changed(expected=promised))
+    report = train(plan, bench.hardware, bench.cache)
+    joules = report.measured_joules_per_image
+    assert joules == pytest.approx(250.0 * report.measured_step_seconds / 4, rel=0.2), "images in a step"
+    training = next(phase.seconds for phase in report.phases if phase.name == "training")
+    assert 0 < (report.training_kwh or 0.0) <= 250.0 * training / 3.6e6 * 1.01
+    assert re.search(r"^energy/image +3 J +\S+ J$", "\n".join(report_lines(report)), re.MULTILINE)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])

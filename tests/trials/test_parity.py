@@ -30,7 +30,7 @@ from autotune.trials.requests import ChildState, Failure, GradientRequest, Updat
 from tests.builders import storages, workload
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "fp16"),
     "attention": ("native", "_native_math", "_native_flash"),
     "checkpointed_blocks": (0, 1, 2),
     "selective_blocks": (0, 1),

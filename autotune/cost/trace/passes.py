@@ -7,16 +7,18 @@ of the blocks is adapted, of each row of those that are and of those that are no
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from autotune.cost.autocast import under_autocast
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.families import Batch, Family
 from autotune.schema import Workload
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from autotune.cost.trace.recorder import Recorder, Segment
@@ -96,13 +98,21 @@ def meta_batch(
 
 
 def trace_pass(
-    family: Family, transformer: "nn.Module", batch: Batch, *, kernel: str, rules: DeviceRules, train: bool = True
+    family: Family,
+    transformer: "nn.Module",
+    batch: Batch,
+    *,
+    kernel: str,
+    rules: DeviceRules,
+    autocast: "torch.dtype | None" = None,
+    train: bool = True,
 ) -> TracePass:
     """Trace one micro-batch of a transformer that lies on the meta device, with adapter and settings applied.
 
     Args:
         kernel: attention kernel, as `kernels.kernel_for` names it.
         rules: whose kernels and whose allocation granularity.
+        autocast: the precision of products under autocast; None without.
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
     import torch
@@ -118,7 +128,9 @@ def trace_pass(
     recorder.mark("before")
     blocks = family.blocks(transformer)
     inputs = [0] * len(blocks)
-    with substitutes(kernel, rules), recorder, _marking(blocks, recorder, inputs), torch.set_grad_enabled(train):
+    casting = under_autocast(autocast) if autocast else nullcontext()
+    marking = _marking(blocks, recorder, inputs)
+    with substitutes(kernel, rules), casting, recorder, marking, torch.set_grad_enabled(train):
         if train:
             loss = denoising_loss(family, transformer, batch, noise, levels)
             saved_bytes = sum(size for segment in recorder.segments for _, size in segment.events)

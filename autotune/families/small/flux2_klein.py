@@ -1,4 +1,4 @@
-"""A small FLUX.2 [klein] pipeline."""
+"""Small FLUX.2 pipelines, [klein] and [dev]."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,22 +8,29 @@ from diffusers import (
     AutoencoderKLFlux2,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
 )
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import Qwen3ForCausalLM
 
-from autotune.families.small.parts import QWEN_CHAT, qwen3, qwen_tokenizer
+from autotune.families.small.parts import MISTRAL_CHAT, QWEN_CHAT, mistral3, qwen3, qwen_tokenizer
 
-WIDTH, LAST_USED_LAYER = 32, 27
-"""Of the text encoder; the pipeline takes the outputs of its layers 9, 18 and 27."""
+WIDTH = 32
+"""Of the text encoder."""
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
+def write_pipeline(folder: Path, captions: Sequence[str], seed: int, *, is_dev: bool = False) -> None:
     """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
-        text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, hidden_size=WIDTH, num_layers=LAST_USED_LAYER + 1)
+        # The pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27.
+        if is_dev:
+            tokenizer = qwen_tokenizer([*captions, SYSTEM_MESSAGE], MISTRAL_CHAT, chat=MISTRAL_CHAT)
+            text_encoder = mistral3(tokenizer, hidden_size=WIDTH, num_layers=31)
+        else:
+            tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
+            text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, hidden_size=WIDTH, num_layers=28)
         transformer = Flux2Transformer2DModel(
             in_channels=64,
             num_layers=2,
@@ -32,7 +39,7 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
             num_attention_heads=4,
             joint_attention_dim=3 * WIDTH,
             axes_dims_rope=(8, 8, 8, 8),
-            guidance_embeds=False,
+            guidance_embeds=is_dev,
         )
         with torch.no_grad():
             transformer.proj_out.weight.copy_(torch.linalg.pinv(transformer.x_embedder.weight))
@@ -40,7 +47,7 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
             block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, latent_channels=16
         ).eval()
         vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
-    Flux2KleinPipeline(
+    (Flux2Pipeline if is_dev else Flux2KleinPipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=vae,
         text_encoder=text_encoder,

@@ -11,6 +11,8 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -32,6 +34,12 @@ QWEN_CHAT = (
 )
 """Qwen3's chat template, as far as one message needs it."""
 
+MISTRAL_CHAT = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
+)
+"""A chat template that takes each message in parts, as Mistral's does."""
+
 QWEN_SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -44,8 +52,8 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 
-def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
-    """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens.
+def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT) -> Any:
+    """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens and the chat template `chat`.
 
     Its byte-level BPE is trained on the pipeline's `template`, too, which then has as many tokens as with the original
     tokenizer: the pipeline drops a fixed number of them.
@@ -55,7 +63,7 @@ def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
     model = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
-    tokenizer.chat_template = QWEN_CHAT
+    tokenizer.chat_template = chat
     return tokenizer
 
 
@@ -76,6 +84,26 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
         pad_token_id=None,
     )
     return cls(config).eval()
+
+
+def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+    """A small `Mistral3ForConditionalGeneration` with a one-layer vision tower."""
+    text = {
+        "model_type": "mistral",
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
+        "head_dim": 32,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    vision = {
+        **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 1, "head_dim": 32, "image_size": 28},
+    }
+    return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
 
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:

@@ -10,35 +10,49 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from autotune.families.small.parts import invert_input_layer, t5_encoder, t5_tokenizer
 
 
-def write_pipeline(vae_config: Mapping[str, Any], folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 4 blocks. With an autoencoder that makes patches, Wan 2.2's."""
-    is_22 = "patch_size" in vae_config
-    channels = 48 if is_22 else 16
+def write_pipeline(
+    vae_config: Mapping[str, Any],
+    folder: Path,
+    captions: Sequence[str],
+    seed: int,
+    *,
+    flow_shift: float,
+    boundary_ratio: float | None,
+) -> None:
+    """Write the pipeline: 4 blocks. With an autoencoder that makes patches, that of Wan 2.2 5B; with a boundary, a
+    transformer for each side of it."""
+    is_5b = "patch_size" in vae_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = t5_tokenizer(captions, max_length=512)
         text_encoder = t5_encoder(tokenizer, hidden_size=128, is_umt5=True)
-        transformer = WanTransformer3DModel(
-            num_layers=4,
-            attention_head_dim=32,
-            num_attention_heads=12 if is_22 else 4,  # twice as wide as a patch: less is ill-conditioned to undo
-            ffn_dim=256,
-            text_dim=128,
-            in_channels=channels,
-            out_channels=channels,
-        )
-        # A patch goes in with its channels outermost and comes out with them innermost.
-        patches = transformer.patch_embedding.weight.flatten(2).transpose(1, 2)
-        invert_input_layer(transformer.proj_out, patches.flatten(1))
+        transformers = [_build_transformer(48 if is_5b else 16) for _ in range(2 if boundary_ratio else 1)]
         small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
         vae = AutoencoderKLWan(**{**vae_config, **small}).eval()
     WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=vae,
-        transformer=transformer,
+        **dict(zip(("transformer", "transformer_2"), transformers, strict=False)),
         scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if is_22 else 3.0
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
         ),
-        expand_timesteps=is_22,
+        expand_timesteps=is_5b,
+        boundary_ratio=boundary_ratio,
     ).save_pretrained(folder)
+
+
+def _build_transformer(channels: int) -> Any:
+    transformer = WanTransformer3DModel(
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=channels // 4,  # twice as wide as a patch: less is ill-conditioned to undo
+        ffn_dim=256,
+        text_dim=128,
+        in_channels=channels,
+        out_channels=channels,
+    )
+    # A patch goes in with its channels outermost and comes out with them innermost.
+    patches = transformer.patch_embedding.weight.flatten(2).transpose(1, 2)
+    invert_input_layer(transformer.proj_out, patches.flatten(1))
+    return transformer

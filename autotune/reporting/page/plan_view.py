@@ -10,8 +10,9 @@ from autotune.reporting.page.phases import phase_bars
 from autotune.reporting.page.subjects import OUTCOMES, PlanSubject, Point, nearest_beyond, points_of
 from autotune.reporting.page.worth import find_worths, worth_table
 from autotune.reporting.plan import describe_changes, settings_items
-from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
+from autotune.reporting.text import energy_text, memory_text, seconds_text, uncertainty_text
 from autotune.schema import Residual
+from autotune.search import GOALS
 
 SHOWN_BUDGET = 2.0
 """How many times what is shown the budget may be and still be on the chart's scale."""
@@ -47,6 +48,7 @@ def _answer(subject: PlanSubject, points: list[Point]) -> Element:
     batch = f"micro-batch {settings.micro_batch_size}"
     accumulated = f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
     left = subject.budget_bytes - expected.required_memory_bytes
+    joules = expected.joules_per_image
     found = [
         ("Chosen batch", h("b", batch), accumulated if steps > 1 else ", the whole effective batch at once"),
         ("Why it won", _why(subject, points)),
@@ -61,6 +63,7 @@ def _answer(subject: PlanSubject, points: list[Point]) -> Element:
             h("b", memory_text(expected.required_memory_bytes)),
             f" of the {memory_text(subject.budget_bytes)} that a run may take; {memory_text(left)} stay free",
         ),
+        *([("Energy", h("b", energy_text(joules)), " an image, by the GPU alone")] if joules else ()),
         ("Nearest out-of-memory", _nearest(subject, points)),
     ]
     return h("dl", ((h("dt", term), h("dd", *words)) for term, *words in found), class_="answer")
@@ -69,7 +72,7 @@ def _answer(subject: PlanSubject, points: list[Point]) -> Element:
 def _why(subject: PlanSubject, points: list[Point]) -> str:
     forecast, trials = subject.forecast, subject.trials
     number = sum(not trial.confirms for trial in trials)
-    goal = "smallest" if subject.workload.objective == "memory" else "fastest"
+    goal = GOALS[subject.workload.objective]
     if number:
         looked = f" (of {forecast.num_candidates} candidates that were predicted)" if forecast else ""
         basis = f"It is the {goal} of {number} candidate{'s' * (number > 1)} that were tried here{looked}"

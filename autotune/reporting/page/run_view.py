@@ -11,7 +11,7 @@ from autotune.reporting.page.html import Child, h, image_source, table
 from autotune.reporting.page.phases import compared_phases
 from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
 from autotune.reporting.run import gradient_lines, validation_lines, verdict_lines
-from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, smoothed
+from autotune.reporting.text import change_text, energy_text, loss_text, memory_text, seconds_text, smoothed
 from autotune.schema import RunReport, StepFinished
 
 HICCUP = 3.0
@@ -46,6 +46,9 @@ def _answer(subject: RunSubject) -> Element:
         words = f", planned {seconds_text(expected.step_seconds)} ({change_text(measured / expected.step_seconds - 1)})"
         found.append(("Step time", h("b", seconds_text(measured)), words))
         found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
+    if report and report.measured_joules_per_image is not None:
+        planned = f", planned {energy_text(report.expected_joules_per_image)}"
+        found.append(("Energy an image", h("b", energy_text(report.measured_joules_per_image)), planned))
     if report and report.verdict:
         lines = [*verdict_lines(report.verdict), *gradient_lines(report)]
         lines += validation_lines(report.validation) if report.validation else []
@@ -125,13 +128,15 @@ def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
 
 
 def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
-    norms = thinned([(float(step.step), step.gradient_norm) for step in steps], max)
+    norms = thinned([(float(s.step), s.gradient_norm) for s in steps if s.gradient_norm is not None], max)
     spikes, nonfinite = steps[-1].gradient_spikes, steps[-1].nonfinite_gradients
+    skipped = steps[-1].overflowed_gradients
+    overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
     figure = chart(
         x,
         Axis.over([norm for _, norm in norms], "norm", "{:.2g}".format),
         title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
-        f"{spikes}; not finite: {nonfinite}.",
+        f"{spikes}; not finite: {nonfinite}{overflows}.",
         lines=[Line(norms, "smooth")],
         readings=[(a, b, f"step {a:.0f}: norm {b:.3g}") for a, b in norms],
     )

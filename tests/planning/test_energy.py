@@ -1,0 +1,118 @@
+"""Energy as the objective: measured in trials, it chooses other settings than time does; elsewhere it is refused."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput, NothingFits
+from autotune.hardware.energy import EnergyMeter, mean_watts
+from autotune.planning.problem import require_devices
+from autotune.planning.recording import Recording, replayed
+from autotune.planning.request import PlanRequest, ResolvedRequest
+from autotune.reporting.plan import explain_lines, plan_lines
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import plan_text
+from autotune.schema.trial import TrialResult
+from tests import builders
+from tests.hardware.test_energy import Card, system_of
+from tests.planning.machines import HARDWARE, answer, make_plan, request, surroundings
+
+pytestmark = pytest.mark.usefixtures("_by_formula")
+BATCH = 2
+
+
+def energy_request(**changes: object) -> PlanRequest:
+    return request(workload_overrides=replace(request().workload_overrides, objective="energy"), **changes)
+
+
+def watts_of(candidate: Candidate) -> float:
+    """The faster attention draws twice the power."""
+    return 600.0 if candidate.attention == "_native_cudnn" else 300.0
+
+
+@dataclass
+class MeteredTrials:
+    """Trials whose power is read from NVML's counter while the card takes what the settings make it take."""
+
+    card: Card
+    meter: EnergyMeter
+    tells: bool = True
+
+    def __call__(self, candidate: Candidate) -> TrialResult:
+        result = answer(candidate)
+        before = self.meter.read()
+        self.card.watts = watts_of(candidate)
+        time.sleep(0.05)
+        watts = mean_watts(before, self.meter.read())
+        joules = watts and watts * (result.median_step_seconds or 0.0) / BATCH
+        return result.changed(joules_per_image=joules if self.tells else None)
+
+
+def metered(monkeypatch: pytest.MonkeyPatch, *, tells: bool = True) -> MeteredTrials:
+    card = Card()
+    return MeteredTrials(card, EnergyMeter("cuda", 0, system_of(card, monkeypatch)), tells)
+
+
+def test_energy_chooses_other_settings_than_time_where_power_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_time = make_plan(request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
+    by_energy = make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
+    assert by_time.frozen.settings.attention == "_native_cudnn"
+    assert by_energy.frozen.settings.attention == "native"
+    expected = by_energy.frozen.expected
+    told = [trial.joules_per_image or 0.0 for trial in by_energy.frozen.trials]
+    assert expected.joules_per_image == pytest.approx(min(told), rel=0.03)
+    assert expected.joules_per_image == pytest.approx(300.0 * expected.step_seconds / BATCH, rel=0.2)
+    assert expected.step_seconds > by_time.frozen.expected.step_seconds
+    assert (by_time.frozen.expected.joules_per_image or 0.0) > 1.5 * expected.joules_per_image
+    (reason,) = (reason for reason in by_energy.frozen.reasons if reason.knob == "attention")
+    assert reason.why.startswith("part of the most economical settings")
+    assert any("x the energy" in other.reason for other in reason.rejected)
+
+
+def test_plan_and_explanation_tell_the_energy_whatever_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
+    joules, steps = plan.frozen.expected.joules_per_image, plan.job.num_steps
+    assert joules
+    assert plan.job_kwh == pytest.approx(joules * steps * BATCH / 3.6e6)
+    assert [line for line in plan_lines(plan) if line.startswith("energy ") and " kWh for the steps" in line]
+    assert sum(line.endswith(" J an image") for line in explain_lines(plan)) == len(plan.frozen.trials)
+
+
+def test_a_plan_whose_card_did_not_tell_says_nothing_of_it() -> None:
+    plan = make_plan(request(), HARDWARE, backend=surroundings())
+    assert plan.job_kwh is None
+    assert not [line for line in (*plan_lines(plan), *explain_lines(plan)) if "energy" in line or " J an" in line]
+
+
+def test_trials_that_could_not_tell_make_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NothingFits, match="no trial could tell how much energy"):
+        make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch, tells=False)))
+
+
+def test_a_recorded_search_by_energy_is_planned_from_again_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
+    recording = Recording("0.0", HARDWARE, (), plan.frozen.trials)
+    again: TrainingPlan = make_plan(energy_request(), HARDWARE, backend=replayed(recording))
+    assert plan_text(again) == plan_text(plan)
+
+
+def test_energy_is_refused_where_nothing_runs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="energy is measured, not predicted") as caught:
+        make_plan(energy_request(is_local=False), HARDWARE)
+    assert "on the machine itself" in caught.value.hint
+    small = builders.hardware("attention.native", "precision.bf16", budget_bytes=5 * builders.GIB)
+    sharded = replace(energy_request(num_processes=4), pins=(("quantization", "none"),))
+    sharded = replace(sharded, workload_overrides=replace(sharded.workload_overrides, effective_batch_size=4))
+    with pytest.raises(InvalidInput, match="sharded weights are never tried"):
+        make_plan(sharded, small, backend=surroundings())
+
+
+def test_energy_is_refused_on_a_machine_that_does_not_tell() -> None:
+    resolved = ResolvedRequest.build(energy_request(), needs_weights=False)
+    cpu = HARDWARE.changed(device=HARDWARE.device.changed(kind="cpu"))
+    local = replace(resolved, model=replace(resolved.model, folder=Path("model")))
+    with pytest.raises(InvalidInput, match="nothing counts what a cpu device takes"):
+        require_devices(local, cpu)
