@@ -76,21 +76,21 @@ def test_a_published_model_is_downloaded_with_its_text_encoders() -> None:
 def test_the_command_compares_prices_and_limits(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, _ = write_model_and_images(tmp_path)
     prices = tmp_path / "prices.yaml"
-    prices.write_text("currency: EUR\ndate: 2026-11-22\nper_hour: {rtx 4090: 0.5, h100 sxm: 3}\n")
+    prices.write_text("currency: EUR\ndate: 2026-11-22\nper_hour: {rtx 4090: 0.5, rtx 3060: 60}\n")
     asked = ("compare", "--model", model, "--resolution", "64", "--steps", "100", "--price-file", prices, "--hardware")
-    done = autotune_here(capfd, *asked, "4090,3060")
+    done = autotune_here(capfd, *asked, "4090,rtx-4080,3060")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines)
     rows = [line.split() for line in lines if line.startswith("nvidia-")]
-    assert [row[0] for row in rows] == ["nvidia-rtx-4090", "nvidia-rtx-3060"]
-    assert rows[1][-1] == "-", "without a price it comes last"
+    assert [row[0] for row in rows] == ["nvidia-rtx-4090", "nvidia-rtx-3060", "nvidia-rtx-4080"]
+    assert rows[2][-1] == "-", "without a price it comes last"
     assert "cost EUR" in done.stdout
     assert "download" not in done.stdout, "the model is here"
-    told = json.loads(autotune_here(capfd, *asked, "4090,h100-sxm", "--under", "0.02", "--json").stdout)
+    told = json.loads(autotune_here(capfd, *asked, "4090,rtx-4080,3060", "--under", "0.02", "--json").stdout)
     assert [one["gpu"] for one in told["gpus"]] == ["nvidia-rtx-4090"]
     assert told["gpus"][0]["cost"] < 0.02
-    assert told["num_left_out"] == 1
+    assert told["num_left_out"] == 2
     assert autotune_here(capfd, *asked, "4090", "--within", "soon").returncode == 2
 
 
