@@ -69,22 +69,29 @@ def job_script(
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
     file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
     said = {name: as_job_data(value) for name, value in given.items() if value is not None}
-    made = with_job(_variant(file, hardware), **said)
-    require_optimizer(made, optimizer)
-    if ":" in (planned := made.frozen.workload.optimizer.name):
-        require_allowed(planned)
-        said["optimizer"] = planned
-    subjects = () if over is None else read_subjects(Path(over))
-    longest = _longest([subject.plan(made) for subject in subjects] or [made])
-    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
+    longest = made = with_job(_variant(file, hardware), **said)
+    said |= _own_optimizer(made, optimizer)
     job = _job_file(made, file, said, image, claim)
     if over is not None:
+        subjects = read_subjects(Path(over))
+        longest = _longest([subject.plan(made) for subject in subjects])
         place = PurePosixPath(os.path.abspath(over))  # noqa: PTH100  as written, links and all
         job = replace(job, over=place, num_subjects=len(subjects))
+    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
     text = write(JobNeeds.of_plan(longest, num_nodes=nodes, hours=hours), job)
     if path is not None:
         _write(Path(path), text, file)
     return text
+
+
+def _own_optimizer(plan: TrainingPlan, named: str | None) -> dict[str, str]:
+    """The plan's optimizer if it is code of the user's own, who must have named it."""
+    require_optimizer(plan, named)
+    planned = plan.frozen.workload.optimizer.name
+    if ":" not in planned:
+        return {}
+    require_allowed(planned)
+    return {"optimizer": planned}
 
 
 def _longest(plans: Sequence[TrainingPlan]) -> TrainingPlan:

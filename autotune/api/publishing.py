@@ -46,6 +46,7 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
         raise InvalidInput(f"{folder} holds no finished run", hint="finish it first: autotune train --resume")
     named = [(prompt, comparison_file("with", at)) for at, prompt in enumerate(found.plan.job.preview_prompts)]
     shown = [(prompt, name) for prompt, name in named if (folder / name).is_file()]
+    family = get_family(found.plan.frozen.workload.model.family).with_expert(found.plan.job.expert)
     base_model, license_name = _base_of(found.plan)
     card = model_card(
         found.plan,
@@ -53,7 +54,8 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
         name=repo,
         adapter=ADAPTER_FILE,
         base_model=base_model,
-        kind=get_family(found.plan.frozen.workload.model.family).kind,
+        adapter_options=family.adapter_options,
+        kind=family.kind,
         license_name=license_name,
         pictures=shown,
     )

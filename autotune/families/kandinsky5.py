@@ -17,12 +17,12 @@ from autotune.families.base import (
     Shapes,
     Sizes,
     build_empty_pipeline,
-    count_tokens,
     unwrap_model,
 )
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
+from autotune.families.tokens import count_tokens
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, count_tokens
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline
 from autotune.families.latents import encode_standardized
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.families.tokens import count_tokens
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:

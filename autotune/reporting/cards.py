@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import yaml
 
-from autotune.families import get_family
 from autotune.reporting.plan import full_settings_lines
 from autotune.reporting.run import report_lines
 from autotune.reporting.text import printable
@@ -23,6 +22,7 @@ def model_card(
     name: str,
     adapter: str,
     base_model: str | None,
+    adapter_options: Mapping[str, object],
     kind: str,
     license_name: str | None,
     pictures: Sequence[tuple[str, str]],
@@ -34,6 +34,7 @@ def model_card(
         report: what came of it.
         name: of the repository.
         adapter: name of the file in it that diffusers loads.
+        adapter_options: what diffusers must be told besides, to load it.
         base_model: hub id of the model that was adapted; None if it has none.
         kind: `image`, `edit` or `video`.
         license_name: of the base model, as its card says.
@@ -41,9 +42,6 @@ def model_card(
     """
     work, job = plan.frozen.workload, plan.job
     items = sum(bucket.num_items for bucket in work.buckets)
-    options = get_family(work.model.family).with_expert(job.expert).adapter_options
-    more = "".join(f", {option}={value}" for option, value in options.items())
-    base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
     texts = [(_plain(prompt), file) for prompt, file in pictures]
     shown = [line for text, file in texts for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))]
     learned = (
@@ -61,12 +59,7 @@ def model_card(
             *shown,
             "## Use",
             "",
-            "```python",
-            "from diffusers import DiffusionPipeline",
-            "",
-            f"pipeline = DiffusionPipeline.from_pretrained({base})",
-            f'pipeline.load_lora_weights("{name}", weight_name="{adapter}"{more})',
-            "```",
+            *_usage(base_model, name, {"weight_name": adapter, **adapter_options}),
             "",
             "## How it was trained",
             "",
@@ -80,6 +73,19 @@ def model_card(
             "",
         ]
     )
+
+
+def _usage(base_model: str | None, name: str, options: Mapping[str, object]) -> list[str]:
+    base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
+    given = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else v}" for key, v in options.items())
+    return [
+        "```python",
+        "from diffusers import DiffusionPipeline",
+        "",
+        f"pipeline = DiffusionPipeline.from_pretrained({base})",
+        f'pipeline.load_lora_weights("{name}", {given})',
+        "```",
+    ]
 
 
 def _plain(text: str) -> str:
