@@ -69,12 +69,12 @@ def job_script(
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
     file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
     said = {name: as_job_data(value) for name, value in given.items() if value is not None}
-    longest = made = with_job(_variant(file, hardware), **said)
+    made = with_job(_variant(file, hardware), **said)
     said |= _own_optimizer(made, optimizer)
+    subjects = () if over is None else read_subjects(Path(over))
+    longest = _longest([subject.plan(made) for subject in subjects] or [made])
     job = _job_file(made, file, said, image, claim)
     if over is not None:
-        subjects = read_subjects(Path(over))
-        longest = _longest([subject.plan(made) for subject in subjects])
         place = PurePosixPath(os.path.abspath(over))  # noqa: PTH100  as written, links and all
         job = replace(job, over=place, num_subjects=len(subjects))
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
