@@ -60,13 +60,8 @@ def estimate(
         model: name of a known model, or a folder in the diffusers layout.
         hardware: as for `plan`; None for this machine.
         host_memory: of the host that a card of the catalog is taken to be in.
-        resolution: side of a square in pixels, (width, height), or text such as `512x768`.
-        num_frames: frames of a clip, for video models.
-        text_tokens: length of an encoded caption.
-        rank: rank of the adapter.
-        targets: named set of adapted layers, e.g. `attention`, or patterns as for `plan`.
-        adapted_blocks, adapter, ema_decay, optimizer, optimizer_options: as for `plan`.
-        effective_batch_size: images per optimizer step.
+        resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay, optimizer,
+            optimizer_options, effective_batch_size: as for `plan`.
         micro_batch_size: images per forward pass.
         checkpointed_blocks: blocks that recompute their activations; None for all.
         num_steps: optimizer steps of the job.
@@ -84,7 +79,7 @@ def estimate(
     profile = hardware_for(hardware, host_memory=host_memory, on_event=on_event)
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
-    default_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
+    usual_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
         size_px=None if resolution is None else image_size(resolution),
         num_frames=num_frames,
@@ -95,7 +90,7 @@ def estimate(
         adapter=adapter,
         ema_decay=ema_decay,
         optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
-        effective_batch_size=default_batch if effective_batch_size is None else effective_batch_size,
+        effective_batch_size=usual_batch if effective_batch_size is None else effective_batch_size,
     )
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
     candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)

@@ -44,10 +44,8 @@ def job_script(
         plan: the plan's file.
         cluster: what the job is for.
         hardware: of a file with variants, the machine that the job will run on: as for `load_plan`.
-        model: another folder or hub id of the same architecture.
-        data: another data folder; needed if the plan names none.
-        control: another folder of control images; needed by models that edit images if the plan names none.
-        output: another output folder.
+        model, data, control, output: as for `train`; data, and control images of models that edit, are needed if the
+            plan names none.
         optimizer: the plan's `package:Class`, without which the job would not load such code.
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.

@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.workload import (
         ADAMW,
+        GOALS,
         AdapterKind,
         Bucket,
         ModelSpec,

@@ -1,5 +1,6 @@
 """What is trained, as far as it decides memory and speed."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
@@ -10,6 +11,8 @@ from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory", "energy"]
 """What is optimized: time, step memory, or the energy that the device takes for an image."""
+GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest", "energy": "most economical"}
+"""What the winner is by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]

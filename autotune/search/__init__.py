@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         take_snapshot,
     )
     from autotune.search.winner import (
-        GOALS,
         Score,
         choose_fallbacks,
         choose_winner,

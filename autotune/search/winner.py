@@ -2,13 +2,13 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost import CostModel
 from autotune.errors import NothingFits
 from autotune.knobs import KNOBS
-from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
+from autotune.schema import GOALS, Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
@@ -19,8 +19,6 @@ TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
-GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest", "energy": "most economical"}
-"""What a winner is among the settings that run."""
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 

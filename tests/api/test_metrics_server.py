@@ -34,7 +34,7 @@ def scrape(port: int) -> dict[str, float]:
 def test_each_number_of_the_last_step_is_a_gauge_and_events_are_passed_on() -> None:
     port, plan, seen = free_port(), golden_plan(), list[Event]()
     first, last = steps_of(2)
-    last = last.changed(validation_loss=0.24, base_validation_loss=0.25, gradient_spikes=3)
+    last = last.changed(validation_loss=0.24, base_validation_loss=0.25, gradient_spikes=3, loss_scale=1024.0)
     with MetricsServer(port, seen.append) as server:
         assert scrape(port) == {}, "nothing is known yet"
         started = RunStarted(plan=plan)

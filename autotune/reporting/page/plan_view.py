@@ -11,8 +11,7 @@ from autotune.reporting.page.subjects import OUTCOMES, PlanSubject, Point, neare
 from autotune.reporting.page.worth import find_worths, worth_table
 from autotune.reporting.plan import describe_changes, settings_items
 from autotune.reporting.text import energy_text, memory_text, seconds_text, uncertainty_text
-from autotune.schema import Residual
-from autotune.search import GOALS
+from autotune.schema import GOALS, Residual
 
 SHOWN_BUDGET = 2.0
 """How many times what is shown the budget may be and still be on the chart's scale."""
