@@ -9,6 +9,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.api.audits import audit
+    from autotune.api.checking import check
     from autotune.api.comparing import compare
     from autotune.api.configs import export_config, import_config
     from autotune.api.configured_plans import PlanFromConfig, plan_from_config
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from autotune.api.models import fetch, list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, load_variants, save_plan
-    from autotune.api.plans import PlanNotWritten, check, list_choices, plan, plan_variants
+    from autotune.api.plans import PlanNotWritten, list_choices, plan, plan_variants
     from autotune.api.publishing import publish, require_hub
     from autotune.api.records import (
         NoSuchFolder,

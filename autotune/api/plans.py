@@ -1,4 +1,4 @@
-"""`plan`, and what can be asked of plans: `check`, `list_choices`."""
+"""`plan`, for one machine or several, and `list_choices`, what it could choose."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -8,10 +8,9 @@ from typing import Any, Unpack
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
-from autotune.api.plan_files import load_plan, load_variants
-from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
+from autotune.api.plan_files import load_variants
+from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
-from autotune.hardware import probe as read_machine
 from autotune.planning import (
     PlanInterrupted,
     PlanningResult,
@@ -29,7 +28,6 @@ from autotune.planning import list_caching_choices as caching_fields
 from autotune.planning import list_choices as choices_for
 from autotune.runtime import require_writable
 from autotune.schema import (
-    CheckResult,
     DataPlace,
     HardwareProfile,
     JobOverrides,
@@ -47,7 +45,7 @@ from autotune.schema import (
 from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
 from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
-from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
+from autotune.training import WorkloadOverrides
 from autotune.trials import start_fork_server
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
@@ -182,34 +180,6 @@ def list_choices(
     profile = _hardware(options, on_event)
     within = _within_budget(request, profile, limits)
     return choices_for(_suited_to_trainer(within, profile, options), profile)
-
-
-def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None) -> CheckResult:
-    """Tell whether a plan fits this machine or another, without training.
-
-    Args:
-        plan: a plan, or its file.
-        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a profile.
-
-    Raises:
-        InvalidPlan: the file is not a valid plan.
-        InvalidInput: there is no such hardware.
-
-    Example:
-        >>> autotune.check("plan.yaml").misfits
-        >>> autotune.check("plan.yaml", hardware="4090").misfits
-    """
-    profile = None if hardware is None else hardware_for(hardware)
-    try:
-        chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=profile)
-    except DoesNotFit as error:
-        return CheckResult(fits=False, misfits=(error.message,))
-    if profile is not None:
-        misfits = hardware_misfits(chosen, profile)
-    else:
-        machine = read_machine()
-        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
-    return CheckResult(fits=not misfits, misfits=misfits)
 
 
 def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:

@@ -21,7 +21,7 @@ BUSY_BYTES = GIB
 MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
 """CUDA major version: the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
 
-MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
+MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.15", "peft": "0.20", "accelerate": "1.10"}
 """Oldest versions that work. With peft 0.18 no layer is adapted if torchao is 0.18 or newer, with 0.19 none whose
 weights torchao quantized."""
 DEFAULT_DISK_BYTES = 90 * GIB

@@ -1,0 +1,40 @@
+"""`check`: whether a plan fits a machine. What is wrong with its file is told before any library is loaded."""
+
+from pathlib import Path
+
+from autotune.api.machines import hardware_for
+from autotune.api.plan_files import load_plan
+from autotune.errors import DoesNotFit
+from autotune.hardware import probe
+from autotune.schema import CheckResult, HardwareProfile, TrainingPlan
+from autotune.training import hardware_misfits
+
+
+def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None) -> CheckResult:
+    """Tell whether a plan fits this machine or another, without training.
+
+    Args:
+        plan: a plan, or its file.
+        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a profile.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan.
+        InvalidInput: there is no such hardware.
+
+    Example:
+        >>> autotune.check("plan.yaml").misfits
+        >>> autotune.check("plan.yaml", hardware="4090").misfits
+    """
+    profile = None if hardware is None else hardware_for(hardware)
+    try:
+        chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=profile)
+    except DoesNotFit as error:
+        return CheckResult(fits=False, misfits=(error.message,))
+    if profile is not None:
+        misfits = hardware_misfits(chosen, profile)
+    else:
+        from autotune.training import card_misfits  # it takes torch, as reading this machine does
+
+        machine = probe()
+        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+    return CheckResult(fits=not misfits, misfits=misfits)
