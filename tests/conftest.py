@@ -118,5 +118,5 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
         if not told.exists():
             with pytest.MonkeyPatch.context() as patch:  # each worker has a store of its own
                 patch.setenv("XDG_DATA_HOME", str(folder / "data"))
-                told.write_text(json.dumps(vars(autotune("demo", "--output", folder / "demo"))))
+                told.write_text(json.dumps(vars(autotune("demo", "--no-profiles", "--output", folder / "demo"))))
     return Journey(folder / "demo", subprocess.CompletedProcess(**json.loads(told.read_text())))

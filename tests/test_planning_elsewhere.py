@@ -100,14 +100,14 @@ def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() 
     assert list_choices(pinned, card).choices["precision"] == ("fp16",)
 
 
-@pytest.mark.parametrize("card", ["t4", "v100-sxm2-16gb", "2080 ti"])
-def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str) -> None:
+@pytest.mark.parametrize(("card", "model"), [("t4", "wan-2.1"), ("2080 ti", "sdxl")])
+def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: str) -> None:
     hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)
     pins = tuple((name, str(value)) for name, value in plain if name not in ("precision", "checkpointed_blocks"))
-    request = PlanRequest(model="wan-2.1", workload_overrides=SMALL, is_local=False, pins=pins)
+    request = PlanRequest(model=model, workload_overrides=SMALL, is_local=False, pins=pins)
     assert make_plan(request, hardware).frozen.settings.precision == "fp16"
     half, whole = (
-        estimate("wan-2.1", hardware=hardware, precision=precision, resolution=512) for precision in ("fp16", "fp32")
+        estimate(model, hardware=hardware, precision=precision, resolution=512) for precision in ("fp16", "fp32")
     )
     assert half.step_seconds < whole.step_seconds
     assert half.peak_memory_bytes < whole.peak_memory_bytes

@@ -16,6 +16,7 @@ from autotune.cli.output import print_out, show_events
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
+    no_profiles: Annotated[bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")] = False,
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
 
@@ -32,6 +33,7 @@ def demo(
     asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
+    asked += ["--no-profiles"] if no_profiles else []
     _run("probe")
     _run("plan", *asked)
     _run("train", plan_file)
