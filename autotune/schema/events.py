@@ -103,7 +103,7 @@ class StepFinished(Event):
     num_steps: int
     loss: float
     learning_rate: float
-    gradient_norm: float | None
+    gradient_norm: float | None = None
     """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step was skipped."""
     seconds: float
     """Wall time of the whole step."""

@@ -192,6 +192,17 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
     assert second.losses == [1.0, 0.5, 1 / 3]
 
 
+def test_a_step_that_was_skipped_stays_on_record(tmp_path: Path) -> None:
+    """Its gradient overflowed, so it has no norm."""
+    told = [finished_step(1), finished_step(2).changed(gradient_norm=None, overflowed_gradients=1), finished_step(3)]
+    first = Metrics(tmp_path, resumed_at=0, report_to="none")
+    for event in told:
+        first.add(event)
+    first.close()
+    Metrics(tmp_path, resumed_at=3, report_to="none").close()
+    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == told
+
+
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
     watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
     told = [watch.check(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
