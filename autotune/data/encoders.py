@@ -15,7 +15,7 @@ from autotune.knobs import encoder_precision, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.runtime import is_out_of_memory, release_memory
 from autotune.schema import CachingSettings, Candidate
-from autotune.weights import DOWNLOAD_AGAIN, Transform, load_component
+from autotune.weights import DOWNLOAD_AGAIN, Transform, cast_as_loaded, load_component
 
 
 class Encoders:
@@ -101,7 +101,7 @@ class Encoders:
     def _load_text_encoder(self, name: str) -> nn.Module:
         folder, caching, weights = self.model.weights, self.caching, self.model.part_files.get(name)
         if caching.text_encoder_streamed:
-            return self.load_streamed(name)
+            return self.load_streamed(name, self.dtype)
 
         def quantize(model: nn.Module) -> Transform | None:
             return quantize_inside(_repeated_blocks(model), caching.text_encoder_quantization)
@@ -111,12 +111,13 @@ class Encoders:
             folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize, weights=weights
         )
 
-    def load_streamed(self, name: str) -> nn.Module:
-        """A component whose layers come to the device one by one, each time they are called."""
-        # Memory-mapped, so that the host can drop pages that it has no room for and read them again.
-        weights = self.model.part_files.get(name)
-        component: nn.Module = load_component(self.model.weights, name, dtype=self.dtype, weights=weights)
+    def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
+        """A component whose layers come to the device one by one, and turn to `dtype`, each time they are called."""
+        # Memory-mapped as stored, so that the host can drop pages that it has no room for and read them again.
+        folder, weights = self.model.weights, self.model.part_files.get(name)
+        component: nn.Module = load_component(folder, name, dtype=dtype, weights=weights, casts=False)
         cpu_offload(component, self.device, offload_buffers=True)
+        cast_as_loaded(component, dtype)  # on meta: each layer's weights turn to what stands in their place
         return component
 
     def release(self) -> None:

@@ -145,7 +145,10 @@ class PreviewSampler:
         A second transformer, which denoises where this one does not, is streamed: both would seldom fit.
         """
         family = self.model.family
-        others = {name: self._with_device(self.encoders.load_streamed(name)) for name in family.other_denoisers}
+        others = {
+            name: self._with_device(self.encoders.load_streamed(name, self.encoders.denoiser_dtype))
+            for name in family.other_denoisers
+        }
         self.pipeline = family.load_pipeline(
             self.model.weights,
             torch_dtype=self.dtype,
@@ -229,8 +232,9 @@ class PreviewSampler:
             controls = [to_rgb(open_image(path)) for path in preview.control_paths]
         except Exception as error:  # decoders raise anything for damaged files
             raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
-        with self._casting(getattr(pipeline, self.model.family.denoiser)):
-            return self.model.family.sample(
+        family = self.model.family
+        with self._casting([getattr(pipeline, name) for name in (family.denoiser, *family.other_denoisers)]):
+            return family.sample(
                 pipeline,
                 preview.prompt,
                 preview.bucket,
@@ -240,8 +244,8 @@ class PreviewSampler:
             )
 
     @contextlib.contextmanager
-    def _casting(self, transformer: nn.Module) -> Iterator[None]:
-        """Lets a pipeline in fp32 call a transformer in fp16. Levels, of one number an image, stay exact."""
+    def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
+        """Lets a pipeline in fp32 call transformers in fp16. Levels, of one number an image, stay exact."""
         own = self.encoders.denoiser_dtype
         if own == self.dtype:
             yield
@@ -256,8 +260,8 @@ class PreviewSampler:
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.dtype), output)
 
-        hooks = [transformer.register_forward_pre_hook(enter, with_kwargs=True)]
-        hooks.append(transformer.register_forward_hook(leave))
+        hooks = [each.register_forward_pre_hook(enter, with_kwargs=True) for each in transformers]
+        hooks += [each.register_forward_hook(leave) for each in transformers]
         try:
             yield
         finally:

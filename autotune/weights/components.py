@@ -172,11 +172,13 @@ def load_component(
     loader: str = "safetensors",
     transform: Callable[[nn.Module], Transform | None] = lambda model: None,
     weights: Path | None = None,
+    casts: bool = True,
 ) -> Any:
     """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`.
 
     `weights` is a file or folder that has the weights, if `folder/name` has the configuration alone.
-    `transform` gets the empty model and returns what to do with each module as it arrives.
+    `transform` gets the empty model and returns what to do with each module as it arrives. Without `casts` weights stay
+    as they are stored.
 
     Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent, damaged or of another
     model.
@@ -188,7 +190,7 @@ def load_component(
         open_part(weights or folder / name, name, model),
         loader=loader,
         device=device,
-        dtype_policy=from_pretrained_dtypes(model, dtype),
+        dtype_policy=from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored,
         rename=transformers_renaming(model) if library == "transformers" else None,
         transform=transform(model),
     )

@@ -115,6 +115,25 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
     assert frames["without"] != frames["with"]
 
 
+def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(small_pipelines: Any) -> None:
+    """In fp16 the pipeline around them stays in fp32."""
+    small: Small = small_pipelines(NAME)
+    model = resolve_model(model_reference(str(small.folder), {"expert": "high-noise"}))
+    encoders = Encoders(model, CachingSettings(), SETTINGS.changed(precision="fp16"), torch.device("cpu"))
+    sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
+    sampler._encode([preview])
+    sampler.attach(type(small.transformer).from_pretrained(model.transformer_file, torch_dtype=torch.float16))
+    other = sampler.pipeline.transformer_2
+    assert other.dtype == torch.float16
+    assert other.proj_out._hf_hook.weights_map["weight"].dtype == torch.float32, "the host has the file as it is"
+    called: list[torch.dtype] = []
+    other.register_forward_pre_hook(
+        lambda _, args, given: called.append(given["hidden_states"].dtype), with_kwargs=True
+    )
+    assert len(set(sampler.sample(preview)[0].tobytes())) > 1
+    assert set(called) == {torch.float16}
+
+
 def test_memory_of_previews_counts_a_layer_of_the_other_transformer() -> None:
     def preview_bytes(name: str) -> int:
         own = CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
