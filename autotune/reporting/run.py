@@ -122,8 +122,10 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
 def validation_lines(held_out: ValidationResult) -> list[str]:
     """What the loss on held-out images tells."""
     number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
-    lines = [f"loss on {number}: {_against_base(held_out.final_loss, held_out.base_loss)}"]
-    if held_out.lowest_loss < held_out.final_loss:
+    final = held_out.final_loss
+    said = "not finite after the last step" if final is None else _against_base(final, held_out.base_loss)
+    lines = [f"loss on {number}: {said}"]
+    if final is None or held_out.lowest_loss < final:
         kept = "kept" if held_out.kept_step == held_out.lowest_step else "not kept: --keep-best would"
         lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}")
     if held_out.overfitting_from is not None:

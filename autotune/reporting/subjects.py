@@ -14,7 +14,8 @@ def subject_lines(runs: Sequence[SubjectRun]) -> list[str]:
         if run.report is None:
             lines += [f"{run.name:<26}{'-':>9}{'-':>10}{'-':>10}  failed", *wrapped(f"  {run.error}", 4)]
             continue
-        held_out = "-" if run.report.validation is None else loss_text(run.report.validation.kept_loss)
+        kept_loss = run.report.validation and run.report.validation.kept_loss
+        held_out = "-" if kept_loss is None else loss_text(kept_loss)
         numbers = f"{run.report.num_steps:>9}{loss_text(run.report.final_loss):>10}{held_out:>10}"
         lines += [f"{run.name:<26}{numbers}  {_verdict(run.report)}", f"  {Path(run.output) / run.report.adapter}"]
         lines += [part for failure in run.report.failures for part in wrapped(f"  {failure}", 4)]

@@ -39,8 +39,8 @@ class ValidationResult(Frozen):
     num_images: int = PositiveInt
     base_loss: float
     """Without the adapter."""
-    final_loss: float
-    """After the last step."""
+    final_loss: float | None
+    """After the last step; None if it was not finite."""
     lowest_loss: float
     lowest_step: int = PositiveInt
     """After how many steps it was lowest."""
@@ -50,7 +50,7 @@ class ValidationResult(Frozen):
     """After how many steps the adapter is as it was kept."""
 
     @property
-    def kept_loss(self) -> float:
+    def kept_loss(self) -> float | None:
         """With the adapter that was kept."""
         return self.lowest_loss if self.kept_step == self.lowest_step else self.final_loss
 

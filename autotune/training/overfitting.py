@@ -30,6 +30,7 @@ class ValidationHistory:
     """Lowest mean with the adapter."""
     best_step: int = 0
     final_loss: float = math.nan
+    """Mean of the last measurement."""
     num_rises: int = 0
     overfitting_from: int | None = None
 
@@ -37,8 +38,13 @@ class ValidationHistory:
         self.lowest = self.lowest or self.base
 
     def add(self, step: int, losses: Sequence[float]) -> bool:
-        """Count the measurement after `step`; returns whether the adapter is the best so far."""
+        """Count the measurement after `step`; returns whether the adapter is the best so far.
+
+        One that is not finite is unknown: it says nothing of overfitting.
+        """
         self.final_loss = loss = statistics.fmean(losses)
+        if not math.isfinite(loss):
+            return False
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss, self.best_step = loss, step
@@ -58,7 +64,7 @@ class ValidationHistory:
     @property
     def warning(self) -> str | None:
         """That overfitting has begun, if the last measurement tells so for the first time."""
-        if self.overfitting_from is None or self.num_rises != NUM_RISES:
+        if self.overfitting_from is None or self.num_rises != NUM_RISES or not math.isfinite(self.final_loss):
             return None
         losses = f"now {self.final_loss:.4f}, lowest {statistics.fmean(self.lowest):.4f}"
         if self.overfitting_from == 0:
@@ -66,6 +72,11 @@ class ValidationHistory:
         return (
             f"overfitting began after step {self.overfitting_from}: on held-out images the loss rises, {losses} there"
         )
+
+    @property
+    def known_final_loss(self) -> float | None:
+        """Mean of the last measurement; None if it is not finite."""
+        return self.final_loss if math.isfinite(self.final_loss) else None
 
     def state(self) -> dict[str, Any]:
         """All that the constructor needs to go on, as JSON; only after a measurement."""

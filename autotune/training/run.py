@@ -1,6 +1,7 @@
 """`autotune train`: runs exactly what a plan says, and reports measured against predicted figures."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -288,9 +289,9 @@ class _Run:
                 dtype = SAVE_DTYPES[self.plan.job.save_dtype]
                 save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, kept_step, dtype)
                 self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
-        adapter_loss = loop.evaluate()
+        adapter_loss = self._known(loop.evaluate(), "with")
         transformer.disable_adapters()  # type: ignore[operator]
-        base_loss = loop.evaluate()
+        base_loss = self._known(loop.evaluate(), "without")
         transformer.enable_adapters()  # type: ignore[operator]
         self.processes.wait()
         if self.previews:
@@ -303,6 +304,13 @@ class _Run:
         if self.processes.is_first:
             write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
+
+    def _known(self, loss: float, which: str) -> float | None:
+        """The loss on fresh noise, with or without the adapter; None if it is not finite."""
+        if math.isfinite(loss):
+            return loss
+        self._warn(f"the loss on fresh noise is not finite {which} the adapter")
+        return None
 
     def _sample_comparison(self, adapter: Path) -> None:
         self._start_phase("sampling with and without the adapter")

@@ -5,6 +5,7 @@ the micro-batch of a step, so they need less memory than a step does.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,6 +28,7 @@ from autotune.training.step import Noising
 
 NOISE_STEP = 10**12
 """The step whose noise is taken, after the last of any run."""
+NOT_FINITE = "the loss on held-out images is not finite"
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Validation:
         self.meter, self.job, self.num_steps, self.optimizer = meter, job, num_steps, optimizer
         self.context, self.on_warning = context, on_warning
         self.history: ValidationHistory | None = None
+        self._told = False
+        """Whether it was said that a loss is not finite."""
         if meter and state and state["images"] == meter.digest:
             self.history = ValidationHistory(**state["history"])
 
@@ -154,7 +158,11 @@ class Validation:
         """Measure without the adapter, unless an earlier start of the run has."""
         with self._measuring() as meter:
             if meter and self.history is None:
-                self.history = ValidationHistory(meter.measure_base(micro_batch_size))
+                base = meter.measure_base(micro_batch_size)
+                if all(map(math.isfinite, base)):
+                    self.history = ValidationHistory(base)
+                else:
+                    self.on_warning(f"{NOT_FINITE} without the adapter; the run goes on without measurements")
 
     def measure_after(self, event: StepFinished, micro_batch_size: int) -> StepFinished:
         """The event of a step with the loss after it, if it is to be measured then."""
@@ -169,8 +177,11 @@ class Validation:
                         self.context.checkpoints.save_best(event.step, self.optimizer.master_state())
                 if warning := self.history.warning:
                     self.on_warning(warning)
+                if self.history.known_final_loss is None and not self._told:
+                    self._told = True
+                    self.on_warning(f"{NOT_FINITE} after step {event.step}")
                 return event.changed(
-                    validation_loss=self.history.final_loss,
+                    validation_loss=self.history.known_final_loss,
                     base_validation_loss=self.history.base_loss,
                     overfitting_from=self.history.overfitting_from,
                 )
@@ -218,7 +229,7 @@ class Validation:
         return ValidationResult(
             num_images=self.meter.num_images,
             base_loss=self.history.base_loss,
-            final_loss=self.history.final_loss,
+            final_loss=self.history.known_final_loss,
             lowest_loss=self.history.best_loss,
             lowest_step=self.history.best_step,
             overfitting_from=self.history.overfitting_from,

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
+from autotune.reporting.run import validation_lines
 from autotune.runtime.memory import measure_peak_memory
 from autotune.schema.events import StepFinished
 from autotune.training import validation
 from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.describe import check_job
+from autotune.training.folder import read_report
+from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
 from autotune.training.monitor import MIN_SPIKE_STEPS, GradientWatch
 from autotune.training.overfitting import ValidationHistory
@@ -177,6 +180,40 @@ def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
     assert all(event.validation_loss is None for event in seen)
     assert loop.warnings == ["memory is too short to measure the loss on held-out images; the run goes on without"]
     assert loop.validation.result(4) is None
+
+
+@pytest.mark.parametrize("broken", ["base", "adapter"])
+def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    measure, calls = HeldOutLoss.measure, [0]
+
+    def spoiled(meter: HeldOutLoss, micro_batch_size: int) -> list[float]:
+        calls[0] += 1
+        losses = measure(meter, micro_batch_size)
+        return [math.nan, *losses[1:]] if calls[0] in ((1,) if broken == "base" else (3, 4)) else losses
+
+    monkeypatch.setattr(HeldOutLoss, "measure", spoiled)
+    monkeypatch.setattr(TrainingLoop, "evaluate", lambda loop: math.inf)
+    seen: list[StepFinished] = []
+    plan = bench.plan(num_steps=3, validation="40%", validation_every=1, output=str(tmp_path))
+    report = train(plan, bench.hardware, bench.cache, steps_to(seen.append))
+    assert read_report(tmp_path) == report
+    known = [event.validation_loss is not None for event in seen]
+    told = [warning for warning in report.warnings if warning.startswith("the loss on held-out images is not finite")]
+    assert len(told) == 1
+    if broken == "base":
+        assert not any(known)
+        assert report.validation is None
+    else:
+        assert known == [True, False, False]
+        assert report.validation
+        assert report.validation.lowest_step == 1
+        assert report.validation.final_loss is None
+        assert "not finite after the last step" in validation_lines(report.validation)[0]
+    assert report.verdict
+    assert report.verdict.adapter_loss is None
+    assert any("could not be compared" in failure for failure in report.failures)
 
 
 def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:  # noqa: F811
