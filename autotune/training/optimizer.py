@@ -60,9 +60,9 @@ class AdapterOptimizer:
         return scaler
 
     @property
-    def loss_scale(self) -> float | None:
-        """Factor of the next loss; None without a scale."""
-        return float(self.scaler.get_scale()) if self.scaler else None
+    def loss_scale(self) -> Tensor | None:
+        """Factor of the next loss, on the device: a scalar; None without a scale."""
+        return self.scaler.scale(torch.ones((), device=self.masters[0].device)) if self.scaler else None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss whose backward pass gives the gradients that `step` takes."""
@@ -87,7 +87,6 @@ class AdapterOptimizer:
             self.inner.step()
         if self.scaler:
             self.scaler.update()
-        self._average()
         if len(self._stepped) != len(self.inner.state):
             self._stepped = set(self.inner.state)
         self.inner.zero_grad(set_to_none=True)
@@ -95,8 +94,11 @@ class AdapterOptimizer:
         return norm
 
     @torch.no_grad()
-    def _average(self) -> None:
-        """The average follows faster at first, as diffusers' EMAModel lets it, or it would long be the beginning."""
+    def average(self) -> None:
+        """Have the average follow a step that `step` took, which its norm tells: a skipped one is none of a run's.
+
+        It follows faster at first, as diffusers' EMAModel lets it, or it would long be the beginning.
+        """
         if self.averages:
             self.num_updates += 1
             decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))

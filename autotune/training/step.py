@@ -148,8 +148,12 @@ def optimizer_step(
     norm = optimizer.step()
     if average:
         average(total)
-    loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one synchronization, not two
-    return StepOutcome(loss=loss_value, gradient_norm=norm_value, loss_scale=optimizer.loss_scale)
+    scale = optimizer.loss_scale
+    numbers = [total, norm.to(total), *([] if scale is None else [scale.to(total)])]
+    outcome = StepOutcome(*torch.stack(numbers).tolist())  # one synchronization, not one for each
+    if math.isfinite(outcome.gradient_norm):
+        optimizer.average()
+    return outcome
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:

@@ -80,6 +80,21 @@ def test_an_overflow_skips_the_step_and_is_counted(
     assert loop.settings == FP16  # no other attention is tried
 
 
+def test_a_skipped_step_is_not_averaged(half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overflows(monkeypatch, lambda call: call in (2, 6))  # the second step, and the fourth
+    followed: list[int] = []
+    average = AdapterOptimizer.average
+    monkeypatch.setattr(AdapterOptimizer, "average", lambda self: (average(self), followed.append(self.num_updates))[1])
+    get_scale, waits = torch.amp.GradScaler.get_scale, []
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: (waits.append(1), get_scale(self))[1])
+    plan = half.plan(settings=FP16, num_steps=4, preview_prompts=())
+    workload = plan.frozen.workload.changed(ema_decay=0.9)
+    loop = half.loop(plan.changed(frozen=plan.frozen.changed(workload=workload)), tmp_path)
+    assert followed == [1, 2]
+    assert len(waits) == 1, "no step waits for its scale, only the checkpoint"
+    assert loop.optimizer.numbers()["average"] == {"num_updates": 2}
+
+
 def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = AdapterOptimizer([parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0)
