@@ -39,6 +39,8 @@ from autotune.training import (
 )
 from autotune.trials.requests import ChildState, TrialRequest
 
+MAX_OVERFLOWS = 17
+"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one helps."""
 LOSS_STEP = 3
 """Number of the steady step whose loss is reported, so that losses of trials compare however many steps each took."""
 
@@ -146,10 +148,16 @@ class StepRunner:
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
         """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds."""
-        # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
-        _, first = self.timed_step()
+        # The first step allocates the optimizer's state, unless its gradient overflows; the one after it is measured
+        # for memory, which can slow it down.
+        outcome, first = self.timed_step()
+        warmup = [first]
+        while outcome.overflowed and len(warmup) < MAX_OVERFLOWS:
+            outcome, seconds = self.timed_step()
+            warmup.append(seconds)
+        defect = "gradients overflow fp16 at any loss scale" if outcome.overflowed else None
         peak, second = self.memory_step()
-        warmup = [first, second]
+        warmup.append(second)
         if self.loaded.typical is not self.loaded.largest:
             self.batches = self._batches(self.loaded.typical)
             warmup.append(self.timed_step()[1])
@@ -163,7 +171,7 @@ class StepRunner:
                 times.append(seconds)
             watts = mean_watts(before, meter.read())
         final_loss = losses[min(len(losses), LOSS_STEP) - 1]
-        defect = self.find_defect(outcome)
+        defect = defect or self.find_defect(outcome)
         lack = ""
         if watts is None and self.workload.objective == "energy":
             lack = f"its energy is not known: {meter.reason or 'the counter stood still'}"

@@ -1,6 +1,7 @@
 """Training in fp16: a loss scale that finds itself, steps that overflow, resuming, and what runs beside it in fp32."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.workload import Bucket
 from autotune.training.loop import TrainingLoop
-from autotune.training.model import load_model
+from autotune.training.model import apply_settings, load_model
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.preview import Preview, PreviewSampler
 from tests.training.conftest import CPU, Bench
@@ -49,6 +50,7 @@ def run(bench: Bench, folder: Path, **options: Any) -> tuple[TrainingLoop, list[
     steps: list[StepFinished] = []
     kill_after = options.pop("kill_after", None)
     plan = bench.plan(settings=FP16, checkpointing_steps=1, preview_prompts=(), **options)
+    apply_settings(bench.trained, FP16)  # a run before may have changed its attention
     return bench.loop(plan, folder, on_step=steps.append, kill_after=kill_after), steps
 
 
@@ -150,9 +152,27 @@ def test_a_scale_that_falls_to_its_floor_says_what_to_do(
     half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflows(monkeypatch, lambda call: True)
-    with pytest.raises(AutotuneError, match="overflow fp16 at step 17") as raised:
+    with pytest.raises(AutotuneError, match="overflow fp16 at step 16") as raised:  # the eighth was taken twice
         run(half, tmp_path, num_steps=20)
     assert "--pin precision=fp32" in raised.value.hint
+    assert "--learning-rate" in raised.value.hint
+
+
+def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(half: Bench, tmp_path: Path) -> None:
+    def spoil(gradient: Tensor) -> Tensor:
+        attention = half.trained.transformer.transformer_blocks[0].attn.processor._attention_backend
+        return gradient * (math.inf if attention.value == "native" else 1.0)
+
+    hook = half.trained.adapter[-1].register_hook(spoil)
+    try:
+        loop, steps = run(half, tmp_path, num_steps=9)
+    finally:
+        hook.remove()
+    assert [step.gradient_norm is None for step in steps] == [True] * 7 + [False] * 2
+    assert steps[-1].loss_scale == 2.0**8
+    assert (steps[-1].overflowed_gradients, steps[-1].nonfinite_gradients) == (7, 1)
+    assert loop.settings.attention == "_native_math"
+    assert "a gradient was not finite at step 8" in loop.warnings[0]
 
 
 def test_activations_that_overflow_are_an_error_at_once(
@@ -160,7 +180,7 @@ def test_activations_that_overflow_are_an_error_at_once(
 ) -> None:
     hook = half.trained.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1e9,))
     try:
-        with pytest.raises(AutotuneError, match="activations overflow fp16") as raised:
+        with pytest.raises(AutotuneError, match="probably activations overflow fp16") as raised:
             run(half, tmp_path)
     finally:
         hook.remove()
