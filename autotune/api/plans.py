@@ -262,6 +262,9 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         message = f"{name} is no single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
     parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
+    earlier_expert = split_reference(base.model)[1].get("expert")
+    if earlier_expert and earlier_expert in resolve_model(model_reference(name, parts)).family.experts:
+        parts.setdefault("expert", earlier_expert)
     request = replace(
         base,
         model=model_reference(name, parts),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
+from autotune.api import plans
 from autotune.cost.memory import resident_of
 from autotune.cost.predict import CostModel
 from autotune.data.encoders import Encoders
@@ -17,6 +18,7 @@ from autotune.families.adapter import add_adapter
 from autotune.families.noise import FlowMatching
 from autotune.families.registry import FAMILIES, find_published
 from autotune.families.resolve import resolve_model
+from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.job import Job, model_reference, split_reference
 from autotune.training.preview import Preview, PreviewSampler
@@ -113,6 +115,21 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
         frames[name] = [frame.tobytes() for frame in sampler.sample(preview)]
         assert frames[name] == [frame.tobytes() for frame in expected]
     assert frames["without"] != frames["with"]
+
+
+@pytest.mark.parametrize(
+    ("other", "asked", "kept"),
+    [(NAME, {}, "low-noise"), (NAME, {"expert": "high-noise"}, "high-noise"), ("wan-2.1", {}, None)],
+)
+def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
+    small_pipelines: Any, monkeypatch: pytest.MonkeyPatch, other: str, asked: dict[str, str], kept: str | None
+) -> None:
+    earlier = PlanRequest(model=model_reference("wan-2.2-14b", {"expert": "low-noise"}))
+    monkeypatch.setattr(plans, "_any_variant", lambda plan: plan)
+    monkeypatch.setattr(plans, "request_from", lambda plan: plan)
+    folder = small_pipelines(other).folder
+    request = plans.request_for(str(folder), None, {"earlier": earlier, **asked})  # type: ignore[typeddict-item]
+    assert split_reference(request.model) == (str(folder), {"expert": kept} if kept else {})
 
 
 def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(small_pipelines: Any) -> None:
