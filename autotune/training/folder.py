@@ -166,7 +166,7 @@ def _changed_fields(folder: Path, plan: TrainingPlan) -> list[str] | None:
         before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
     except InvalidPlan:  # absent or damaged: checkpoints carry the run's key, too
         return None
-    return [name for name in now if before.get(name) != now[name]]
+    return [name for name in before | now if before.get(name) != now.get(name)]
 
 
 def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:

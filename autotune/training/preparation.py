@@ -68,6 +68,7 @@ def prepare(
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
+        check_folder(plan, resume=resume)  # which names what else has changed
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()

@@ -220,6 +220,16 @@ def test_other_base_weights_of_the_same_architecture_are_refused(bench: Bench, t
                 prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
 
 
+def test_what_else_has_changed_is_named_before_the_weights(bench: Bench, tmp_path: Path) -> None:
+    """Another expert has other weights; and a field that only the earlier plan has set has changed, too."""
+    plan = bench.plan(output=str(tmp_path), crop="top")
+    with Checkpoints(tmp_path / "checkpoints", "key", keep_last=1, weights="others") as checkpoints:
+        checkpoints.save(1, {"a": torch.zeros(1)}, {})
+    write_plan(tmp_path / "run-plan.yaml", plan)
+    with pytest.raises(InvalidInput, match="started with another crop"):
+        prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=True)
+
+
 def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=1, preview_every=2)
     previews: list[int] = []
