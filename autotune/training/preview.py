@@ -38,6 +38,9 @@ from autotune.weights import read_adapter
 MIN_HALVED_SIDE_PX = 256
 """Images with a shorter side than this are not halved when memory is short."""
 
+EXACT_INPUTS = ("timestep", "time_ids")
+"""Inputs of transformers that are exact numbers, of each token or of sizes in pixels; those of images have one
+dimension."""
 
 OnFrames = Callable[[str, int, list[Image.Image]], None]
 """Gets `with` or `without` the adapter, the number of the preview, and its frames."""
@@ -245,17 +248,19 @@ class PreviewSampler:
 
     @contextlib.contextmanager
     def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
-        """Lets a pipeline in fp32 call transformers in fp16. Levels, of one number an image, stay exact."""
+        """Lets a pipeline in fp32 call transformers in fp16, which has no room for all levels and sizes: they stay."""
         own = self.encoders.denoiser_dtype
         if own == self.dtype:
             yield
             return
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(own) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+        def cast(path: tuple[Any, ...], value: Any) -> Any:
+            is_activation = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+            exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
+            return value.to(own) if is_activation and not exact else value
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+            return pytree.tree_map_with_path(cast, (args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.dtype), output)

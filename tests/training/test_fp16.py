@@ -202,3 +202,22 @@ def test_encoders_and_the_autoencoder_of_previews_stay_in_fp32(half: Bench, tmp_
     assert len({*image.get_flattened_data()}) > 1
     assert sampler.pipeline.vae.dtype == torch.float32
     assert not half.trained.transformer._forward_pre_hooks
+
+
+def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) -> None:
+    seen: dict[str, Any] = {}
+
+    class Recorder(nn.Module):
+        def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+            seen.update(given, hidden=hidden)
+            return hidden
+
+    sampler, recorder = PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU)), Recorder()
+    sizes, levels = torch.tensor([[2049.0, 4097.0]]), torch.tensor([[998.77, 0.0]])
+    with sampler._casting([recorder]):
+        recorder(
+            torch.ones(1, 2), timestep=levels, added={"time_ids": sizes, "text_embeds": torch.ones(1, 2)}, rest=None
+        )
+    assert seen["timestep"] is levels
+    assert seen["added"]["time_ids"] is sizes
+    assert seen["hidden"].dtype == seen["added"]["text_embeds"].dtype == torch.float16
