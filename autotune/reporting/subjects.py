@@ -14,7 +14,7 @@ def subject_lines(runs: Sequence[SubjectRun]) -> list[str]:
         if run.report is None:
             lines += [f"{run.name:<26}{'-':>9}{'-':>10}{'-':>10}  failed", *wrapped(f"  {run.error}", 4)]
             continue
-        kept_loss = run.report.validation and run.report.validation.kept_loss
+        kept_loss = run.report.validation.kept_loss if run.report.validation else None
         held_out = "-" if kept_loss is None else loss_text(kept_loss)
         numbers = f"{run.report.num_steps:>9}{loss_text(run.report.final_loss):>10}{held_out:>10}"
         lines += [f"{run.name:<26}{numbers}  {_verdict(run.report)}", f"  {Path(run.output) / run.report.adapter}"]
