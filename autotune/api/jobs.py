@@ -129,7 +129,7 @@ def _job_file(
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    taken = ("model", "base", "expert", "data", "control", "optimizer")
+    taken = ("model", "data", "control", "optimizer")
     options = {name: said[name] for name in taken if name in said}
     if model != job.model:
         options["model"] = model

@@ -57,7 +57,7 @@ class EstimateOptions:
     attention: Annotated[
         str, typer.Option(help="Attention backend, e.g. native or another of `plan --list-knobs`.")
     ] = "native"
-    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; by default what the device prefers.")] = None
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default the device's choice.")] = None
     swapped_blocks: Annotated[int, typer.Option(min=0, help="Blocks whose weights wait on the host.")] = 0
     modulation: Annotated[str, typer.Option(help="resident, or ahead: its layers are not loaded.")] = "resident"
     compile: Annotated[str, typer.Option(help="off or block.")] = "off"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 PRODUCTS = ("linear", "conv2d", "conv3d", "scaled_dot_product_attention")
-NORMS = ("layer_norm", "group_norm", "mse_loss")
+IN_FP32 = ("layer_norm", "group_norm", "mse_loss")
 """Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32."""
 
 
@@ -27,7 +27,7 @@ def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
     import torch
     from torch.nn import functional
 
-    table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(NORMS, torch.float32)}
+    table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(IN_FP32, torch.float32)}
     originals = {name: getattr(functional, name) for name in table}
     try:
         for name, target in table.items():

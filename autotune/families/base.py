@@ -12,6 +12,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -56,6 +57,12 @@ def build_empty_pipeline(pipeline_class: str) -> Any:
     return stock(**{each.name: None for each in parameters if each.default is each.empty})
 
 
+@cache
+def _instance(family: "type[Family]") -> "Family":
+    """One for all who ask: what was traced for it is remembered with it."""
+    return family()
+
+
 class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
 
@@ -77,6 +84,10 @@ class Family(ABC):
     key would be another model."""
     expert: ClassVar[str | None] = None
     """Which of several transformers for parts of the noise is trained; None if there is one."""
+    other_denoisers: ClassVar[tuple[str, ...]] = ()
+    """The components that denoise in its place where the noise is not its own."""
+    adapter_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Options of `load_lora_weights` that load an adapter's file into the component that is trained."""
     tiny_config: ClassVar[Config]
     """Changes to a configuration that make it tiny but leave its class, head size and every kind of block: for quick
     checks."""
@@ -148,22 +159,12 @@ class Family(ABC):
         if name not in self.experts:
             known = f"use --expert {' or '.join(self.experts)}" if self.experts else "leave --expert out"
             raise InvalidInput(f"{self.name} has no {name} expert", hint=known)
-        return self.experts[name]()
-
-    @property
-    def other_denoisers(self) -> tuple[str, ...]:
-        """The components that denoise in its place where the noise is not its own."""
-        return tuple(n for n in self.components if n.startswith(self.adapter_component) and n != self.denoiser)
+        return self if name == self.expert else _instance(self.experts[name])
 
     @property
     def adapter_component(self) -> str:
-        """What an adapter's file names its layers by: diffusers names those of a second transformer like the first."""
-        return self.denoiser.removesuffix("_2")
-
-    @property
-    def adapter_options(self) -> Mapping[str, Any]:
-        """Options of `load_lora_weights` that load such a file into the right component."""
-        return {"load_into_transformer_2": True} if self.denoiser == "transformer_2" else {}
+        """What an adapter's file names its layers by."""
+        return self.denoiser
 
     def is_pipeline(self, index: Mapping[str, Any]) -> bool:
         """Whether a `model_index.json` is that of this family's pipelines."""

@@ -26,6 +26,7 @@ class Wan22HighNoise(Wan):
 
     name = "wan-2.2-14b"
     expert = "high-noise"
+    other_denoisers = ("transformer_2",)
     components = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
     models = (
         PublishedModel(
@@ -77,7 +78,13 @@ class Wan22LowNoise(Wan22HighNoise):
 
     expert = "low-noise"
     denoiser = "transformer_2"
+    other_denoisers = ("transformer",)
+    adapter_options: ClassVar[Mapping[str, Any]] = {"load_into_transformer_2": True}
     noise: ClassVar[NoiseProcess] = FlowMatching(highest_share=BOUNDARY)
+
+    @property
+    def adapter_component(self) -> str:
+        return "transformer"  # diffusers names the layers of both like the first's
 
     def _noise_beside(self, boundary: float) -> NoiseProcess:
         return FlowMatching(highest_share=boundary)

@@ -82,8 +82,13 @@ def slow_fp16(machine: Machine) -> str | None:
 
 def faulty_fp16(machine: Machine) -> str | None:
     """GeForce 16 cards have no tensor cores either."""
-    faulty = "GTX 16" in machine.device.name
+    faulty = has_faulty_fp16(machine.device)
     return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)" if faulty else None
+
+
+def has_faulty_fp16(device: Device) -> bool:
+    """Whether fp16 gives NaN on the card."""
+    return "GTX 16" in device.name
 
 
 def missing_gpu_direct_storage(machine: Machine) -> str | None:
@@ -154,7 +159,7 @@ def without_bf16(device: Device) -> tuple[str, ...]:
         return ()
     why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
     trains = "it trains in fp16 with a loss scale; models that overflow fp16 in fp32, without its tensor cores"
-    if own < FP16 or "GTX 16" in device.name:
+    if own < FP16 or has_faulty_fp16(device):
         trains = "it trains in fp32"
     return (f"{NO_BF16} ({why}): {trains}",)
 

@@ -114,9 +114,7 @@ class CatalogGpu(Frozen):
             tf32_flops_per_second=peaks.get("tf32"),
             fp32_flops_per_second=peaks.get("fp32"),
             fp16_flops_per_second=None if "bf16" in peaks else peaks.get("fp16"),
-            reached_fp16_flops_per_second=self.measured_tflops["fp16"] * 1e12
-            if "fp16" in self.measured_tflops
-            else None,
+            reached_fp16_flops_per_second=None if "bf16" in peaks else self._reached_fp16,
             int8_flops_per_second=peaks.get("int8"),
             fp8_flops_per_second=peaks.get("fp8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,

@@ -30,9 +30,8 @@ class FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
-        if (
-            stored.dtype == torch.int8 and gradient.dtype != torch.float16
-        ):  # torchao multiplies by the stored integers and scales the outcome
+        if stored.dtype == torch.int8 and gradient.dtype != torch.float16:
+            # As torchao does: it multiplies by the stored integers and scales the outcome.
             weight = stored.to(gradient.dtype)
             gradient = gradient * scale.to(gradient.dtype).flatten()
         else:

@@ -138,7 +138,7 @@ def gradient_lines(report: RunReport) -> list[str]:
     spikes, nonfinite = report.gradient_spikes, report.nonfinite_gradients
     lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"] if spikes else []
     lines += [f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else []
-    skipped = f"steps skipped while the loss scale was found for fp16: {report.overflowed_gradients}"
+    skipped = f"steps skipped because gradients overflowed fp16: {report.overflowed_gradients}"
     return lines + ([skipped] if report.overflowed_gradients else [])
 
 

@@ -16,7 +16,8 @@ AdapterFormat = Literal["diffusers", "comfyui", "kohya"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 Crop = Literal["center", "top"]
-Expert = Literal["high-noise", "low-noise"]
+Expert = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+"""Name that a family gives one of several transformers."""
 LossMask = Literal["none", "files", "alpha"]
 ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
@@ -31,10 +32,10 @@ def _in_utf8(text: str) -> str:
 
 Words = Annotated[str, AfterValidator(_in_utf8)]
 Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
+"""A path or a name: no file system takes a NUL."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
 Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]
-"""A path or a name: no file system takes a NUL."""
 
 
 def _share_or_folder(text: str) -> str:

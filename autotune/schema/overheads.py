@@ -16,8 +16,8 @@ class AdapterPractice(Frozen):
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""
     autocasts: bool = False
-    """Whether training runs under autocast: products are in bf16 and norms in fp32, whatever the precision of their
-    inputs; else each adapted layer copies its input to the adapter's precision."""
+    """Whether training runs under autocast: products are in the precision that the model computes in and norms in
+    fp32, whatever their inputs are in; else each adapted layer copies its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
     """For each of its parameters: what AdamW keeps, a second copy of the parameters included if there is one."""
     step_bytes: int = NaturalInt

@@ -70,6 +70,7 @@ MACHINE_KEYS: tuple[SoftKey, ...] = (
     SoftKey("memory", lambda machine: machine.total_memory_bytes, 1.0, 0.03),
     SoftKey("memory bandwidth", _rate("memory.bandwidth"), 2.0, 0.10, is_rate=True),
     SoftKey("bf16 matmul rate", _rate("matmul.bf16."), 2.0, 0.10, is_rate=True),
+    SoftKey("fp16 matmul rate", _rate("matmul.fp16."), 2.0, 0.10, is_rate=True),
     SoftKey("power limit", lambda machine: machine.power_limit_watts, 1.0, 0.03),
     _version("driver", 0.1),
     _version("cudnn", 0.1),

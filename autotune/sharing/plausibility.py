@@ -23,6 +23,8 @@ UNCACHED_BYTES = 4 << 30
 """Size of weights that is far above any cache, so that every pass reads them from memory."""
 MIN_BYTES_PER_PARAMETER = 0.5
 """The smallest weight format that trains."""
+BOUNDED_RATES = ("memory.", "matmul.bf16.", "matmul.fp16.")
+"""How the names of rates begin that no card has above its datasheet's peaks."""
 SPILL_RATIO = 1.02
 """Peak over total memory: above it the step would have spilled."""
 
@@ -73,7 +75,7 @@ def _check_trials(record: Record) -> Iterator[str]:
     if peaks:  # predictions go by measured rates, so that false ones could cover for false trials
         bounds = {"B/s": peaks.bytes_per_second, "FLOP/s": peaks.flops_per_second}
         for rate in record.machine.rates:
-            if rate.name.startswith(("memory.", "matmul.bf16.")) and rate.value > bounds.get(rate.unit, math.inf):
+            if rate.name.startswith(BOUNDED_RATES) and rate.value > bounds.get(rate.unit, math.inf):
                 yield f"its rate {rate.name} is above the device's peak"
     for number, trial in enumerate(record.trials, start=1):
         weight_format = WEIGHT_FORMATS.get(trial.candidate.quantization)

@@ -74,7 +74,7 @@ RULES = (
         """
         BFLOAT_16    | none
         FLOAT_32     | none
-        FLOAT_16     | none | its weights are in fp16; autotune's in bf16
+        FLOAT_16     | none | its weights are in fp16, whatever it trains in
         NFLOAT_4     | bnb-nf4
         INT_8        | bnb-int8
         FLOAT_8      | layerwise-fp8

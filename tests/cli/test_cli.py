@@ -182,7 +182,7 @@ WRONG = {
     "mask_floor": "2",
     "cache": "tape",
     "weighting_scheme": "heavy",
-    "expert": "middle",
+    "expert": "Middle!",
     "checkpointing_epochs": "0",
     "checkpoints_total_limit": "0",
     "checkpoints_keep_every": "-1",
