@@ -1,7 +1,6 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
 import functools
-from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.compile import CompiledBlock
 from autotune.knobs.input_offload import InputStore
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
@@ -145,8 +145,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
 
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are not turned into code: that takes a minute on a CPU."""
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
+    monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
     request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
