@@ -25,7 +25,7 @@ from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec
 from autotune.search.space import build_search_space
 from autotune.trials import parity
-from autotune.trials.gradients import _plain_transformer, gradient_error, relative_error, update_error
+from autotune.trials.gradients import _gradients, _plain_transformer, gradient_error, relative_error, update_error
 from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
 
@@ -277,3 +277,21 @@ def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
     assert set(parity._read_verdicts(path)) == {"parity.a.b"}
     path.write_text(path.read_text() + "{")
     assert parity._read_verdicts(path) == {}
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("fp32", [False]), ("fp16", [True])])
+def test_only_a_loss_that_may_be_scaled_again_keeps_its_graph(
+    precision: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    backward = torch.Tensor.backward
+
+    def record(loss: torch.Tensor, *, retain_graph: bool) -> None:
+        asked.append(retain_graph)
+        backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    request = request_of("qwen-image", precision=precision)
+    plain = _plain_transformer(request)
+    monkeypatch.setattr(torch.Tensor, "backward", record)
+    _gradients(request, plain, request.candidate)
+    assert asked == kept
