@@ -37,7 +37,7 @@ from autotune.training import (
     pick_inputs,
     to_device,
 )
-from autotune.trials.requests import ChildState, TrialRequest
+from autotune.trials.requests import MIN_METERED_SECONDS, ChildState, TrialRequest
 
 LOSS_STEP = 3
 """Number of the steady step whose loss is reported, so that losses of trials compare however many steps each took."""
@@ -145,7 +145,11 @@ class StepRunner:
         self.step_number = 0
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds."""
+        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds.
+
+        Memory of compiled settings is that of the graph for the first shape, here the largest, which a run may take
+        through the graph for all others.
+        """
         # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
         _, first = self.timed_step()
         peak, second = self.memory_step()
@@ -161,7 +165,7 @@ class StepRunner:
                 outcome, seconds = self.timed_step()
                 losses.append(outcome.loss)
                 times.append(seconds)
-            watts = mean_watts(before, meter.read())
+            watts = mean_watts(before, meter.read()) if sum(times) >= MIN_METERED_SECONDS else None
         final_loss = losses[min(len(losses), LOSS_STEP) - 1]
         defect = self.find_defect(outcome)
         lack = ""
