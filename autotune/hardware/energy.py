@@ -3,7 +3,6 @@
 NVML speaks of the whole card: nothing is told while several processes compute on it, nor of a slice of one.
 """
 
-import os
 import threading
 import time
 from collections.abc import Collection
@@ -48,13 +47,14 @@ class EnergyMeter:
         self._system, self._index = system or RealSystem(), index
         self.reason: str | None = None if kind == "cuda" else f"nothing counts what a {kind} device takes"
         """Why nothing is told, or nothing any more; None while it is."""
-        self._sampled_joules = 0.0
+        self._sampled: EnergyReading | None = None
         self._left = threading.Event()
         self._sampler: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self.reason is None and self._ask("energy_joules") is None and self._ask("power_watts") is not None:
             self.reason = None
+            self._sampled = EnergyReading(time.monotonic(), 0.0)
             self._sampler = threading.Thread(target=self._sample, daemon=True)
             self._sampler.start()
         return self
@@ -70,13 +70,10 @@ class EnergyMeter:
             self.reason = "several processes compute on the card, and NVML counts them together"
         if self.reason is not None:
             return None
-        joules = self._sampled_joules if self._sampler else self._ask("energy_joules")
+        if self._sampler:
+            return self._sampled
+        joules = self._ask("energy_joules")
         return None if joules is None else EnergyReading(time.monotonic(), joules)
-
-    def require_unused(self) -> None:
-        """Before anything of ours computes on the card: `reason` names another process that does."""
-        if self.reason is None and (others := set(self._process_ids()) - {os.getpid()}):
-            self.reason = f"process {min(others)} computes on the card, too, and NVML counts both together"
 
     def _ask(self, query: str) -> float | None:
         """What NVML says, or None, and `reason` says why."""
@@ -97,15 +94,18 @@ class EnergyMeter:
 
     def _sample(self) -> None:
         """Sum power up by the trapezoidal rule until the meter is left."""
-        before, then = self._ask("power_watts"), time.monotonic()
+        before, then, joules = self._ask("power_watts"), time.monotonic(), 0.0
         while before is not None and not self._left.wait(SAMPLE_SECONDS):
             watts, now = self._ask("power_watts"), time.monotonic()
-            self._sampled_joules += (before + (watts or before)) / 2 * (now - then)
+            joules += (before + (watts or before)) / 2 * (now - then)
+            self._sampled = EnergyReading(now, joules)
             before, then = watts, now
 
 
 def why_no_energy(device: Device, system: System | None = None) -> str | None:
-    """Why no trial here could tell what its steps take; None if they can, as far as is known before."""
+    """Why no trial here could tell what its steps take; None if they can, as far as is known before.
+
+    Others may compute on the card now: a search waits until they are done, or a trial says that they were not.
+    """
     with EnergyMeter(device.kind, device.index, system) as meter:
-        meter.require_unused()
         return meter.reason

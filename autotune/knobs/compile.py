@@ -61,27 +61,30 @@ class CompiledBlock:
 
     Left to itself torch compiles once more when another input's size is first seen to change, and all of it twice: what
     enters the first block needs no gradient. That made six graphs of three buckets and three lengths of captions, of
-    which two are left if that block runs uncompiled and the second shape stands for all others.
-
-    Args:
-        block: what is called.
-        backend: torch.compile's.
+    which two are left if that block runs uncompiled and the second shape stands for all others. A block is the first of
+    its kind if its first input, the stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets
+    text that does.
     """
 
-    def __init__(self, block: "nn.Module", backend: str | Callable[..., Any] = "inductor") -> None:
+    backend: str | Callable[..., Any] = "inductor"
+    """torch.compile's."""
+
+    def __init__(self, block: "nn.Module") -> None:
         import torch
 
         self._plain: Callable[..., Any] = block._call_impl
-        self._for_first = torch.compile(self._plain, backend=backend)
-        self._for_others = torch.compile(self._plain, backend=backend, dynamic=True)
+        self._for_first = torch.compile(self._plain, backend=self.backend)
+        self._for_others = torch.compile(self._plain, backend=self.backend, dynamic=True)
         self._is_adapted = any(parameter.requires_grad for parameter in block.parameters())
         self._first: tuple[object, ...] | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
         leaves = tree_leaves((inputs, named))
-        if self._is_adapted and not any(getattr(leaf, "requires_grad", False) for leaf in leaves):
+        stream = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        if self._is_adapted and not stream.requires_grad:
             return self._plain(*inputs, **named)
         shapes = tuple(getattr(leaf, "shape", leaf) for leaf in leaves)
         if self._first is None:

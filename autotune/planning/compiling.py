@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from autotune.cost import CostModel
 from autotune.knobs import KNOBS, startup_seconds
 from autotune.planning.problem import PlanningProblem
-from autotune.schema import Candidate, Reason, Rejected, TrialResult
+from autotune.schema import GOALS, Candidate, Reason, Rejected, TrialResult
 
 BLOCK, OFF = "block", "off"
+NOT_FOR_TIME = "tried only where time is the objective: compiling takes time, and saves time"
 Trials = tuple[TrialResult, ...]
 
 
@@ -61,11 +62,14 @@ def predicted_payback(cost: CostModel, plain: Candidate, compiled: Candidate, nu
 
 
 def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not predicted to pay."""
+    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not predicted to pay, or the
+    objective is not time: what a start-up takes of anything else is not known."""
+    if problem.workload.objective != "throughput":
+        return None
     running = sorted((t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0)
     cost = problem.cost.with_calibration(trials)
     compiled = [c for trial in running if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)]
-    if not compiled or problem.workload.objective == "memory":
+    if not compiled:
         return None
     best = min(compiled, key=lambda candidate: cost.predict(candidate).step_seconds)
     payback = predicted_payback(cost, running[0].candidate, best, problem.job.num_steps)
@@ -123,6 +127,8 @@ def explain_compile(
         return _replaced(reasons, f"measured: {payback}", ())
     if tried:
         return _replaced(reasons, "compiled settings were tried", (tried[-1].message or tried[-1].outcome,))
+    if problem.workload.objective != "throughput":
+        return _replaced(reasons, f"part of the {GOALS[problem.workload.objective]} settings that run", (NOT_FOR_TIME,))
     compiled = compiled_from(chosen, problem)
     if compiled is None:
         return _replaced(reasons, "part of the fastest settings that run", ("does not go with the other settings",))

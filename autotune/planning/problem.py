@@ -20,7 +20,7 @@ from autotune.planning.backend import PlannerBackend
 from autotune.planning.elsewhere import NoGpu
 from autotune.planning.request import PlanRequest, ResolvedRequest, read_data, resolve_request_model
 from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
-from autotune.search import SearchLimits, SearchSpace, drop_values, with_mixtures
+from autotune.search import ENERGY_HINT, SearchLimits, SearchSpace, drop_values, with_mixtures
 from autotune.training import KEY_NAMES, describe_workload, device_misfits
 
 
@@ -159,8 +159,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
     workload = resolved.workload.share(request.num_processes)
     if workload.objective == "energy" and (reason := why_no_energy(hardware.device)):
-        hint = "an NVIDIA GPU (Volta or newer) tells if nothing else computes on it; or leave --objective energy out"
-        raise InvalidInput(f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=hint)
+        raise InvalidInput(f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=ENERGY_HINT)
     request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 

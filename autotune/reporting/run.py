@@ -55,7 +55,7 @@ def _against_base(loss: float, base_loss: float) -> str:
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
     busy = "" if report.gpu_utilization is None else f", GPU busy {report.gpu_utilization:.0%}"
-    took = "" if report.training_kwh is None else f", {report.training_kwh:.3g} kWh by the GPU alone"
+    took = "" if report.training_kwh is None else f", {report.training_kwh:.3g} kWh by GPUs alone"
     change = report.measured_step_seconds / report.expected_step_seconds - 1
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",

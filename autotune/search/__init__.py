@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         take_snapshot,
     )
     from autotune.search.winner import (
+        ENERGY_HINT,
         Score,
         choose_fallbacks,
         choose_winner,

@@ -19,7 +19,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 SUFFIX = ".journal"
 """What the name of such a file ends with."""
-MAX_LINE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
+"""Read at a time while the end of the last whole line is looked for."""
 
 
 class WholeLines(JournalFileBackend):
@@ -28,11 +29,17 @@ class WholeLines(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         with get_lock_file(self._lock), Path(self._file_path).open("rb+") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
-            file.seek(start)
-            whole, newline, rest = file.read().rpartition(b"\n")
-            if newline and rest:
-                file.truncate(start + len(whole) + 1)
+            end = size = file.seek(0, os.SEEK_END)
+            step = 1  # usually the last byte ends a line
+            while end:
+                start = max(0, end - step)
+                file.seek(start)
+                if newline := file.read(end - start).rfind(b"\n") + 1:
+                    end = start + newline
+                    break
+                end, step = start, BLOCK_BYTES
+            if end < size:
+                file.truncate(end)
         super().append_logs(logs)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from autotune.cost import NOISE, PriorResiduals, residual_of
 from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
+from autotune.search.winner import energy_unknown
 
 STOP_SIGMAS = 1.5
 """Standard deviations by which the stop rule lets a candidate be better than predicted: fewer ended searches too early
@@ -206,6 +207,12 @@ class ResidualSearch:
             return not remaining
         return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
 
+    def require_told(self, results: Sequence[TrialResult]) -> None:
+        """Raise NothingFits once trials ran and none told the energy that is the objective."""
+        ran = [result for result in results if result.outcome == "ok"]
+        if self.objective == "energy" and ran and all(result.joules_per_image is None for result in ran):
+            raise energy_unknown(ran[-1].message)
+
     def find_doubtful(self, results: Sequence[TrialResult]) -> TrialResult | None:
         """The result that is slower than all others let expect by most, if it would else have won; None if none is.
 
@@ -238,7 +245,7 @@ class ResidualSearch:
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Sequence[TrialResult]) -> float:
-        """Natural logarithm of the best value of the objective; some result must have run."""
+        """Natural logarithm of the best value of the objective; some result must have run, and told it."""
         if self.objective == "memory":
             return math.log(min(r.peak_memory_bytes or math.inf for r in results if r.outcome == "ok"))
         if self.objective == "energy":

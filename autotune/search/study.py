@@ -228,6 +228,9 @@ def run_search(
 
     Returns:
         all results in order, other workers' too.
+
+    Raises:
+        NothingFits: energy is the objective, and no trial that ran could tell it.
     """
     remaining = search.remaining(())
     if not remaining:
@@ -307,6 +310,7 @@ def describe_result(result: TrialResult) -> dict[str, str | float]:
 
 def _is_over(search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot) -> bool:
     results, num_trials = snapshot.results, len(snapshot.results) + len(snapshot.running)
+    search.require_told(results)
     best = best_seconds(results)
     allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
     if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):

@@ -19,6 +19,7 @@ TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
+ENERGY_HINT = "an NVIDIA GPU (Volta or newer) tells if nothing else computes on it; or leave --objective energy out"
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -128,18 +129,26 @@ def _complexity(score: Score) -> int:
     return sum(value != getattr(plain, name) for name, value in score.candidate)
 
 
+def energy_unknown(why: str = "") -> NothingFits:
+    """What to raise if trials ran and none told the energy that is the objective; `why` is a trial's message."""
+    what = "no trial could tell how much energy its steps took"
+    return NothingFits(f"{what}: {why}" if why else what, hint=ENERGY_HINT)
+
+
 def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]) -> Score:
     """The winner.
 
     Raises:
-        NothingFits: nothing runs; `relaxation` finds out what would help.
+        NothingFits: nothing runs, and `relaxation` finds out what would help; or no trial told its energy.
     """
     best = choose_winner(scores, objective)
     if best is None:
+        if any(score.failure is None for score in scores):
+            raise energy_unknown()
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
         why = "every setting is predicted to need more than a run may take"
-        if nearest:
-            why = nearest.failure or "no trial could tell how much energy its steps took"
+        if nearest and nearest.failure:
+            why = nearest.failure
         raise NothingFits(f"nothing runs here: {why}", hint=relaxation())
     return best
 

@@ -109,8 +109,9 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     shares = torch.linspace(0.25, 0.5, len(clean)).tolist()
     levels = torch.tensor([family.noise.level(share) for share in shares], device=clean.device)
     loss = denoising_loss(family, transformer, batch, noise, levels)
-    for scale in LOSS_SCALES if dtype == torch.float16 else (1.0,):
-        (loss * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    scales = LOSS_SCALES if dtype == torch.float16 else (1.0,)
+    for scale in scales:
+        (loss * scale).backward(retain_graph=scale != scales[-1])  # type: ignore[no-untyped-call]
         found = [None if p.grad is None else p.grad.double().cpu() / scale for p in adapter]
         if all(gradient is None or gradient.isfinite().all() for gradient in found):
             break

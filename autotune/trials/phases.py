@@ -13,7 +13,7 @@ from autotune.data import Cache, Encoders, open_pixels
 from autotune.families import ResolvedModel, resolve_model
 from autotune.runtime import release_memory
 from autotune.schema import TrialResult
-from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, save_trained
+from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, eager_eval, save_trained
 from autotune.trials.outcomes import first_line_with_notes
 from autotune.trials.requests import ChildState, RehearsalRequest
 from autotune.trials.steps import StepRunner, load_for_trial
@@ -77,12 +77,12 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
             steps = StepRunner(loaded, request.workload, request.candidate)
             trained = steps.measure(request.needs_another_step)
         if sampler:
-            with phase("previews"):
+            with phase("previews"), eager_eval(loaded.model.transformer):
                 sampler.sample(preview)
         with phase("saving"):
             save_trained(folder / ADAPTER_FILE, steps.model, steps.optimizer, request.workload, "rehearsal", 1)
         if sampler:  # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
-            with phase("previews"):
+            with phase("previews"), eager_eval(loaded.model.transformer):
                 sampler.compare_adapter(folder / ADAPTER_FILE, [preview], lambda *written: None)
     return with_phases(trained)
 

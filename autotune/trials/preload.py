@@ -41,6 +41,7 @@ for function in vars(torch.utils._triton).values():
     getattr(function, "cache_clear", lambda: None)()  # what was cached while the GPU was hidden
 
 silence_progress_bars()
+gc.collect()  # what is garbage by now would be kept for good
 gc.freeze()  # a trial collects garbage often, and need not look through half a million objects of libraries each time
 
 DONE = True

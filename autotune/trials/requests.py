@@ -18,7 +18,7 @@ MIN_PRUNING_STEPS = 2
 MAX_REPEAT_SECONDS = 5.0
 """No step is repeated once the timed ones have taken this long."""
 MIN_METERED_SECONDS = 2.0
-"""Steady steps of a trial whose energy decides: counters of cards move every 20 to 100 ms."""
+"""Steady steps that tell energy, as many as a trial takes where it decides: counters move every 20 to 100 ms."""
 MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
 MAX_DRIFT = 0.03
 """Relative difference between the medians of both halves of a rehearsal's steps, up to which they are steady."""

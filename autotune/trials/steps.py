@@ -37,7 +37,7 @@ from autotune.training import (
     pick_inputs,
     to_device,
 )
-from autotune.trials.requests import ChildState, TrialRequest
+from autotune.trials.requests import MIN_METERED_SECONDS, ChildState, TrialRequest
 
 MAX_OVERFLOWS = 17
 """Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one helps."""
@@ -147,7 +147,11 @@ class StepRunner:
         self.step_number = 0
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds."""
+        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds.
+
+        Memory of compiled settings is that of the graph for the first shape, here the largest, which a run may take
+        through the graph for all others.
+        """
         # The first step allocates the optimizer's state, unless its gradient overflows; the one after it is measured
         # for memory, which can slow it down.
         outcome, first = self.timed_step()
@@ -169,7 +173,7 @@ class StepRunner:
                 outcome, seconds = self.timed_step()
                 losses.append(outcome.loss)
                 times.append(seconds)
-            watts = mean_watts(before, meter.read())
+            watts = mean_watts(before, meter.read()) if sum(times) >= MIN_METERED_SECONDS else None
         final_loss = losses[min(len(losses), LOSS_STEP) - 1]
         defect = defect or self.find_defect(outcome)
         lack = ""

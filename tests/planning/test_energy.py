@@ -16,9 +16,10 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
+from autotune.search.winner import ENERGY_HINT, require_winner, score_trials
 from tests import builders
 from tests.hardware.test_energy import Card, system_of
-from tests.planning.machines import HARDWARE, answer, make_plan, request, surroundings
+from tests.planning.machines import CAPABILITIES, HARDWARE, answer, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 BATCH = 2
@@ -87,9 +88,36 @@ def test_a_plan_whose_card_did_not_tell_says_nothing_of_it() -> None:
     assert not [line for line in (*plan_lines(plan), *explain_lines(plan)) if "energy" in line or " J an" in line]
 
 
-def test_trials_that_could_not_tell_make_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NothingFits, match="no trial could tell how much energy"):
-        make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch, tells=False)))
+def test_the_first_trial_that_cannot_tell_ends_the_search_with_its_reason() -> None:
+    tried: list[Candidate] = []
+
+    def run(candidate: Candidate) -> TrialResult:
+        tried.append(candidate)
+        return answer(candidate).changed(message="several processes compute on the card")
+
+    with pytest.raises(NothingFits, match=r"no trial could tell how much energy.*: several processes") as caught:
+        make_plan(energy_request(), HARDWARE, backend=surroundings(run))
+    assert len(tried) == 1
+    assert "leave --objective energy out" in caught.value.hint
+
+
+def test_settings_that_ran_untold_are_not_said_to_need_too_much() -> None:
+    first, second = (Candidate(micro_batch_size=size, checkpointed_blocks=0) for size in (1, 2))
+    results = [builders.trial(first, 1.0, builders.GIB), builders.trial(second, outcome="oom")]
+    with pytest.raises(NothingFits, match="no trial could tell how much energy") as caught:
+        require_winner(score_trials(results), "energy", lambda: "ask for less")
+    assert caught.value.hint == ENERGY_HINT
+
+
+def test_nothing_is_compiled_for_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = builders.hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
+    monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 0.001)
+    pins = (("norm_rope", "stock"), ("modulation", "resident"))
+    asked = replace(energy_request(pins=pins), job_overrides={"num_steps": 10**6})
+    plan = make_plan(asked, compiling, backend=surroundings(metered(monkeypatch)))
+    assert all(trial.candidate.compile == "off" for trial in plan.frozen.trials)
+    (reason,) = (reason for reason in plan.frozen.reasons if reason.knob == "compile")
+    assert "only where time is the objective" in reason.rejected[0].reason
 
 
 def test_a_recorded_search_by_energy_is_planned_from_again_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

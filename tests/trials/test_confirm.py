@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autotune.data.encoders import Encoders
 from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
+from autotune.knobs.compile import CompiledBlock
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
+from autotune.trials import phases
 from autotune.trials.phases import _largest_preview, _rehearse_caching
-from autotune.trials.requests import Failure, RehearsalRequest
+from autotune.trials.requests import ChildState, Failure, RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
@@ -115,3 +118,27 @@ def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(
     assert len(preview.control_paths) == 1
     (rehearsed,) = family.count_text_tokens(model.config_folder, [preview.prompt], [[(64, 64)]])
     assert tokens - 15 < rehearsed <= tokens
+
+
+def test_previews_are_rehearsed_without_compiled_code_as_in_a_run(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bool] = []
+
+    class Sampler:
+        def attach(self, transformer: nn.Module) -> None:
+            self.modules = list(transformer.modules())
+
+        def sample(self, *_: object) -> None:
+            compiled.append(any(module._compiled_call_impl for module in self.modules))
+
+        compare_adapter = sample
+
+    monkeypatch.setattr(CompiledBlock, "__call__", lambda block, *inputs, **named: block._plain(*inputs, **named))
+    monkeypatch.setattr(phases, "_rehearse_caching", lambda *_: Sampler())
+    settings = FIRST.changed(compile="block")
+    asked = RehearsalRequest(
+        str(small_model), workload(small_model), settings, "cpu", 2, caching=CachingSettings(), max_seconds=0.0
+    )
+    assert phases.rehearse(asked, ChildState()).outcome == "ok"
+    assert compiled == [False, False]

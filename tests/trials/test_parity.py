@@ -1,7 +1,6 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
 import functools
-from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.compile import CompiledBlock
 from autotune.knobs.input_offload import InputStore
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
@@ -25,7 +25,7 @@ from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec
 from autotune.search.space import build_search_space
 from autotune.trials import parity
-from autotune.trials.gradients import _plain_transformer, gradient_error, relative_error, update_error
+from autotune.trials.gradients import _gradients, _plain_transformer, gradient_error, relative_error, update_error
 from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
 
@@ -145,8 +145,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
 
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are not turned into code: that takes a minute on a CPU."""
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
+    monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
     request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
@@ -278,3 +277,21 @@ def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
     assert set(parity._read_verdicts(path)) == {"parity.a.b"}
     path.write_text(path.read_text() + "{")
     assert parity._read_verdicts(path) == {}
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("fp32", [False]), ("fp16", [True])])
+def test_only_a_loss_that_may_be_scaled_again_keeps_its_graph(
+    precision: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    backward = torch.Tensor.backward
+
+    def record(loss: torch.Tensor, *, retain_graph: bool) -> None:
+        asked.append(retain_graph)
+        backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    request = request_of("qwen-image", precision=precision)
+    plain = _plain_transformer(request)
+    monkeypatch.setattr(torch.Tensor, "backward", record)
+    _gradients(request, plain, request.candidate)
+    assert asked == kept

@@ -47,8 +47,9 @@ def _answer(subject: RunSubject) -> Element:
         found.append(("Step time", h("b", seconds_text(measured)), words))
         found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
     if report and report.measured_joules_per_image is not None:
-        planned = f", planned {energy_text(report.expected_joules_per_image)}"
-        found.append(("Energy an image", h("b", energy_text(report.measured_joules_per_image)), planned))
+        promised = report.expected_joules_per_image
+        words = "" if promised is None else f", planned {energy_text(promised)}"
+        found.append(("Energy an image", h("b", energy_text(report.measured_joules_per_image)), words))
     if report and report.verdict:
         lines = [*verdict_lines(report.verdict), *gradient_lines(report)]
         lines += validation_lines(report.validation) if report.validation else []

@@ -265,3 +265,12 @@ def test_a_long_line_is_thinned_to_what_a_screen_shows(number: int) -> None:
     assert len(kept) <= 300
     assert kept[-1] == points[-1]
     assert max(value for _, value in kept) == number - 1
+
+
+def test_energy_that_no_plan_promised_is_told_without_a_dash() -> None:
+    subject = run_subject()
+    assert subject.report
+    for promised, words in ((None, "</b></dd>"), (4.0, "</b>, planned 4")):
+        report = subject.report.changed(expected_joules_per_image=promised, measured_joules_per_image=3.0)
+        page = build_page([replace(subject, report=report)], "1")
+        assert page.partition("Energy an image")[2].partition("3 J")[2].lstrip().startswith(words)
