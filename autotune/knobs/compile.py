@@ -61,9 +61,9 @@ class CompiledBlock:
 
     Left to itself torch compiles once more when another input's size is first seen to change, and all of it twice: what
     enters the first block needs no gradient. That made six graphs of three buckets and three lengths of captions, of
-    which two are left if that block runs uncompiled and the second shape stands for all others. A block is the first of
-    its kind if its first input, the stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets
-    text that does.
+    which two are left if that block runs uncompiled and the second shape stands for all others. FLUX.1 and Kandinsky 5
+    still make six: torch compiles anew for strides that it has not seen. A block is the first of its kind if its first
+    input, the stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets text that does.
     """
 
     backend: str | Callable[..., Any] = "inductor"
