@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.plans import check
+from autotune.api.checking import check
 from autotune.backends import (
     ATTENTION_BACKENDS,
     WEIGHT_FORMATS,

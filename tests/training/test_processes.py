@@ -198,7 +198,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
     monkeypatch.setattr("autotune.training.processes.device_misfits", lambda number, hardware: ())
     monkeypatch.setattr("autotune.training.processes.probe", lambda index: (free, used)[index])
-    monkeypatch.setattr("autotune.api.plans.read_machine", lambda: free)
+    monkeypatch.setattr("autotune.api.checking.probe", lambda: free)
     write_plan(tmp_path / "plan.yaml", plan)
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
