@@ -28,7 +28,6 @@ from autotune.schema import (
     OnEvent,
     Progressed,
     StatusChanged,
-    each_place,
     ignore_event,
 )
 from autotune.weights import (
@@ -76,8 +75,7 @@ def check_data(
     num_frames = job.get("num_frames", family.defaults.num_frames)
     family.check_num_frames(num_frames)
     if sheet is not None:
-        for place in each_place(folder):
-            _require_apart(Path(sheet), Path(place))
+        _require_apart(Path(sheet), folder)
     pairs: list[tuple[Item, Bucket]] = []
     report = check_dataset(
         folder,
@@ -97,7 +95,7 @@ def check_data(
     return report
 
 
-def _require_apart(sheet: Path, data: Path) -> None:
+def _require_apart(sheet: Path, data: DataPlace) -> None:
     """Raise InvalidInput if the sheet would lie in a folder of the data, over an image or as one more."""
     for place in list_places(data):
         if Path(os.path.realpath(sheet)).is_relative_to(os.path.realpath(place)):

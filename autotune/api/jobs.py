@@ -50,8 +50,7 @@ def job_script(
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
-        image: container image with autotune in it, for Kubernetes and Docker.
-        claim: Kubernetes' persistent volume claim that holds the current folder.
+        image, claim: container image with autotune in it; Kubernetes' volume claim that holds the current folder.
         path: file to write the text to as well, in a folder that is there.
 
     Raises:

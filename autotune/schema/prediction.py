@@ -9,7 +9,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 
 MEMORY_BAND_SIGMAS = 1.5
-"""Four fifths of what other programs publish, on GPUs and before any trial, lie within 1.45 sigma (33 readings,
+"""Four fifths of what other programs publish, on GPUs and before any trial, lie within 1.38 sigma (37 readings,
 benchmarks/published.py). Of times nine tenths lie within one."""
 
 
