@@ -66,11 +66,14 @@ class MemoryGuard:
             self._process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> None:
         if self._process:
             self._process.kill()
             self._process.communicate()
             signal.signal(signal.SIGUSR2, self._previous)
+        # Raised within a library, the shortage may arrive here as what that library, or a reader of files, made of it.
+        if self.shortage and isinstance(failure, Exception) and not isinstance(failure, HostMemoryShort):
+            raise self._ended() from failure
 
     @property
     def stop_reason(self) -> str | None:
@@ -98,4 +101,7 @@ class MemoryGuard:
         left = int(self._process.stdout.readline() or 0)
         self.shortage = f"the host had {left / 2**30:.2f} GiB left, too little to stay alive"
         if not self._waits:
-            raise HostMemoryShort(f"{self.shortage}: training was ended", hint=HINT)
+            raise self._ended()
+
+    def _ended(self) -> HostMemoryShort:
+        return HostMemoryShort(f"{self.shortage}: training was ended", hint=HINT)

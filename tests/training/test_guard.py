@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_run_that_is_still_loading_ends_at_once(bench: Bench, tmp_path: Path, 
     plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
     with pytest.raises(HostMemoryShort):
         train(plan, bench.hardware, tmp_path / "cache")
+
+
+def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(available: Path) -> None:
+    with pytest.raises(HostMemoryShort, match="training was ended"), MemoryGuard("host"):
+        available.write_text(str(SHORT))
+        try:
+            time.sleep(60)
+        except Exception as error:
+            raise OSError("unreadable") from error
 
 
 STUCK = """
