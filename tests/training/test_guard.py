@@ -67,12 +67,15 @@ def test_a_run_that_is_still_loading_ends_at_once(bench: Bench, tmp_path: Path, 
 
 
 def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(available: Path) -> None:
-    with pytest.raises(HostMemoryShort, match="training was ended"), MemoryGuard("host"):
+    def read() -> None:
         available.write_text(str(SHORT))
         try:
             time.sleep(60)
         except Exception as error:
             raise OSError("unreadable") from error
+
+    with pytest.raises(HostMemoryShort, match="training was ended"), MemoryGuard("host"):
+        read()
 
 
 STUCK = """
