@@ -29,7 +29,8 @@ fresh readings were collected, by what `data/fresh_readings.md` had fixed, after
 later; the second collection after all of today's.
 
 Of families that were added after all of these, `ADDED`, the published file's readings are judged by themselves, with
-these rules in addition. They were committed before any of these readings had been predicted.
+these rules in addition. They were committed before any of these readings had been predicted. So was that Chroma, which
+came later, is read by the same rules.
 
 11. "N MP" is a square of N x 1024 x 1024 pixels. Where the row names the data loader of the source's own example, its
     shape counts, for the example's configuration says the same (SimpleTuner bc8e6ab, `simpletuner/examples`: squares of
@@ -76,6 +77,7 @@ FAMILIES = {
     **{name: name for name in ("kandinsky5-image-lite", "kandinsky5-video-lite")},
 }
 ADDED = {
+    "Chroma (8.9B FLUX.1 derivative)": "chroma",
     "Krea 2": "krea-2",
     "Krea 2 (12.9B)": "krea-2",
     "Krea 2 raw (12.9B)": "krea-2",
@@ -95,6 +97,7 @@ ADDED = {
 }
 """Models of families that were added after the rules for `FAMILIES`."""
 CAPTIONS = {
+    ("SimpleTuner", "chroma"): 512,  # chroma/model.py pads to max_sequence_length, under a mask
     ("SimpleTuner", "krea-2"): 512,  # krea2/pipeline.py pads to max_sequence_length, under a mask
     ("SimpleTuner", "z-image-turbo"): 32,  # z_image/model.py drops padding; its example's caption is one character
 }
