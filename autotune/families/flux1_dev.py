@@ -8,7 +8,7 @@ from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.latents import encode_image
 from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
+from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
 
+DEV: Config = {"guidance_embeds": True}
+DEV_PARTS = Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE)
+DEV_LICENSE = "flux-1-dev-non-commercial-license"
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
@@ -26,19 +29,21 @@ class Flux1Dev(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
-    models = (
+    models: ClassVar[tuple[PublishedModel, ...]] = (
         PublishedModel(
             "black-forest-labs/FLUX.1-dev",
-            {"guidance_embeds": True},
-            Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE),
+            DEV,
+            DEV_PARTS,
             num_parameters=11_901_408_320,
-            license="flux-1-dev-non-commercial-license",
+            license=DEV_LICENSE,
             source="the configuration on the hub",
         ),
     )
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
-    components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    components: ClassVar[tuple[str, ...]] = (
+        *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+    )
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -72,15 +77,18 @@ class Flux1Dev(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    modulation = ModulationLayers(
+    modulation: ClassVar[ModulationLayers | None] = ModulationLayers(
         rf"{BLOCK}\.norm(1|1_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
     )
     attention_layouts = (AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2
+        latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
+        controls = {f"{CONTROL}{number}": latents for number in range(1, min(num_controls, self.max_controls) + 1)}
         return {
-            "latents": (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR),
+            "latents": latents,
+            **controls,
             "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
             "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
         }
@@ -101,24 +109,32 @@ class Flux1Dev(Family):
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         import torch
 
-        prompt = batch["prompt_embeds"]
-        rows, columns = noisy.shape[3] // PATCH, noisy.shape[4] // PATCH
-        # An image token's position is (0, row, column); text has none.
-        grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
-        positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
+        prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
+        tokens = [pack(image) for image in images]
+        # An image token's position is (number of the image, row, column); text has none.
+        positions = [
+            torch.cartesian_prod(torch.tensor([number]), *(torch.arange(side // PATCH) for side in image.shape[3:]))
+            for number, image in enumerate(images)
+        ]
         velocity: Tensor = transformer(
-            hidden_states=pack(noisy),
+            hidden_states=torch.cat(tokens, dim=1),
             timestep=levels.to(noisy.dtype),
-            guidance=self.guidance_input(transformer, levels, batch),
-            pooled_projections=batch["pooled_prompt_embeds"],
             encoder_hidden_states=prompt,
             txt_ids=noisy.new_zeros(prompt.shape[1], 3),
-            img_ids=positions,
+            img_ids=torch.cat(positions).to(noisy),
             return_dict=False,
+            **self.conditioning(transformer, levels, batch, sum(part.shape[1] for part in tokens)),
         )[0]
-        return unpack(velocity, noisy.shape)
+        return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
+
+    def conditioning(
+        self, transformer: "nn.Module", levels: "Tensor", batch: Batch, num_image_tokens: int
+    ) -> dict[str, Any]:
+        """What the transformer takes besides tokens, their positions and the noise level."""
+        guidance = self.guidance_input(transformer, levels, batch)
+        return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.flux1_dev import write_pipeline
 
-        write_pipeline(folder, captions, seed)
+        write_pipeline(self.pipeline_class, folder, captions, seed)

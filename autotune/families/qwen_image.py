@@ -8,7 +8,7 @@ from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline
 from autotune.families.latents import encode_standardized
 from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
+from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
 from autotune.schema import Bucket, TextPadding
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 BLOCK = r"transformer_blocks\.\d+"
-CONTROL = "control_latents_"
-"""Prefix of control images in a sample, before a number from 1; nine at most, so that names sort in order."""
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
 QWEN_SOURCE = "the configuration on the hub; the class's own defaults are that model"
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
@@ -102,8 +100,8 @@ class QwenImage(Family):
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         import torch
 
-        images = [noisy, *(batch[name] for name in sorted(batch) if name.startswith(CONTROL))]
-        tokens = [pack(image.to(noisy.dtype)) for image in images]
+        images = with_controls(noisy, batch)
+        tokens = [pack(image) for image in images]
         velocity: Tensor = transformer(
             hidden_states=torch.cat(tokens, dim=1),
             encoder_hidden_states=batch["prompt_embeds"],

@@ -7,7 +7,9 @@ from importlib.metadata import entry_points
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family
+from autotune.families.chroma import Chroma
 from autotune.families.flux1_dev import Flux1Dev
+from autotune.families.flux1_kontext import Flux1Kontext
 from autotune.families.flux2_dev import Flux2Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
@@ -70,6 +72,7 @@ FAMILIES = Families(
     QwenImageEdit(),
     QwenImageEditPlus(),
     Flux1Dev(),
+    Flux1Kontext(),
     Kandinsky5Image(),
     Kandinsky5Video(),
     ZImage(),
@@ -80,6 +83,7 @@ FAMILIES = Families(
     Wan22(),
     Wan22HighNoise(),
     Krea2(),
+    Chroma(),
 )
 
 

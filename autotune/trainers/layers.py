@@ -24,6 +24,11 @@ LINEAR_LAYERS: Mapping[str, tuple[str, ...]] = {
         "{x_embedder,context_embedder,norm_out.linear,proj_out}",
         f"time_text_embed.{{timestep,guidance,text}}_{EMBEDDER}",
     ),
+    "ChromaTransformer2DModel": (
+        f"transformer_blocks.0.{{{JOINT},{{ff,ff_context}}.net.{{0.proj,2}}}}",
+        "single_transformer_blocks.0.{attn.{to_q,to_k,to_v},proj_mlp,proj_out}",
+        "{x_embedder,context_embedder,proj_out,distilled_guidance_layer.{{in,out}_proj,layers.{0,1,2,3,4}.linear_{1,2}}}",
+    ),
     "Kandinsky5Transformer3DModel": (
         f"{KANDINSKY_ATTENTION}_attention.{{to_query,to_key,to_value,out_layer}}",
         "{text,visual}_transformer_blocks.0.feed_forward.{in,out}_layer",

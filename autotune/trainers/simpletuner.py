@@ -150,7 +150,8 @@ FLAVORS = """
     kandinsky5-image-lite=kandinsky5-image:t2i-lite-sft| kandinsky5-video-lite=kandinsky5-video:t2v-lite-sft-5s|
     z-image=z_image:base z-image-turbo=z_image:turbo|turbo-ostris-v2| krea-2=krea2:raw| krea-2-turbo=krea2:turbo
     flux2-klein=flux2:klein-4b flux2-klein-9b=flux2:klein-9b| wan-2.1=wan:t2v-480p-1.3b-2.1|
-    wan-2.1-14b=wan:t2v-480p-14b-2.1 wan-2.2=wan:ti2v-5b-2.2 sdxl=sdxl:base-1.0|
+    wan-2.1-14b=wan:t2v-480p-14b-2.1 wan-2.2=wan:ti2v-5b-2.2 sdxl=sdxl:base-1.0| chroma-base=chroma:base|
+    chroma=chroma:hd
 """
 """Flavors of models in its family, that which it takes by default with nothing after the last bar."""
 
@@ -161,6 +162,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "fixed": {"disable_segmented_timestep_sampling": True},
         "lacks": ("musubi_blocks_to_swap", *PATTERN, *NOISE),
     },
+    **{name: {"lacks": ("musubi_blocks_to_swap",)} for name in ("chroma", "chroma-base")},
     "z-image-turbo": {"note": "it merges an adapter first that undoes the distillation"},
 }
 MODELS = tuple(

@@ -83,31 +83,28 @@ FLUX_ATTENTION: Mapping[str, Parts] = {
     "txt_attn.proj": ("attn.to_add_out",),
 }
 DOUBLE, SINGLE = {"double_blocks.#": "transformer_blocks.#"}, {"single_blocks.#": "single_transformer_blocks.#"}
-FLUX1: Mapping[str, Parts] = {
+CHROMA: Mapping[str, Parts] = {
     **_within(DOUBLE, FLUX_ATTENTION),
     **_within(
         DOUBLE,
         {
-            "img_mod.lin": ("norm1.linear",),
-            "txt_mod.lin": ("norm1_context.linear",),
             "img_mlp.0": ("ff.net.0.proj",),
             "img_mlp.2": ("ff.net.2",),
             "txt_mlp.0": ("ff_context.net.0.proj",),
             "txt_mlp.2": ("ff_context.net.2",),
         },
     ),
-    **_within(
-        SINGLE,
-        {
-            "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-            "linear2": ("proj_out",),
-            "modulation.lin": ("norm.linear",),
-        },
-    ),
+    **_within(SINGLE, {"linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear2": ("proj_out",)}),
+    **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
+}
+"""Those of FLUX.1 but its modulation and embedders. What Chroma has in their place nobody adapts."""
+FLUX1: Mapping[str, Parts] = {
+    **CHROMA,
+    **_within(DOUBLE, {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",)}),
+    **_within(SINGLE, {"modulation.lin": ("norm.linear",)}),
     **_embedder("time_in", "time_text_embed.timestep_embedder"),
     **_embedder("vector_in", "time_text_embed.text_embedder"),
     **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
-    **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
 }
 FLUX2: Mapping[str, Parts] = {
     **_within(DOUBLE, FLUX_ATTENTION),
@@ -212,10 +209,11 @@ SDXL: Mapping[str, Parts] = {
 }
 """Of the published UNet, with two layers a stage; its convolutions are left out."""
 
-FLUX1_CLASS = "FluxTransformer2DModel"
+FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
 LAYOUTS: Mapping[str, Layout] = {
     "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
     FLUX1_CLASS: Layout(FLUX1, {}),
+    CHROMA_CLASS: Layout(CHROMA, {}),
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
     "UNet2DConditionModel": Layout(SDXL, {}),
@@ -231,9 +229,11 @@ def find_class(layers: Iterable[str]) -> str | None:
     """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None if they may be.
 
     Stable Diffusion 3 has all names of FLUX.1's double blocks, Qwen-Image those of their attention, in layers as wide.
+    Chroma's layers are told to be FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
-    fitting = [name for name, layout in LAYOUTS.items() if names and layout.has_layers(names)]
+    others = {name: layout for name, layout in LAYOUTS.items() if name != CHROMA_CLASS}
+    fitting = [name for name, layout in others.items() if names and layout.has_layers(names)]
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
         return ""

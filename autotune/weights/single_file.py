@@ -32,7 +32,7 @@ UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 """Endings of what such files hold for 8-bit products of activations."""
 DROPPED = frozenset({"norm_final.weight"})
 """What conversions leave out on purpose: Z-Image's file has a layer that the model does not use."""
-FIXED_WIDTHS = {"FluxTransformer2DModel": ("img_in.weight", 3072)}
+FIXED_WIDTHS = dict.fromkeys(("FluxTransformer2DModel", "ChromaTransformer2DModel"), ("img_in.weight", 3072))
 """The tensor with as many rows as the model is wide, and the width at which diffusers' conversion splits all models."""
 MAX_ROWS = 1 << 20
 """Of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for each."""

@@ -40,19 +40,20 @@ FLUX2 = {
     "joint_attention_dim": 48,
     "axes_dims_rope": (8, 8, 8, 8),
 }
+FLUX1 = {
+    "num_layers": 4,
+    "num_single_layers": 5,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (8, 12, 12),
+}
 TINY: dict[str, dict[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,
-    "flux1-dev": {
-        "num_layers": 4,
-        "num_single_layers": 5,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
-        "pooled_projection_dim": 16,
-        "axes_dims_rope": (8, 12, 12),
-        "guidance_embeds": True,
-    },
+    "flux1-dev": {**FLUX1, "pooled_projection_dim": 16, "guidance_embeds": True},
+    "flux1-kontext": {**FLUX1, "pooled_projection_dim": 16, "guidance_embeds": True},
+    "chroma": {**FLUX1, "approximator_hidden_dim": 64, "approximator_layers": 2},
     "z-image": {
         "dim": 64,
         "n_heads": 2,

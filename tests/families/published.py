@@ -1,7 +1,7 @@
 """What the models' own folders say of their transformer and VAE: the files on the hub, without their `_` keys.
 
-Qwen-Image's, Qwen's VAE and FLUX.1's are as published. Those of Kandinsky 5.0 are what diffusers writes for the
-published architecture: every argument of the class.
+Qwen-Image's, Qwen's VAE and FLUX.1's are as published, Chroma's is that of a copy. Those of Kandinsky 5.0 are what
+diffusers writes for the published architecture: every argument of the class.
 """
 
 from typing import Any
@@ -72,6 +72,24 @@ FLUX_VAE: dict[str, Any] = {
     "use_quant_conv": False,
 }
 
+# As a copy of lodestones/Chroma1-HD has it, TensorStack/Chroma1-HD-ts: with two keys that its class does not take.
+CHROMA: dict[str, Any] = {
+    "approximator_hidden_dim": 5120,
+    "approximator_layers": 5,
+    "approximator_num_channels": 64,
+    "attention_head_dim": 128,
+    "axes_dims_rope": [16, 56, 56],
+    "guidance_embeds": False,
+    "in_channels": 64,
+    "joint_attention_dim": 4096,
+    "num_attention_heads": 24,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "out_channels": None,
+    "patch_size": 1,
+    "pooled_projection_dim": 768,
+}
+
 KANDINSKY_IMAGE: dict[str, Any] = {
     "attention_P": None,
     "attention_add_sta": None,
@@ -128,6 +146,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen-image-edit": (QWEN, QWEN_VAE),
     "qwen-image-edit-plus": (QWEN, QWEN_VAE),
     "flux1-dev": (FLUX, FLUX_VAE),
+    "chroma": (CHROMA, FLUX_VAE),
     "kandinsky5-image-lite": (KANDINSKY_IMAGE, FLUX_VAE),
     "kandinsky5-video-lite": (KANDINSKY_VIDEO, HUNYUAN_VAE),
 }

@@ -56,6 +56,34 @@ def flux(transformer, noisy, sigma, sample: Tensors):
     return latents_of(out, noisy.shape)
 
 
+def flux_kontext(transformer, noisy, sigma, sample: Tensors):
+    _, _, height, width = noisy.shape
+    places = [(y, x) for y in range(height // 2) for x in range(width // 2)]
+    out = transformer(
+        hidden_states=torch.cat([tokens_of(noisy), tokens_of(sample["control_latents_1"])], dim=1),
+        timestep=torch.tensor([sigma]),
+        guidance=torch.tensor([1.0]),
+        pooled_projections=sample["pooled_prompt_embeds"][None],
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        txt_ids=torch.zeros(512, 3),
+        img_ids=torch.tensor([[float(is_control), y, x] for is_control in (False, True) for y, x in places]),
+    ).sample
+    return latents_of(out[:, : len(places)], noisy.shape)
+
+
+def chroma(transformer, noisy, sigma, sample: Tensors):
+    """Of one prompt, whose padding is left out, so that there is nothing to mask."""
+    _, _, height, width = noisy.shape
+    out = transformer(
+        hidden_states=tokens_of(noisy),
+        timestep=torch.tensor([sigma]),
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        txt_ids=torch.zeros(len(sample["prompt_embeds"]), 3),
+        img_ids=torch.tensor([[0.0, y, x] for y in range(height // 2) for x in range(width // 2)]),
+    ).sample
+    return latents_of(out, noisy.shape)
+
+
 def kandinsky(transformer, noisy, sigma, sample: Tensors):
     channels, frames, height, width = noisy.shape
     video = transformer.config.visual_cond
@@ -130,6 +158,8 @@ def krea(transformer, noisy, sigma, sample: Tensors):
 
 
 PREDICTIONS = {
+    "chroma": chroma,
+    "flux1-kontext": flux_kontext,
     "krea-2": krea,
     "wan-2.1": wan,
     "wan-2.2": wan_22,

@@ -80,6 +80,17 @@ class Small:
         return transformer, parameters
 
 
+def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
+    """Let Chroma's pipeline mask what it should: it adds the numbers of its mask (huggingface/diffusers#13619)."""
+    stock = pipeline._get_t5_prompt_embeds
+
+    def encode(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt, mask = stock(*args, **options)
+        return prompt, mask > 0
+
+    monkeypatch.setattr(pipeline, "_get_t5_prompt_embeds", encode)
+
+
 def make_small(family: Family, folder: Path) -> Small:
     family.write_small_pipeline(folder, CAPTIONS, seed=0)
     pipeline = family.load_pipeline(folder)

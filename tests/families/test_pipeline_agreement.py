@@ -8,7 +8,7 @@ from PIL import Image
 from autotune.families import qwen_image_edit
 from autotune.families.noise import FlowMatching
 from autotune.schema.workload import Bucket
-from tests.families.small import CAPTIONS, NO_GUIDANCE
+from tests.families.small import CAPTIONS, NO_GUIDANCE, mask_padding
 
 AREA = 64 * 64
 
@@ -38,6 +38,10 @@ def _options(small, monkeypatch):
         del options["guidance_scale"]
     if family.name == "kandinsky5-image-lite":
         monkeypatch.setattr(small.pipeline, "resolutions", [size])
+    if family.name == "flux1-kontext":
+        options |= {"max_area": size[0] * size[1], "_auto_resize": False}
+    if family.name == "chroma":
+        mask_padding(small.pipeline, monkeypatch)
     if family.can_train_clips:
         options["num_frames"] = 5
     return options

@@ -1,5 +1,6 @@
 """Rules of the pipelines that families restate are the pipelines' own, over their whole range."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from autotune.families.base import build_empty_pipeline, unwrap_model
 from autotune.families.registry import FAMILIES, find_published
 from autotune.schema.workload import Bucket
 from tests.families import reference
-from tests.families.small import CAPTIONS
+from tests.families.small import CAPTIONS, mask_padding
 
 sides = st.integers(1, 4096)
 
@@ -101,3 +102,36 @@ def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it
     assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
     assert len(seen) == 4  # guidance calls the transformer twice a step
     assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before
+
+
+def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines, monkeypatch):
+    from PIL import Image
+
+    small = small_pipelines("flux1-kontext")
+    seen = []
+    forward = small.transformer.forward
+    monkeypatch.setattr(
+        small.transformer, "forward", lambda **given: (seen.append(given["img_ids"]), forward(**given))[1]
+    )
+    bucket = Bucket(width_px=32, height_px=64, num_frames=1, num_items=1)
+    control = Image.new("RGB", (200, 100))
+    (image,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control])
+    assert image.size == (32, 64)
+    assert all(ids.tolist() == [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)] for ids in seen)
+
+
+def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(small_pipelines, monkeypatch):
+    small = small_pipelines("chroma")
+    bucket = Bucket(width_px=32, height_px=32, num_frames=1, num_items=1)
+    options = {"num_inference_steps": 2, "width": 32, "height": 32, "output_type": "np", "return_dict": False}
+
+    def stock() -> torch.Tensor:
+        guidance, generator = small.family.defaults.sampling_guidance, torch.Generator().manual_seed(0)
+        images = small.pipeline(CAPTIONS[0], guidance_scale=guidance, generator=generator, **options)[0]
+        return torch.from_numpy(images[0]) * 255
+
+    (preview,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0)
+    ours, as_it_is = torch.tensor(np.asarray(preview), dtype=torch.float32), stock()
+    mask_padding(small.pipeline, monkeypatch)
+    torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
+    assert not torch.allclose(ours, as_it_is, rtol=0, atol=0.51)

@@ -53,7 +53,10 @@ def test_adapter_loads_in_the_stock_pipeline_without_unmapped_keys(small, tmp_pa
             stock.unload_lora_weights()
 
 
-OVERFIT_STEPS = {"sdxl": 60, "flux2-klein": 40, "flux2-dev": 40, "flux1-dev": 90, "kandinsky5-image-lite": 60}
+OVERFIT_STEPS = {
+    **{"sdxl": 60, "kandinsky5-image-lite": 60, "chroma": 40},
+    **{"flux2-klein": 40, "flux2-dev": 40, "flux1-dev": 90, "flux1-kontext": 90},
+}
 USUAL_STEPS = 20
 
 

@@ -64,6 +64,7 @@ OF_MODELS: dict[tuple[str, str], dict[str, Any]] = {
     ("ai-toolkit", "sdxl"): {"quantization": "none", "swapped_blocks": 0, "weighting_scheme": "min_snr"},
     ("musubi", "krea-2"): {"quantization": "torchao-fp8"},
     ("simpletuner", "sdxl"): {"swapped_blocks": 0, "weighting_scheme": "min_snr", "timestep_sampling": "uniform"},
+    **{("simpletuner", name): {"swapped_blocks": 0} for name in ("chroma", "chroma-base")},
     ("diffusers", "flux1-dev"): {"quantization": "none", "caption_dropout": 0.0},
     ("diffusers", "z-image"): {"timestep_shift": 6.0, "caption_dropout": 0.0},
     ("diffusers", "z-image-turbo"): {"timestep_shift": 3.0, "caption_dropout": 0.0},

@@ -89,6 +89,7 @@ FLUX_FUSED = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj
 def flux1(state: State) -> State:
     made: State = {}
     take = state.__getitem__
+    has_modulation = "norm_out.linear.weight" in state
     for kind in ("weight", "bias"):
         for ours, theirs in FLUX_OUTSIDE.items():
             for number, layer in ((1, "in_layer"), (2, "out_layer")):
@@ -96,11 +97,14 @@ def flux1(state: State) -> State:
                     made[f"{theirs}{layer}.{kind}"] = take(f"{ours}{number}.{kind}")
         made[f"txt_in.{kind}"], made[f"img_in.{kind}"] = take(f"context_embedder.{kind}"), take(f"x_embedder.{kind}")
         made[f"final_layer.linear.{kind}"] = take(f"proj_out.{kind}")
-        scale, shift = take(f"norm_out.linear.{kind}").chunk(2)
-        made[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([shift, scale])
+        if has_modulation:
+            scale, shift = take(f"norm_out.linear.{kind}").chunk(2)
+            made[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([shift, scale])
         for number in _numbers(state, "transformer_blocks"):
             ours, theirs = f"transformer_blocks.{number}", f"double_blocks.{number}"
             for ours_part, theirs_part in FLUX_DOUBLE.items():
+                if not has_modulation and ours_part.startswith("norm"):
+                    continue
                 made[f"{theirs}.{theirs_part}.{kind}"] = take(f"{ours}.{ours_part}.{kind}")
             for stream, parts in FLUX_FUSED.items():
                 fused = torch.cat([take(f"{ours}.attn.{part}.{kind}") for part in parts])
@@ -112,10 +116,23 @@ def flux1(state: State) -> State:
             joined = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
             made[f"{theirs}.linear1.{kind}"] = torch.cat([take(f"{ours}.{part}.{kind}") for part in joined])
             made[f"{theirs}.linear2.{kind}"] = take(f"{ours}.proj_out.{kind}")
-            made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
+            if has_modulation:
+                made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
             made[f"{theirs}.norm.query_norm.scale"] = take(f"{ours}.attn.norm_q.weight")
             made[f"{theirs}.norm.key_norm.scale"] = take(f"{ours}.attn.norm_k.weight")
     return made
+
+
+CHROMA_APPROXIMATOR = [
+    (r"linear_1\.", "in_layer."),
+    (r"linear_2\.", "out_layer."),
+    (r"(norms\.\d+)\.weight", r"\1.scale"),
+]
+
+
+def chroma(state: State) -> State:
+    approximator = {name: tensor for name, tensor in state.items() if name.startswith("distilled_guidance_layer.")}
+    return flux1(state) | {_renamed(name, CHROMA_APPROXIMATOR): tensor for name, tensor in approximator.items()}
 
 
 def _numbers(state: State, blocks: str) -> list[int]:
@@ -244,6 +261,7 @@ def _beginnings(name: str) -> Iterator[str]:
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": qwen_image,
     "flux1-dev": flux1,
+    "chroma": chroma,
     "flux2-klein": flux2,
     "krea-2": krea2,
     "sdxl": sdxl_unet,

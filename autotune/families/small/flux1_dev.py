@@ -1,10 +1,11 @@
-"""A small FLUX.1 pipeline."""
+"""A small FLUX.1 pipeline, and its variant for editing."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from autotune.families.small.parts import (
     clip_text_encoder,
@@ -16,7 +17,7 @@ from autotune.families.small.parts import (
 )
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
+def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -43,7 +44,7 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
         base_image_seq_len=256,
         max_image_seq_len=4096,
     )
-    FluxPipeline(
+    getattr(diffusers, pipeline_class)(
         scheduler=scheduler,
         vae=vae,
         text_encoder=text_encoder,
