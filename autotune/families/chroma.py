@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 from autotune.families.base import Batch, Sample, Shapes, Sizes
 from autotune.families.flux1_dev import BLOCK, MLP, TEXT_TOKENS, Flux1Dev
@@ -95,10 +96,14 @@ class Chroma(Flux1Dev):
         mask = batch.get("prompt_mask")
         return {"attention_mask": None if mask is None else pad(mask, (0, num_image_tokens), value=True)}
 
+    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
+        # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no padding, no mask.
+        with mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None):
+            return super().sample(pipeline, prompt, bucket, **options)
+
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        # Without their padding: the pipeline adds its mask to what it should mask (huggingface/diffusers#13619).
         wanted, _, mask, unwanted, _, unwanted_mask = pipeline.encode_prompt(prompt)
         own, unwanted_own = mask[0] > 0, unwanted_mask[0] > 0
         return {
