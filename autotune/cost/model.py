@@ -311,7 +311,8 @@ class TracedModel:
         for name in BLENDS & set(dir(vae)):
             setattr(vae, name, lambda _, tile, extent: tile)
         decode = trace_inference(calls[1], vae, self.rules)
-        flops, moved = (sum(count * work[at] for work, count in encode.work.items()) for at in (2, 3))
+        flops = sum(count * work[2] for work, count in encode.work.items())
+        moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
 
     def _storage(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
