@@ -52,6 +52,7 @@ def test_a_rate_that_destroys_is_noticed(capfd: pytest.CaptureFixture[str], jour
     assert max(found.after, found.others_after) < 0.2
 
 
+@pytest.mark.slow
 def test_wrong_pictures_are_noticed(
     capfd: pytest.CaptureFixture[str], journey: Journey, wrong_images: Path, tmp_path: Path
 ) -> None:
