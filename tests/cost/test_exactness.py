@@ -158,6 +158,8 @@ def _live_caches(transformer):
         ("flux2-klein", 0.5, "none"),
         ("krea-2", 0.0, "none"),
         ("krea-2", 0.5, "none"),
+        ("qwen-image-2.1", 0.0, "none"),
+        ("qwen-image-2.1", 0.5, "none"),
         ("wan-2.1", 0.0, "none"),
         ("wan-2.1", 0.5, "none"),
         ("wan-2.2", 1.0, "none"),
