@@ -128,8 +128,11 @@ class QwenImage21(Family):
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
             # Padding would count as text, and move the image away from it: diffusers' own test of batches allows 2e-3.
-            parts = zip(noisy.split(1), levels.split(1), prompts, strict=True)
-            return torch.cat([self.predict(transformer, *one, {"prompt_embeds_0": prompt}) for *one, prompt in parts])
+            alone = [
+                self.predict(transformer, noisy[i : i + 1], levels[i : i + 1], {"prompt_embeds_0": prompt})
+                for i, prompt in enumerate(prompts)
+            ]
+            return torch.cat(alone)
         text, (rows, columns) = len(prompts[0]), noisy.shape[3:]
         # A trace has no numbers, but the model reads these: they stay on the host, where it does.
         places = torch.arange(text + rows * columns // SLOT**2, device="cpu" if noisy.is_meta else noisy.device)

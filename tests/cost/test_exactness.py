@@ -149,7 +149,7 @@ def _live_caches(transformer):
                 yield value.untyped_storage()._cdata
 
 
-@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1")
+@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1", "qwen-image-2.1")
 @pytest.mark.parametrize(
     ("name", "share", "quantization"),
     [
