@@ -158,7 +158,7 @@ def test_a_recording_replays_to_the_same_settings(name: str, command: Command, t
         assert now.step_seconds <= 1.0301 * then.step_seconds
         assert made.frozen.trials == original.frozen.trials
         return
-    assert now.process_memory_bytes == pytest.approx(then.process_memory_bytes, rel=0.01)  # counted otherwise since
+    assert now.process_memory_bytes == pytest.approx(then.process_memory_bytes, rel=0.02)  # now the neediest phase
     assert now.other_seconds == pytest.approx(then.other_seconds, rel=0.01)  # predicted
     since = ("host_memory_bytes", "time_uncertainty", "memory_uncertainty", "process_memory_bytes", "other_seconds")
     same = {name: getattr(now, name) for name in since}
