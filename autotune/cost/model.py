@@ -217,8 +217,9 @@ class TracedModel:
         return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())
 
     def masked(self, micro_batch_size: int) -> bool:
-        """Whether attention gets a mask."""
-        return self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
+        """Whether attention gets a mask because captions differ in length."""
+        always = self.family.has_attention_mask(1, "exact")
+        return not always and self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
