@@ -16,6 +16,7 @@ from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
 from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
+from autotune.families.qwen_image_21 import QwenImage21
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from autotune.families.sdxl import StableDiffusionXL
 from autotune.families.wan import Wan21, Wan22
@@ -84,6 +85,7 @@ FAMILIES = Families(
     Wan22HighNoise(),
     Krea2(),
     Chroma(),
+    QwenImage21(),
 )
 
 
