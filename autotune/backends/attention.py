@@ -104,11 +104,14 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     AttentionBackend("_native_efficient", "trains, with masks too", GPU, kernel="efficient"),
     AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn"),
     AttentionBackend("flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True),
-    AttentionBackend("flash_varlen", "trains; computes nothing for what a mask hides", FLASH_ATTN, kernel="flash"),
     AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
     *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
     *_refused(FETCHED, "kernels", "flash_hub", "_flash_3_hub", "flash_4_hub"),
     *_refused("raises in backward", "flash_attn", "_flash_3"),
     *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
 )
-"""`native` is the default; it is held against plain products in fp32, and the others against it."""
+"""`native` is the default; it is held against plain products in fp32, and the others against it.
+
+diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text first its padding comes
+before the image.
+"""
