@@ -275,7 +275,7 @@ class TracedModel:
         Selective().apply(transformer, self.family, recomputed if keeps_attention else 0)
         NormRope().apply(transformer, self.family, norm_rope)
         known = self.family, self.config, self.workload
-        multiple = token_multiple(kernel)
+        multiple = token_multiple(kernel) if self.overheads is None else 1  # others do not pad for it
         batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None

@@ -304,8 +304,8 @@ class PassTables:
 
     def padded_to(self, candidate: Candidate) -> int:
         """What the candidate's micro-batches are padded to a multiple of tokens of."""
-        is_masked = self.model.masked(candidate.micro_batch_size)
-        return token_multiple(self.kernel_of(candidate)) if is_masked else 1
+        pads = self.overheads is None and self.model.masked(candidate.micro_batch_size)
+        return token_multiple(self.kernel_of(candidate)) if pads else 1
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
         choice, size = self.usual_choice, self.usual_choice.micro_batch_size
