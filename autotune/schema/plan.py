@@ -76,7 +76,7 @@ def count_shards(strategy: Strategy, num_processes: int, num_nodes: int) -> int:
 
 
 class EncoderGpu(Frozen):
-    """The GPU beside the one that trains on which captions are encoded."""
+    """The GPU beside the one that trains on which captions, images or both are encoded."""
 
     name: str
     total_memory_bytes: int = PositiveInt
@@ -110,7 +110,7 @@ class PlannedHardware(Frozen):
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have; empty once trials have run, and in older plans."""
     encoder_gpu: EncoderGpu | None = None
-    """None if the device that trains, or the CPU, encodes captions, and in older plans."""
+    """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 
     @property
     def num_shards(self) -> int:
