@@ -23,7 +23,7 @@ from autotune.training.adapter_file import update_norm
 from autotune.training.checkpoint import list_checkpoints
 from autotune.training.describe import check_job
 from autotune.training.loop import TrainingLoop
-from autotune.data.encode import EncodedDataset
+from autotune.training.model import find_token_multiple
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import Noising, optimizer_step
