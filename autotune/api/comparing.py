@@ -32,6 +32,7 @@ PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
 LOCAL = (
     "hardware",
     "host_memory",
+    "assume",
     "path",
     "record",
     "replay",

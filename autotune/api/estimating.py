@@ -1,6 +1,6 @@
 """`estimate`: what one candidate would take, before anything runs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
 
@@ -36,6 +36,7 @@ def estimate(
     *,
     hardware: str | HardwareProfile | None = None,
     host_memory: MemoryAmount | None = None,
+    assume: Collection[str] = (),
     resolution: ImageSize | None = None,
     num_frames: int | None = None,
     text_tokens: int | None = None,
@@ -60,6 +61,7 @@ def estimate(
         model: name of a known model, or a folder in the diffusers layout.
         hardware: as for `plan`; None for this machine.
         host_memory: of the host that a card of the catalog is taken to be in.
+        assume: packages that such a card is taken to have, as for `plan`.
         resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay, optimizer,
             optimizer_options, effective_batch_size: as for `plan`.
         micro_batch_size: images per forward pass.
@@ -76,7 +78,7 @@ def estimate(
         >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
     """
-    profile = hardware_for(hardware, host_memory=host_memory, on_event=on_event)
+    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
     usual_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)

@@ -1,7 +1,7 @@
 """What there is to train on: this machine and the catalog of GPUs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
@@ -17,6 +17,7 @@ from autotune.hardware import (
     limited_budget,
     load_catalog,
     may_have_gpu,
+    with_assumed_packages,
     with_host_memory,
 )
 from autotune.hardware import probe as read_machine
@@ -87,6 +88,7 @@ def hardware_for(
     hardware: str | HardwareProfile | None,
     *,
     host_memory: MemoryAmount | None = None,
+    assume: Collection[str] = (),
     on_event: OnEvent = ignore_event,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
@@ -96,6 +98,7 @@ def hardware_for(
         hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a saved probe's file
             or a record's name.
         host_memory: of the host that a card of the catalog is taken to be in; 64 GiB by default.
+        assume: packages of attention backends that a card of the catalog is taken to have.
         on_event: listener to progress.
         on_facts: called with what is read of this machine before anything is measured.
 
@@ -106,6 +109,8 @@ def hardware_for(
     profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event, on_facts)
     if size is not None:
         profile = with_host_memory(profile, size)
+    if assume:
+        profile = with_assumed_packages(profile, assume)
     for note in profile.notes:
         if note.startswith((NOT_SAVED, NO_BF16)):
             on_event(Notice(text=note))

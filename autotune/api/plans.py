@@ -215,7 +215,10 @@ def _hardware(
     name, memory = options.get("hardware"), options.get("host_memory")
     if memory is not None and name is None:
         raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
-    return hardware_for(name, host_memory=memory, on_event=on_event, on_facts=on_facts)
+    assume = options.get("assume") or ()
+    if assume and name is None:
+        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
+    return hardware_for(name, host_memory=memory, assume=assume, on_event=on_event, on_facts=on_facts)
 
 
 def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
@@ -245,7 +248,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     earlier = options.get("earlier")
     if earlier is None and model is None:
         raise InvalidInput("no model is named", hint="name a model, or an earlier plan: earlier=, --from")
-    live = ("hardware", "host_memory", "join", "study", *LIMITS)
+    live = ("hardware", "host_memory", "assume", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
         raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))

@@ -10,10 +10,17 @@ entry points, which every process of autotune finds, a trial's too:
 Plans name entries by plain strings, so a plan from a machine with more entries than this one has still parses.
 """
 
-from autotune.backends.attention import ATTENTION_BACKENDS, prefers_cudnn
+from autotune.backends.attention import (
+    ATTENTION_BACKENDS,
+    assumed_efficiency,
+    cuda_kernel,
+    prefers_cudnn,
+    token_multiple,
+)
 from autotune.backends.entries import (
     AttentionBackend,
     Entry,
+    Kernel,
     Library,
     Registry,
     Requirements,
@@ -28,11 +35,15 @@ __all__ = [
     "WEIGHT_FORMATS",
     "AttentionBackend",
     "Entry",
+    "Kernel",
     "Library",
     "Registry",
     "Requirements",
     "WeightFormat",
+    "assumed_efficiency",
+    "cuda_kernel",
     "load_entry_points",
     "prefers_cudnn",
     "register",
+    "token_multiple",
 ]

@@ -1,9 +1,9 @@
 """The attention backends, and what is known of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from autotune.backends.entries import AttentionBackend, Library, Registry, Requirements
-from autotune.schema import HardwareProfile
+from autotune.backends.entries import AttentionBackend, Kernel, Library, Registry, Requirements
+from autotune.schema import is_at_least
 
 CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
 """Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper), and the version
@@ -11,10 +11,72 @@ from which torch's dispatcher picks it first on them, with and without a mask
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch 2.11 to 2.14)."""
 
 
-def prefers_cudnn(hardware: HardwareProfile) -> bool:
-    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set."""
-    major = (hardware.device.compute_capability or (0, 0))[0]
-    return major in CUDNN_WINS and hardware.versions.has("cudnn", CUDNN_PREFERRED)
+EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "efficient": 0.38, "cudnn": 0.56}
+EFFICIENCY_OF: Mapping[int, Mapping[str, float]] = {
+    9: {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75},
+    10: {"flash": 0.2, "efficient": 0.11, "cudnn": 0.56},
+}
+"""By the major compute capability of data-center cards. Flash and efficient are kernels for Ampere there: on B200 they
+are taken to do in a second what they do on H100, for want of a published figure."""
+UNKNOWN_EFFICIENCY = 0.3
+
+
+def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float:
+    """Forward and backward, as a share of what large products reach on the card. Round figures, nothing measured here.
+
+    FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691) and the FlashAttention-3 paper, with heads
+    of 128 and 4,096 tokens on H100 (arXiv:2407.08608), 368 TFLOP/s forward and 310 backward for it, 609 and 499 for
+    cuDNN; the memory-efficient kernel reaches about half of flash. A package has the rate of its kernel, whoever built
+    it: torch's own flash kernel is FlashAttention-2, too, and its memory-efficient one xformers'.
+    """
+    return EFFICIENCY_OF.get((capability or (0, 0))[0], EFFICIENCY).get(kernel, UNKNOWN_EFFICIENCY)
+
+
+def prefers_cudnn(capability: tuple[int, int] | None, cudnn: str | None) -> bool:
+    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set.
+
+    Args:
+        capability: compute capability; None without CUDA.
+        cudnn: its version; None if there is none.
+    """
+    major = (capability or (0, 0))[0]
+    return major in CUDNN_WINS and is_at_least(cudnn, CUDNN_PREFERRED)
+
+
+def cuda_kernel(
+    attention: str, *, masked: bool, precision: str, capability: tuple[int, int] | None, cudnn: str | None
+) -> Kernel:
+    """The kernel that `attention` runs on CUDA: `flash`, `efficient`, `cudnn` or `math`.
+
+    torch's dispatcher prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no mask, no fp32 and needs
+    compute capability 8.0, then the memory-efficient kernel (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    `priority_order` and `check_tensor_dtype`).
+
+    Args:
+        attention: name of a backend.
+        masked: whether it gets a mask.
+        precision: compute dtype.
+        capability: compute capability; None for one of 8.0.
+        cudnn: its version; None if there is none.
+    """
+    backend = ATTENTION_BACKENDS.get(attention)
+    kernel = backend.kernel if backend is not None else "fused"
+    if kernel != "fused":
+        return kernel
+    if precision == "fp32" or (capability or (8, 0)) < (8, 0):
+        return "efficient"
+    if prefers_cudnn(capability, cudnn):
+        return "cudnn"
+    return "efficient" if masked else "flash"
+
+
+def token_multiple(kernel: str) -> int:
+    """What the number of tokens is padded to a multiple of where a kernel gets a mask anyway.
+
+    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678), and a plan of it serves
+    one length alone; no other kernel gains anything.
+    """
+    return 128 if kernel == "cudnn" else 1
 
 
 def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
@@ -48,4 +110,8 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     *_refused("raises in backward", "flash_attn", "_flash_3"),
     *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
 )
-"""`native` is the default; it is held against plain products in fp32, and the others against it."""
+"""`native` is the default; it is held against plain products in fp32, and the others against it.
+
+diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text first its padding comes
+before the image.
+"""

@@ -10,6 +10,7 @@ from autotune import reporting
 from autotune.cli.options import (
     ADAPTERS,
     Adapter,
+    Assume,
     Batch,
     Blocks,
     Ema,
@@ -38,6 +39,7 @@ class EstimateOptions:
     model: Annotated[str, typer.Option(help="A known model's name, or a folder in the diffusers layout.")]
     hardware: Annotated[str | None, typer.Option(help="A GPU of the catalog, or a saved probe; else here.")] = None
     host_memory: HostMemory = None
+    assume: Assume = None
     resolution: Resolution = None
     num_frames: Frames = None
     text_tokens: Annotated[int | None, typer.Option(help="Length of an encoded caption.")] = None

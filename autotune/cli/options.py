@@ -41,6 +41,9 @@ Caption = Annotated[str | None, typer.Option(help="Caption of images that have n
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
 Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
+Assume = Annotated[
+    list[str] | None, typer.Option(help="A package that GPU is taken to have: flash-attn, xformers.", metavar="PACKAGE")
+]
 HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[

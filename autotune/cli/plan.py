@@ -13,6 +13,7 @@ from autotune import reporting
 from autotune.cli.options import (
     ADAPTERS,
     Adapter,
+    Assume,
     Batch,
     Blocks,
     Data,
@@ -51,6 +52,7 @@ class PlanOptions:
         typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list); repeat it for a file with a variant each."),
     ] = None
     host_memory: HostMemory = None
+    assume: Assume = None
     path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
     num_frames: Frames = None

@@ -5,13 +5,25 @@ from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.knobs import encoder_element_bytes, startup_seconds
-from autotune.schema import VALIDATION_DRAWS, Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
+from autotune.schema import (
+    VALIDATION_DRAWS,
+    Candidate,
+    Estimate,
+    JobTime,
+    Prediction,
+    mean_text_tokens,
+    num_previews,
+    pad_text,
+)
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
 ENCODER_WIDTH = 4096
 ENCODER_SHARE = 0.6
 """Of the rate of products that wide, which text encoders reach on single captions."""
+PLAN_SECONDS = 1.0
+"""cuDNN's plan of attention for a length that it has not met, which is twice as long under checkpointing. Not measured
+here: a graph took .4 s (sgl-project/sglang#4650), and one for each new shape .18 s a step (modelscope/FunASR#3705)."""
 CHECKPOINTS_PER_JOB = 4
 CHECKPOINT_SECONDS = 1.0
 """Writing and syncing some hundred megabytes."""
@@ -80,13 +92,30 @@ def job_time(
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
-        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload),
+        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload) + plan_seconds(cost, candidate),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
         "validation_seconds": num_validations * VALIDATION_DRAWS * forward,
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
     }
     return JobTime(total_seconds=sum(parts.values()), **parts)
+
+
+def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
+    """Time until cuDNN has a plan of attention for every length that a run meets; 0 if another kernel attends.
+
+    A length is that of image and text together, which is padded where there is a mask.
+    """
+    if cost.tables.kernel_of(candidate) != "cudnn":
+        return 0.0
+    work, multiple = cost.workload, cost.tables.padded_to(candidate)
+    longest, shortest = work.max_text_tokens, (work.text_token_quantiles or (work.max_text_tokens,))[0]
+    num_lengths = 0
+    for bucket in work.buckets:
+        image_tokens = cost.model.image_tokens(bucket)
+        first, last = (pad_text(tokens, image_tokens, multiple) for tokens in (shortest, longest))
+        num_lengths += min(max(1, bucket.num_items), (last - first) // multiple + 1)
+    return num_lengths * PLAN_SECONDS * (2 if candidate.recomputed_blocks else 1)
 
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:

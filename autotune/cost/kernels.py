@@ -27,7 +27,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.attention import KERNELS
-from autotune.backends import ATTENTION_BACKENDS, prefers_cudnn
+from autotune.backends import ATTENTION_BACKENDS, cuda_kernel
 from autotune.quantization import PRODUCT_KERNELS
 from autotune.schema import HardwareProfile
 
@@ -75,28 +75,16 @@ def kernel_for(
     hardware: HardwareProfile | None = None,
     precision: str = "bf16",
 ) -> str:
-    """The kernel that `attention` runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`.
-
-    torch's dispatcher on CUDA prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no mask, no fp32
-    and needs compute capability 8.0, then the memory-efficient kernel
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and `check_tensor_dtype`). Without
-    `hardware`, a card of capability 8.0 is meant.
-    """
+    """The kernel that `attention` runs: `cpu`, or as `cuda_kernel` names it. Without `hardware`, a card of compute
+    capability 8.0 is meant."""
     backend = ATTENTION_BACKENDS.get(attention)
-    kernel = backend.kernel if backend is not None else "fused"
-    if kernel == "math":
-        return kernel
+    if backend is not None and backend.kernel == "math":
+        return "math"
     if rules == "cpu":
         return "cpu"
-    if kernel == "fused":
-        capability = hardware.device.compute_capability if hardware is not None else None
-        if precision == "fp32" or (capability or (8, 0)) < (8, 0):
-            return "efficient"
-        if hardware is not None and prefers_cudnn(hardware):
-            return "cudnn"
-    if kernel in ("fused", "flash"):
-        return "efficient" if masked else "flash"
-    return kernel
+    capability = hardware.device.compute_capability if hardware is not None else None
+    cudnn = hardware.versions.cudnn if hardware is not None else None
+    return cuda_kernel(attention, masked=masked, precision=precision, capability=capability, cudnn=cudnn)
 
 
 @contextmanager

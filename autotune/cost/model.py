@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from autotune.backends import token_multiple
 from autotune.cost.adapters import add_adapter_as_practiced
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
@@ -221,6 +222,11 @@ class TracedModel:
         always = self.family.has_attention_mask(1, "exact")
         return not always and self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
 
+    def image_tokens(self, bucket: Bucket) -> int:
+        """Tokens that the transformer makes of an image or a clip, its control images included."""
+        frames = self.family.num_latent_frames(bucket.num_frames) + self.workload.num_control_images
+        return self.family.tokens_per_frame(bucket) * frames
+
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
         from autotune.cost.trace.shapes import Remembering
@@ -271,7 +277,9 @@ class TracedModel:
         Checkpointing().apply(transformer, self.family, 0 if keeps_attention else recomputed)
         Selective().apply(transformer, self.family, recomputed if keeps_attention else 0)
         NormRope().apply(transformer, self.family, norm_rope)
-        batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
+        known = self.family, self.config, self.workload
+        multiple = token_multiple(kernel) if self.overheads is None else 1  # others do not pad for it
+        batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
         return trace_pass(

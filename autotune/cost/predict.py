@@ -299,7 +299,7 @@ class CostModel:
         """
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
-        shares = self.tables.typical_shares(candidate.micro_batch_size)
+        shares = self.tables.typical_shares(candidate)
         device = accumulation * shares * composed.work[:, :-1]
         launches = accumulation * (composed.work[:, -1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1])
         if candidate.compile == "block":

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.backends import token_multiple
 from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.composition import (
     PLAIN,
@@ -36,6 +37,7 @@ from autotune.schema import (
     Overheads,
     has_typical_shape,
     mean_text_tokens,
+    pad_text,
     padded_text_tokens,
     typical_bucket,
 )
@@ -120,6 +122,10 @@ class PassTables:
 
     def _find_rates(self, precision: str, attention: str, kernel: str) -> Rates:
         return Rates(self.hardware, precision, attention, kernel)
+
+    def kernel_of(self, candidate: Candidate) -> str:
+        """The attention kernel that the candidate runs, as `kernel_for` names it."""
+        return self._kernel(PassChoice.of(candidate), candidate.micro_batch_size)
 
     def _kernel(self, choice: PassChoice, size: int) -> str:
         masked = self.model.masked(size)
@@ -281,20 +287,28 @@ class PassTables:
             moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
         return (products + moved) / steps
 
-    def typical_shares(self, micro_batch_size: int) -> NDArray[np.float64] | float:
+    def typical_shares(self, candidate: Candidate) -> NDArray[np.float64] | float:
         """What steps of usual shapes take of the time that the largest take, by class of operation.
 
         Between captions of mean length and the longest, both traced without checkpoints, it goes by the length that
         micro-batches are padded to: the larger they are, the more often they hold a long one.
         """
-        work = self.workload
+        work, size = self.workload, candidate.micro_batch_size
         if not has_typical_shape(work):
             return 1.0
         mean, longest = mean_text_tokens(work), work.max_text_tokens
         if mean == longest:
             return self._typical_shares(longest)
-        padded = (padded_text_tokens(work, micro_batch_size) - mean) / (longest - mean)
+        multiple = self.padded_to(candidate)
+        image_tokens = self.model.image_tokens(typical_bucket(work))
+        end = pad_text(longest, image_tokens, multiple)
+        padded = (padded_text_tokens(work, size, image_tokens, multiple) - mean) / (end - mean)
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
+
+    def padded_to(self, candidate: Candidate) -> int:
+        """What the candidate's micro-batches are padded to a multiple of tokens of."""
+        has_padding = self.model.masked(candidate.micro_batch_size) and not self.model.family.separates_prompts
+        return token_multiple(self.kernel_of(candidate)) if has_padding and self.overheads is None else 1
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
         choice, size = self.usual_choice, self.usual_choice.micro_batch_size

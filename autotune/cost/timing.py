@@ -5,8 +5,7 @@ knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by cla
 published measurements:
 
 - matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
-- attention: FlashAttention-2 reports 50 to 73% of the peak forward and backward on A100 and the FlashAttention-3 paper
-  35 to 40% for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
+- attention: see `assumed_efficiency`;
 - memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less), but
   for those that the probe measured by themselves.
 """
@@ -17,19 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autotune.backends import ATTENTION_BACKENDS
+from autotune.backends import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.cost.kernels import CLASSES, Work
 from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
-ATTENTION_EFFICIENCY = {"flash": 0.69, "efficient": 0.38, "cudnn": 0.56, "cpu": 0.6}
-ATTENTION_EFFICIENCY_OF = {
-    9: {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75},
-    10: {"flash": 0.2, "efficient": 0.11, "cudnn": 0.56},
-}
-"""By the major compute capability of data-center cards. Flash and efficient are kernels for Ampere there: on B200 they
-are taken to do in a second what they do on H100, for want of a published figure."""
+CPU_ATTENTION_EFFICIENCY = 0.6
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.25
 """Published steps of LoRA training take .8 to 1.7 times their kernels at the efficiencies above, by program more than
@@ -115,9 +108,9 @@ class Rates:
             return _between(self.attentions, tokens)
         if self.products:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
-        major = (self.hardware.device.compute_capability or (0, 0))[0]
-        table = ATTENTION_EFFICIENCY_OF.get(major, ATTENTION_EFFICIENCY)
-        return self.reached * table.get(self.kernel, 0.3)
+        if self.kernel == "cpu":
+            return self.reached * CPU_ATTENTION_EFFICIENCY
+        return self.reached * assumed_efficiency(self.kernel, self.hardware.device.compute_capability)
 
     def _filled(self, shape: tuple[int, ...]) -> float:
         units = self.hardware.device.sm_count

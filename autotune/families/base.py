@@ -22,7 +22,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.modulation import ModulationLayers
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket, TextPadding, pad_text
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -299,16 +299,16 @@ class Family(ABC):
         """Latents (batch, channels, frames, height, width) in the shape that the autoencoder decodes."""
         return latents
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Stack every tensor; prompts are padded with zeros at the end to the longest.
+    def collate(self, samples: Sequence[Sample], token_multiple: int = 1) -> Batch:
+        """Stack every tensor; prompts are padded with zeros at the end to the longest, and where attention gets a mask
+        until they and the images are a multiple of `token_multiple` tokens.
 
-        If prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens. With
+        If prompts differ in length, `prompt_mask` (batch, padded) is True on their own tokens. With
         `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so on.
 
         Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
         others = [name for name in samples[0] if name != "prompt_embeds"]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
@@ -316,9 +316,17 @@ class Family(ABC):
         if self.separates_prompts:
             return {**batch, **{f"prompt_embeds_{number}": prompt for number, prompt in enumerate(prompts)}}
         lengths = [len(prompt) for prompt in prompts]
-        batch["prompt_embeds"] = pad_sequence(prompts, batch_first=True)
-        if min(lengths) < max(lengths):
-            positions = torch.arange(max(lengths), device=prompts[0].device)
+        longest = max(lengths)
+        if min(lengths) < longest and self.has_attention_mask(len(samples), "masked"):
+            latents = (tensor for name, tensor in samples[0].items() if "latents" in name)
+            image_tokens = sum(math.prod(each.shape[1:]) // self.patch**2 for each in latents)
+            longest = pad_text(longest, image_tokens, token_multiple)
+        padded = prompts[0].new_zeros(len(prompts), longest, *prompts[0].shape[1:])
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        batch["prompt_embeds"] = padded
+        if min(lengths) < longest:
+            positions = torch.arange(longest, device=padded.device)
             batch["prompt_mask"] = positions < torch.tensor(lengths, device=positions.device)[:, None]
         return batch
 

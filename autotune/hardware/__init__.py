@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         gpu_named,
         load_catalog,
         profile_of_gpu,
+        with_assumed_packages,
         with_host_memory,
     )
     from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         shares_host_memory,
     )
     from autotune.hardware.probing import may_have_gpu, probe, with_budget
-    from autotune.hardware.sources import memory_bytes, memory_limits
+    from autotune.hardware.sources import cudnn_version, memory_bytes, memory_limits
     from autotune.hardware.store import NOT_SAVED, cached_profile, hardware_named
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -6,13 +6,16 @@ A catalog profile has no rates, only a datasheet; its host and versions are assu
 import importlib.metadata
 import platform
 import re
+from collections.abc import Collection
 from functools import cache
 
 import yaml
+from packaging.version import Version
 from pydantic import Field
 
+from autotune.backends import ATTENTION_BACKENDS
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
+from autotune.hardware.capabilities import CUDA_13, Machine, capabilities_of, unmet, without_bf16
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.memory import device_with_budget
 from autotune.runtime import shipped_path
@@ -228,6 +231,40 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
     host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
     old, new = (f"{size / 2**30:.0f} GiB of host memory" for size in (profile.host.memory_bytes, num_bytes))
     return profile.changed(host=host, notes=tuple(note.replace(old, new) for note in profile.notes))
+
+
+def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> HardwareProfile:
+    """The profile of the same card on a host that has these packages of attention backends, too.
+
+    Raises:
+        InvalidInput: the host is not an assumed one, no backend that trains needs such a package, or the card runs none
+            that does.
+    """
+    if profile.origin != "catalog":
+        raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
+    backends = [each for each in ATTENTION_BACKENDS.values() if each.needs.library and not each.unusable_reason]
+    versions: dict[str, str] = {}
+    for name in names:
+        own = [each for each in backends if str(each.needs.library) == name.replace("-", "_")]
+        if not own:
+            known = sorted({str(each.needs.library).replace("_", "-") for each in backends})
+            hint = f"these can be assumed: {', '.join(known)}"
+            raise InvalidInput(f"no attention backend that trains needs a package {name!r}", hint=hint)
+        needs = max((each.needs for each in own), key=lambda needs: Version(needs.min_version))
+        if not profile.versions.has(str(needs.library), needs.min_version):
+            versions[str(needs.library)] = needs.min_version
+        machine = Machine(profile.device, profile.host, profile.versions.changed(**versions))
+        if reason := unmet(needs, machine):
+            hint = "leave --assume out, or plan for another card"
+            raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
+    installed = profile.versions.changed(**versions)
+    note = f"assumed: {', '.join(names)} installed, and attention by it as fast as is published for its kernel"
+    return profile.changed(
+        versions=installed,
+        capabilities=capabilities_of(profile.device, profile.host, installed),
+        assumed=tuple(names),
+        notes=(*profile.notes, note),
+    )
 
 
 def _device(gpu: CatalogGpu) -> Device:

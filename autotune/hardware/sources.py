@@ -87,7 +87,7 @@ TORCH_QUERIES: Mapping[str, Query] = {
     "kind": lambda _: _torch_kind(),
     "count": lambda _: _cuda().device_count(),
     "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
-    "cudnn": lambda _: _cudnn_text(_require(_torch().backends.cudnn.version(), "no cuDNN")),
+    "cudnn": lambda _: _require(cudnn_version(), "no cuDNN"),
     "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
     "name": _property("name"),
     "capability": lambda index: _cuda().get_device_capability(index),
@@ -106,9 +106,14 @@ def _require(value: object, otherwise: str) -> object:
     return value
 
 
-def _cudnn_text(version: object) -> str:
-    """91002 is 9.10.2, 8902 is 8.9.2: the base changed from 1000 to 10000 with cuDNN 9."""
-    number = int(str(version))
+def cudnn_version() -> str | None:
+    """The version of cuDNN that torch loads; None if there is none.
+
+    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed from 1000 to 10000 with cuDNN 9.
+    """
+    number = _torch().backends.cudnn.version()
+    if number is None:
+        return None
     base = 10_000 if number >= 90_000 else 1000
     return f"{number // base}.{number % base // 100}.{number % 100}"
 

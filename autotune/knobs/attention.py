@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.backends import ATTENTION_BACKENDS
+from autotune.backends import ATTENTION_BACKENDS, AttentionBackend, Kernel, assumed_efficiency, cuda_kernel
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, HardwareProfile
@@ -36,7 +36,7 @@ class Attention(Knob):
                 rejected[name] = capability.reason
             elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(1, "exact"):
                 rejected[name] = f"it takes no masks, and the text of {context.family.name} always has one"
-            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(name, hardware):
+            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(name, context):
                 on_request[name] = why
             else:
                 admitted.append(name)
@@ -61,16 +61,57 @@ class Attention(Knob):
         transformer.set_attention_backend(ATTENTION_BACKENDS[str(choice)].diffusers_name())  # type: ignore[operator]
 
 
-def _not_faster_reason(name: str, hardware: HardwareProfile) -> str | None:
-    """Why a backend is not worth a trial on this GPU, by what the probe measured; None if it is. On a CPU all are."""
+def _not_faster_reason(name: str, context: TuningContext) -> str | None:
+    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card of the catalog by
+    what is published for the kernel of a package; None if it is. On a CPU all are."""
+    hardware, backend = context.hardware, ATTENTION_BACKENDS[name]
     if name == DEFAULT or hardware.device.kind != "cuda":
         return None
-    usual, own = (_measured_rates(each, hardware) for each in (DEFAULT, name))
-    if not (common := usual.keys() & own.keys()):
-        return f"not measured beside {DEFAULT}, which takes the kernel that torch holds for the best"
+    cases = [False, True] if _takes_masks(backend, context) else [False]
+    if hardware.origin == "catalog" and backend.needs.library:
+        what, speed = "published for its kernel is", max(_assumed_speed(name, hardware, masked) for masked in cases)
+    else:
+        found = [_measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware) for masked in cases]
+        if not any(found):
+            return f"not measured beside {DEFAULT}, which takes the kernel that torch holds for the best"
+        what, speed = "the probe measured", max(each or 0.0 for each in found)
+    return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
+
+
+def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
+    """Whether the backend would be given masks in micro-batches of several."""
+    work = context.workload
+    is_masked = context.family.has_attention_mask(work.effective_batch_size, work.text_padding)
+    return is_masked and not backend.refuses_masks
+
+
+def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
+    capability, cudnn = hardware.device.compute_capability, hardware.versions.cudnn
+    return cuda_kernel(name, masked=masked, precision="bf16", capability=capability, cudnn=cudnn)
+
+
+def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
+    """Times the default's speed, with or without a mask, by published figures."""
+    own, usual = (
+        assumed_efficiency(_kernel(each, hardware, masked), hardware.device.compute_capability)
+        for each in (name, DEFAULT)
+    )
+    return own / usual
+
+
+def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
+    """The backend whose measurements, which are without a mask, tell how fast `name` is."""
+    changes = masked and _kernel(name, hardware, masked=True) != _kernel(name, hardware, masked=False)
+    return "_native_efficient" if changes else name
+
+
+def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
+    """Times the speed of `usual` in the longest shape that both were measured in; None if there is none."""
+    theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
+    if not (common := theirs.keys() & own.keys()):
+        return None
     longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
-    speed = own[longest] / usual[longest]
-    return None if speed >= MIN_SPEED else f"the probe measured {speed:.2f} times the speed of {DEFAULT}"
+    return own[longest] / theirs[longest]
 
 
 def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:

@@ -33,6 +33,7 @@ def planned_hardware(cost: CostModel, budget: MemoryBudget, parallel: Parallel) 
         strategy=parallel.strategy,
         num_nodes=parallel.num_nodes,
         interconnect_bytes_per_second=parallel.interconnect_bytes_per_second,
+        assumed=hardware.assumed,
         encoder_gpu=cost.encoder_gpu,
     )
 

@@ -106,7 +106,7 @@ def seal_on_arrival(
         hardware, work, model.family, model.config, read_parts(model), caching=as_planned, parallel=parallel
     )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
-    against = _too_large(candidates, cost)
+    against = _too_large(candidates, cost) | {one: why for one in candidates if (why := _unusable(one, hardware))}
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS}
         checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
@@ -130,6 +130,13 @@ def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candida
         for candidate, needed_bytes in needed.items()
         if needed_bytes > budget
     }
+
+
+def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
+    """Which of its values this machine lacks something for, and what; None if it has all."""
+    chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
+    reasons = ((knob.title, value, knob.unusable_reason(value, hardware)) for knob, value in chosen)
+    return next((f"{title} {value}: {why}" for title, value, why in reasons if why), None)
 
 
 def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:

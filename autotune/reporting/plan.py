@@ -297,8 +297,17 @@ def job_line(plan: TrainingPlan) -> str:
 def _notes(plan: TrainingPlan) -> list[str]:
     caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
     capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
-    assumed = [plan.frozen.overheads.text] if plan.frozen.overheads else []
+    assumed = [*assumption_text(plan), *([plan.frozen.overheads.text] if plan.frozen.overheads else [])]
     return [f"{'note':<15}{text}" for text in (*assumed, *plan.frozen.advice, *capped)]
+
+
+def assumption_text(plan: TrainingPlan) -> list[str]:
+    """What the plan takes for granted of a machine that it was not made on, in at most one sentence."""
+    if not (packages := ", ".join(plan.frozen.hardware.assumed)):
+        return []
+    return [
+        f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it on arrival"
+    ]
 
 
 def _search_line(plan: TrainingPlan) -> str:
@@ -321,7 +330,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     for reason in plan.frozen.reasons:
         lines.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
         lines += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
-    lines = [part for line in lines for part in wrapped(line, 4)]
+    lines = [part for line in (*lines, *assumption_text(plan)) for part in wrapped(line, 4)]
     if plan.frozen.trials:
         lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Provenance,
         Rate,
         Versions,
+        is_at_least,
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from autotune.schema.typical import (
         has_typical_shape,
         mean_text_tokens,
+        pad_text,
         padded_text_tokens,
         quantiles_of,
         typical_bucket,

@@ -144,12 +144,16 @@ class Versions(Frozen):
     sageattention: str | None = None
 
     def has(self, library: str, min_version: str = "0") -> bool:
-        """Whether `library`, a field, is installed in `min_version` or newer, compared as versions ("9.0" < "13.0")."""
-        version: str | None = getattr(self, library)
-        try:
-            return version is not None and Version(version.split("+")[0]) >= Version(min_version)
-        except InvalidVersion:
-            return False
+        """Whether `library`, a field, is installed in `min_version` or newer."""
+        return is_at_least(getattr(self, library), min_version)
+
+
+def is_at_least(version: str | None, min_version: str) -> bool:
+    """Whether a version is that or newer, compared as versions ("9.0" < "13.0"); False if there is none."""
+    try:
+        return version is not None and Version(version.split("+")[0]) >= Version(min_version)
+    except InvalidVersion:
+        return False
 
 
 class Capability(Frozen):
@@ -231,6 +235,8 @@ class HardwareProfile(Frozen):
     """True if repeated timings disagreed, so that the rates are less reliable."""
     notes: tuple[str, ...] = ()
     """What a reader should know: overrides, deprecations, assumptions, what was not measured and why."""
+    assumed: tuple[str, ...] = ()
+    """Packages that a card of the catalog was told to have: how fast they are was taken from publications."""
     provenance: tuple[Provenance, ...] = ()
     fingerprint: str = ""
     """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and size, CUDA version and

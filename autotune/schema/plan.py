@@ -107,6 +107,8 @@ class PlannedHardware(Frozen):
     """Machines that the plan was made for; each has as many processes."""
     interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
     """What the prediction assumed between nodes, in one direction; None for one node."""
+    assumed: tuple[str, ...] = ()
+    """Packages that a card of the catalog was told to have; empty once trials have run, and in older plans."""
     encoder_gpu: EncoderGpu | None = None
     """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 

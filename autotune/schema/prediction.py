@@ -97,6 +97,7 @@ class JobTime(Frozen):
     load_seconds: float = Field(ge=0)
     cache_seconds: float = Field(ge=0)
     compile_seconds: float = Field(default=0.0, ge=0)
+    """Compiling code, and cuDNN's plans of attention."""
     step_seconds: float = Field(ge=0)
     """Time of all steps together."""
     preview_seconds: float = Field(ge=0)

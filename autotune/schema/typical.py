@@ -37,11 +37,16 @@ def typical_text_tokens(workload: Workload) -> tuple[int, ...]:
     return tuple(spread[i] for i in sorted(range(size), key=lambda i: i * GOLDEN_RATIO % 1))
 
 
-def padded_text_tokens(workload: Workload, micro_batch_size: int) -> float:
-    """Mean padded length of the captions of a typical step in micro-batches of this size."""
+def padded_text_tokens(workload: Workload, micro_batch_size: int, image_tokens: int = 0, multiple: int = 1) -> float:
+    """Mean padded length of the captions of a typical step in micro-batches of this size; see `pad_text`."""
     tokens = typical_text_tokens(workload)
     groups = [tokens[start : start + micro_batch_size] for start in range(0, len(tokens), micro_batch_size)]
-    return sum(len(group) * max(group) for group in groups) / len(tokens)
+    return sum(len(group) * pad_text(max(group), image_tokens, multiple) for group in groups) / len(tokens)
+
+
+def pad_text(text_tokens: int, image_tokens: int, multiple: int) -> int:
+    """The least length of a text from `text_tokens` on that makes text and image together a multiple of tokens."""
+    return text_tokens + -(image_tokens + text_tokens) % multiple
 
 
 def quantiles_of(lengths: Sequence[int], count: int) -> tuple[int, ...]:

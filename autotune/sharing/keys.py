@@ -177,7 +177,8 @@ def _more_memory(record: Record, ours: int) -> Iterator[Difference]:
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
     """Position of each trial that ran on a library which differs here, and why it does not count."""
     ours, theirs = shareable_machine(hardware).versions, record.machine.versions
-    native_is_cudnn = any(prefers_cudnn(hardware.changed(versions=versions)) for versions in (ours, theirs))
+    capability = hardware.device.compute_capability
+    native_is_cudnn = any(prefers_cudnn(capability, versions.cudnn) for versions in (ours, theirs))
     found = {}
     for index, trial in enumerate(record.trials):
         for library in _libraries(trial.candidate, native_is_cudnn):

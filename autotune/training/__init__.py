@@ -30,7 +30,14 @@ if TYPE_CHECKING:
         require_separate_output,
     )
     from autotune.training.metrics import METRICS_FILE, read_metrics
-    from autotune.training.model import TrainingModel, apply_knobs, apply_settings, eager_eval, load_model
+    from autotune.training.model import (
+        TrainingModel,
+        apply_knobs,
+        apply_settings,
+        eager_eval,
+        find_token_multiple,
+        load_model,
+    )
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch
     from autotune.training.optimizer import AdapterOptimizer

@@ -191,7 +191,7 @@ class TrainingLoop:
         return BatchLoader(
             self.encoded,
             batches,
-            self.model.family.collate,
+            self.model.collate,
             num_workers=settings.data_workers,
             pin_memory=settings.batch_memory == "pinned",
         )
@@ -365,7 +365,7 @@ class TrainingLoop:
             self.windows.prepare(step)
         first = self.order.micro_batches(step, 1, rank=processes.rank, world_size=processes.world_size)[0]
         sample = encoded.sample(*first.draws[0])
-        batch = self._to_device(self.model.family.collate([sample]))
+        batch = self._to_device(self.model.collate([sample]))
         position = processes.rank * (self.order.effective_batch_size // processes.world_size)
         return self.noising.loss(self.model.family, network, batch, step, position)
 
@@ -391,7 +391,7 @@ class TrainingLoop:
             if self.windows:
                 self.windows.prepare(step)
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
-                batch = self._to_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
+                batch = self._to_device(self.model.collate([self.encoded.sample(index) for index in planned.indices]))
                 total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
                 position += len(planned.indices)
         return total / EVALUATION_STEPS

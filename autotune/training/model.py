@@ -3,14 +3,15 @@
 import contextlib
 import os
 import platform
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families import Family, NoiseProcess, ResolvedModel, add_adapter, disable_dropout
+from autotune.backends import WEIGHT_FORMATS, cuda_kernel, token_multiple
+from autotune.families import Batch, Family, NoiseProcess, ResolvedModel, Sample, add_adapter, disable_dropout
+from autotune.hardware import cudnn_version
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, take_layers, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.runtime import cache_path
@@ -48,6 +49,12 @@ class TrainingModel:
     noise: NoiseProcess
     quantization_error: QuantizationError | None = None
     """Error of quantizing the weights; None for random weights or without quantization."""
+    token_multiple: int = 1
+    """What masked sequences are padded to a multiple of, with the settings in use."""
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """A batch as the settings in use want it."""
+        return self.family.collate(samples, self.token_multiple)
 
 
 def load_model(
@@ -96,6 +103,17 @@ def _prepare_compiler() -> None:
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     """Apply the settings that need no reload; may be called again with others."""
     apply_knobs(model.family, model.transformer, settings, needs_reload=False)
+    model.token_multiple = find_token_multiple(settings, model.device)
+
+
+def find_token_multiple(settings: Candidate, device: torch.device) -> int:
+    """What masked sequences are padded to a multiple of, by the attention kernel that the settings run there."""
+    if device.type != "cuda":
+        return 1
+    capability, cudnn, how = torch.cuda.get_device_capability(device), cudnn_version(), settings.precision
+    return token_multiple(
+        cuda_kernel(settings.attention, masked=True, precision=how, capability=capability, cudnn=cudnn)
+    )
 
 
 def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool) -> None:

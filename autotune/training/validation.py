@@ -93,7 +93,7 @@ class HeldOutLoss:
 
     def _losses(self, draws: Sequence[_Draw]) -> list[float]:
         family, noising = self.model.family, self.noising
-        batch = self.place(family.collate([self.encoded.sample(draw.index) for draw in draws]))
+        batch = self.place(self.model.collate([self.encoded.sample(draw.index) for draw in draws]))
         clean = batch["latents"]
         noises = [noising.draw(NOISE_STEP, draw.number, clean.shape[1:])[0] for draw in draws]
         noise, levels = torch.stack(noises).to(clean), torch.tensor([draw.level for draw in draws], device=clean.device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autotune.families import add_adapter, denoising_loss, get_family
 from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
-from autotune.training import AdapterOptimizer, apply_knobs, to_device
+from autotune.training import AdapterOptimizer, apply_knobs, find_token_multiple, to_device
 from autotune.trials.requests import ChildState, GradientRequest, UpdateRequest
 from autotune.trials.steps import longest_captions, synthetic_samples
 from autotune.weights import build_empty, cast_as_loaded, fill_random
@@ -102,7 +102,8 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
         parameter.data.copy_(values.bfloat16())
     lengths = longest_captions(work, request.candidate.micro_batch_size)
     samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, torch.bfloat16)
-    batch = to_device(family.collate(samples), torch.device(request.device), dtype)
+    device = torch.device(request.device)
+    batch = to_device(family.collate(samples, find_token_multiple(candidate, device)), device, dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
     # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.

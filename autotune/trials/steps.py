@@ -196,8 +196,8 @@ class StepRunner:
         )
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        size, family = self.candidate.micro_batch_size, self.model.family
-        batches = [family.collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+        size = self.candidate.micro_batch_size
+        batches = [self.model.collate(samples[start : start + size]) for start in range(0, len(samples), size)]
         if self.candidate.batch_memory == "pinned":
             return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         return batches

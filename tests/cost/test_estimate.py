@@ -6,12 +6,13 @@ import json
 import pytest
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.job_estimate import estimate, job_time
+from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.reporting.estimate import estimate_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate
+from autotune.schema.workload import Bucket
 from tests.reporting.page.pages import golden_plan
 
 
@@ -117,3 +118,36 @@ def test_measuring_held_out_images_takes_its_passes():
         for number in (0, job.num_validations)
     )
     assert with_them.total_seconds - without.total_seconds == pytest.approx(5 * 32 * one_pass)
+
+
+def plans_for(attention="native", size=1, **changes):
+    """Seconds of cuDNN's plans for 30 images of two shapes, with captions of 10 to 200 tokens."""
+    buckets = tuple(Bucket(width_px=96, height_px=side, num_frames=1, num_items=15) for side in (64, 96))
+    quantiles = (10, 100, 200)
+    work = workload_of("qwen-image", buckets=buckets, max_text_tokens=200, text_token_quantiles=quantiles, **changes)
+    own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
+    return [
+        plan_seconds(own, Candidate(micro_batch_size=size, checkpointed_blocks=k, attention=attention)) for k in (0, 1)
+    ]
+
+
+def test_cudnn_plans_attention_for_each_length_once_and_padding_leaves_few_lengths():
+    assert plans_for(text_padding="masked") == [30, 60]  # every image has a length of its own
+    assert plans_for(text_padding="masked", size=2) == [4, 8]  # 24 and 36 tokens of image: 128 or 256 in all
+    assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
+    own, candidate = _predictor(), Candidate(micro_batch_size=1, checkpointed_blocks=1)
+    assert plan_seconds(own, candidate) == 0  # a 4090 runs flash
+
+
+def test_what_is_padded_for_cudnn_is_predicted_padded():
+    work = workload_of("qwen-image", text_padding="masked")  # 24 tokens of image and 12 of text
+    settings = [
+        Candidate(micro_batch_size=2, checkpointed_blocks=0, attention=name) for name in ("native", "_native_math")
+    ]
+    own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
+    long = CostModel.build(
+        gpu("nvidia-h100-sxm"), work.changed(max_text_tokens=104), FAMILIES["qwen-image"], TINY["qwen-image"]
+    )
+    native, plain = (own.predict(one).allocated_memory_bytes for one in settings)
+    assert native == long.predict(settings[0]).allocated_memory_bytes
+    assert plain < long.predict(settings[1]).allocated_memory_bytes

@@ -124,6 +124,29 @@ def batching_changes_nothing(small: Small) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
 
 
+def padding_what_is_masked_changes_nothing(small: Small) -> None:
+    """Neither outputs nor gradients, in fp32; and where attention gets no mask there is no more padding."""
+    family = small.family
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    plain, padded = family.collate(samples), family.collate(samples, 128)
+    if family.separates_prompts or not family.has_attention_mask(2, "masked"):
+        assert {name: tensor.shape for name, tensor in padded.items()} == {n: t.shape for n, t in plain.items()}
+        return
+    images = sum(t[0, 0].numel() // family.patch**2 for name, t in padded.items() if "latents" in name)
+    assert (images + padded["prompt_embeds"].shape[1]) % 128 == 0
+    assert padded["prompt_mask"].sum() == plain["prompt_mask"].sum() < padded["prompt_mask"].numel()
+    noise = torch.randn(plain["latents"].shape, generator=torch.Generator().manual_seed(3))
+    found = []
+    for batch in (plain, padded):
+        transformer, parameters = small.adapted()
+        with torch.no_grad():
+            output = family.predict(transformer, noise, small.levels(0.25, 0.9), batch)
+        denoising_loss(family, transformer, batch, noise, small.levels(0.25, 0.9)).backward()
+        found.append([output, *(p.grad for p in parameters if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(one.norm())
+
+
 def bf16_trains(small: Small) -> None:
     """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits together."""
     transformer = type(small.transformer).from_pretrained(
@@ -209,6 +232,7 @@ PROMISES = (
     target_sets_nest_and_cover_all_linears,
     every_adapter_layer_learns,
     batching_changes_nothing,
+    padding_what_is_masked_changes_nothing,
     bf16_trains,
     masks_are_announced,
     checkpointing_gives_equal_gradients,

@@ -211,3 +211,23 @@ def test_the_host_of_a_catalog_card_can_be_described_and_a_reserve_asked_for() -
         hardware_for("gb10", host_memory="32GiB")
     with pytest.raises(InvalidInput, match="known"):
         autotune.plan("kandinsky5-image-lite", host_memory="32GiB")
+
+
+def test_a_catalog_card_can_be_told_to_have_a_package() -> None:
+    told = hardware_for("4090", assume=["flash-attn"])
+    assert told.capability("attention.flash").available
+    assert told.assumed == ("flash-attn",)
+    assert any("flash-attn installed" in note for note in told.notes)
+    assert told.match_keys == hardware_for("4090").match_keys
+    with pytest.raises(
+        InvalidInput, match=r"does not run on .*V100.*needs compute capability 8\.0, this is 7\.0"
+    ) as old:
+        hardware_for("v100-sxm2-16gb", assume=["flash-attn"])
+    assert "leave --assume out" in old.value.hint
+    with pytest.raises(InvalidInput, match="sageattention") as useless:
+        hardware_for("4090", assume=["sageattention"])
+    assert useless.value.hint == "these can be assumed: flash-attn, xformers"
+    with pytest.raises(InvalidInput, match="known"):
+        hardware_for(told.changed(origin="probe"), assume=["flash-attn"])
+    with pytest.raises(InvalidInput, match="known"):
+        autotune.plan("kandinsky5-image-lite", assume=["flash-attn"])

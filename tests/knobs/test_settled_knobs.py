@@ -8,7 +8,8 @@ import torch
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import get_family
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
+from autotune.hardware.store import hardware_named
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
@@ -168,6 +169,42 @@ def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_p
     assert ("_native_flash" in choices.on_request) == (not is_tried)
     assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.on_request.keys()
     assert "native" in choices.admitted
+
+
+def attention_choices(one, padding):
+    return Attention().choices(TuningContext(one, get_family("qwen-image"), workload(text_padding=padding)))
+
+
+@pytest.mark.parametrize("padding", ["masked", "exact"])
+def test_under_a_mask_a_backend_has_to_beat_what_native_then_is(padding):
+    """Native is flash on this card, and the memory-efficient kernel with a mask."""
+    one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-rtx-4090"))
+    speeds = {"native": 1.0, "_native_efficient": 0.55, "_native_flash": 1.0, "_native_cudnn": 0.8}
+    rates = tuple(
+        Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, unit="FLOP/s", spread=0.0, num_samples=3)
+        for name, value in speeds.items()
+    )
+    choices = attention_choices(one.changed(rates=rates), padding)
+    assert choices.admitted == (("native", "_native_cudnn") if padding == "masked" else ("native",))
+    assert choices.on_request["_native_flash"] == "the probe measured 1.00 times the speed of native"
+
+
+@pytest.mark.parametrize(
+    ("card", "padding", "flash", "xformers"),
+    [
+        ("4090", "exact", "1.00", "0.55"),  # torch's own flash is the same
+        ("4090", "masked", "1.00", "1.00"),  # and so is its kernel for masks
+        ("h100-sxm", "masked", "0.60", "0.33"),  # cuDNN is faster
+    ],
+)
+def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures(card, padding, flash, xformers):
+    one = with_assumed_packages(hardware_named(card), ["flash-attn", "xformers"])
+    choices = attention_choices(one, padding)
+    assert choices.admitted == ("native",)
+    for name, speed in {"flash": flash, "xformers": xformers}.items():
+        assert choices.on_request[name] == f"published for its kernel is {speed} times the speed of native"
+    without = attention_choices(hardware_named(card), padding)
+    assert without.rejected["flash"] == "package: flash_attn is not installed"
 
 
 def test_dora_has_whole_weights_on_the_device():

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import DoesNotFit
+from autotune.hardware.catalog import with_assumed_packages
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import parity_capability
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
+from autotune.reporting.plan import explain_lines
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.plan import TrainingPlan
@@ -99,6 +101,18 @@ def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: P
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     """The same plan with other contents of its frozen part."""
     return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+@pytest.mark.usefixtures("_by_formula")
+def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_tried() -> None:
+    asked = replace(request(pins=(("attention", "flash"),)), is_local=False)
+    plan = make_plan(asked, with_assumed_packages(hardware_named("nvidia-rtx-4090"), ["flash-attn"]))
+    assert plan.frozen.hardware.assumed == ("flash-attn",)
+    assert any("assumed: flash-attn installed" in line for line in explain_lines(plan))
+    lacking = Capability(name="attention.flash", available=False, reason="package: flash_attn is not installed")
+    here = HERE.changed(capabilities=(*HERE.capabilities, lacking))
+    with pytest.raises(DoesNotFit, match="attention flash: package: flash_attn is not installed"):
+        seal_on_arrival(plan, here, backend=surroundings(lambda candidate: pytest.fail(str(candidate))))
 
 
 def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan, tmp_path: Path) -> None:

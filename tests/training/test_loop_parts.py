@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autotune.data.encode import EncodedDataset
 from autotune.errors import InvalidInput
 from autotune.families.registry import get_family
 from autotune.schema.candidate import Candidate
@@ -22,6 +23,7 @@ from autotune.training.adapter_file import update_norm
 from autotune.training.checkpoint import list_checkpoints
 from autotune.training.describe import check_job
 from autotune.training.loop import TrainingLoop
+from autotune.training.model import find_token_multiple
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import Noising, optimizer_step
@@ -57,6 +59,58 @@ def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memo
     context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), budget_bytes=1)
     loader = TrainingLoop(plan, bench.trained, bench.encoded, None, context)._make_loader()  # type: ignore[arg-type]
     assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
+
+
+def test_padding_for_cudnn_reaches_steps_evaluations_and_held_out_losses_and_changes_none(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = bench.plan(num_steps=2, validation="40%", validation_every=1)
+    settings = plan.frozen.settings.changed(micro_batch_size=2)
+    plan = seal(plan.job, plan.frozen.changed(settings=settings))
+    lengths: list[int] = []
+    collate, sample = type(bench.trained).collate, EncodedDataset.sample
+
+    def uneven(data: EncodedDataset, index: int, *draw: Any) -> Any:
+        tensors = sample(data, index, *draw)
+        return {**tensors, "prompt_embeds": tensors["prompt_embeds"][index % 2 :]}
+
+    def watched(model: Any, samples: Any) -> Any:
+        batch = collate(model, samples)
+        if "prompt_mask" in batch:
+            lengths.append(batch["latents"][0, 0].numel() // 4 + batch["prompt_embeds"].shape[1])
+        return batch
+
+    monkeypatch.setattr(type(bench.trained), "collate", watched)
+    monkeypatch.setattr(EncodedDataset, "sample", uneven)
+    found = []
+    for multiple in (1, 128):
+        monkeypatch.setattr(bench.trained, "token_multiple", multiple)
+        lengths.clear()
+        losses: list[float] = []
+        loop = bench.loop(
+            plan, tmp_path / str(multiple), held_out=2, on_step=lambda event, to=losses: to.append(event.loss)
+        )
+        found.append([*losses, loop.evaluate(), *loop.validation.meter.measure(2)])  # type: ignore[union-attr]
+        assert len(lengths) > 4  # steps, evaluations and both kinds of measurement
+        assert all((tokens % 128 == 0) == (multiple == 128) for tokens in lengths)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_only_cudnn_gets_sequences_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiple(capability: tuple[int, int], cudnn: str | None, **changes: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr("autotune.training.model.cudnn_version", lambda: cudnn)
+        settings = Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **changes})
+        return find_token_multiple(settings, torch.device("cuda", 0))
+
+    assert multiple((9, 0), "9.20.0") == 128
+    assert multiple((9, 0), "9.20.0", precision="fp32") == 1
+    assert multiple((9, 0), "9.20.0", attention="_native_efficient") == 1
+    assert multiple((9, 0), None) == 1
+    assert multiple((8, 9), "9.20.0") == 1
+    assert multiple((8, 9), "9.20.0", attention="_native_cudnn") == 128
+    here = Candidate(micro_batch_size=2, checkpointed_blocks=0, attention="_native_cudnn")
+    assert find_token_multiple(here, torch.device("cpu")) == 1
 
 
 def test_plateau_halves_the_rate_when_epochs_no_longer_improve(bench: Bench) -> None:

@@ -82,7 +82,14 @@ def shorten(family: Family, transformer: "nn.Module", counts: Sequence[int]) -> 
 
 
 def meta_batch(
-    family: Family, config: Mapping[str, Any], workload: Workload, *, size: int, masked: bool, dtype: Any
+    family: Family,
+    config: Mapping[str, Any],
+    workload: Workload,
+    *,
+    size: int,
+    masked: bool,
+    dtype: Any,
+    token_multiple: int = 1,
 ) -> Batch:
     """A collated batch of the right shapes on the meta device; with `masked`, captions differ in length."""
     import torch
@@ -93,7 +100,7 @@ def meta_batch(
 
     text_tokens = workload.max_text_tokens
     others = max(1, text_tokens - 1) if masked else text_tokens
-    batch = family.collate([sample(text_tokens), *[sample(others) for _ in range(size - 1)]])
+    batch = family.collate([sample(text_tokens), *[sample(others) for _ in range(size - 1)]], token_multiple)
     return {name: tensor.to("meta") for name, tensor in batch.items()}
 
 
@@ -110,7 +117,7 @@ def trace_pass(
     """Trace one micro-batch of a transformer that lies on the meta device, with adapter and settings applied.
 
     Args:
-        kernel: attention kernel, as `kernels.kernel_for` names it.
+        kernel: attention kernel, as `kernel_for` names it.
         rules: whose kernels and whose allocation granularity.
         autocast: the precision of products under autocast; None without.
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
