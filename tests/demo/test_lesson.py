@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from autotune.demo.folders import SMALL_WORLD
 from autotune.demo.lesson import ConceptFidelity, judge_lesson, taught_scenes, write_images
 from autotune.demo.world import KNOWN_SHAPES, draw_centered
-from autotune.training.adapter_file import ADAPTER_FILE
+from autotune.training.files import ADAPTER_FILE
 from tests.conftest import Journey, autotune_here
 
 

@@ -26,8 +26,8 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal, with_job
 from autotune.training.adapter_file import update_norm
-from autotune.training.checkpoint import list_checkpoints
 from autotune.training.describe import check_job
+from autotune.training.files import list_checkpoints
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import TRACKERS, Metrics, Tracker, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
