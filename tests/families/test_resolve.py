@@ -12,7 +12,8 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import fetch_model, read_parts, resolve_model
 from autotune.families.tokens import count_tokens
 from autotune.schema.candidate import CachingSettings
-from autotune.weights.components import build_empty_component, read_config
+from autotune.weights.components import build_empty_component
+from autotune.weights.configs import read_config
 from autotune.weights.sources import open_weights
 from tests.builders import candidate, hardware, workload
 
