@@ -7,12 +7,13 @@ READY := $(VENV)/.ready
 # Scripts are held to the types of what they call, not to annotations of their own.
 RELAXED := --no-warn-unused-ignores $(addprefix --disable-error-code ,no-untyped-call no-untyped-def type-arg no-any-return)
 
-.PHONY: help setup demo test check
+.PHONY: help setup demo test test-all check
 
 help:
-	@echo "make demo    set up, then walk the whole journey on a small real model (two to three minutes)"
-	@echo "make test    set up, then run the tests"
-	@echo "make check   set up, then lint, types and import contracts"
+	@echo "make demo      set up, then walk the whole journey on a small real model (two minutes)"
+	@echo "make test      set up, then run the tests"
+	@echo "make test-all  the same with those that are slow (half an hour)"
+	@echo "make check     set up, then lint, types and import contracts"
 
 setup: $(READY)
 
@@ -28,6 +29,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: $(READY)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ''
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -30,6 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "micro-batch 4": {"micro_batch_size": 4},
     "micro-batch 1": {"micro_batch_size": 1},
     "checkpointing": {"checkpointed_blocks": 4},
+    "attention kept": {"selective_blocks": 4},
+    "norm and rope fused": {"norm_rope": "fused"},
     "attention _native_math": {"attention": "_native_math"},
     "attention _native_flash": {"attention": "_native_flash"},
     "bf16": {"precision": "bf16"},
@@ -38,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "layerwise-fp8": {"quantization": "layerwise-fp8"},
     "bnb-int8": {"quantization": "bnb-int8"},
     "bnb-nf4": {"quantization": "bnb-nf4"},
+    "int8-matmul": {"quantization": "int8-matmul"},
+    "fp8-matmul": {"quantization": "fp8-matmul"},
 }
 MEASURES = ("new", "known", "loss")
 MARGIN = 0.05

@@ -23,6 +23,15 @@ from autotune.schema.plan_file import read_plan
 silence_libraries()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow."""
+    for item in items:
+        for marker in item.iter_markers("quick"):
+            if not set(marker.args) & set(map(str, item.callspec.params.values())):
+                item.add_marker("slow")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("home")

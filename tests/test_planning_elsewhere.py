@@ -103,6 +103,7 @@ def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() 
     assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == ("fp16",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "model"), [("t4", "wan-2.1"), ("2080 ti", "sdxl")])
 def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: str) -> None:
     hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)
@@ -186,6 +187,7 @@ def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -
         ResolvedRequest.build(request, needs_weights=False).space(hardware_named("nvidia-h100-sxm"))
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_message_says_what_would_help() -> None:
     workload_overrides = WorkloadOverrides(size_px=(512, 512), quality="high", effective_batch_size=1)
     request = PlanRequest(
@@ -197,6 +199,7 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
     assert "without --pin (" in caught.value.hint, "a smaller quality would not be enough with all blocks on the device"
 
 
+@pytest.mark.slow
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only shared out."""
     card = hardware_named("nvidia-rtx-4090")
@@ -224,6 +227,7 @@ def test_each_process_needs_a_gpu() -> None:
         make_plan(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2), card)
 
 
+@pytest.mark.slow
 def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_else() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; in 16 bits it fits an H200."""
     workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=1, quality="compact")

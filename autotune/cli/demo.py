@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,13 @@ from autotune.cli.output import print_out, show_events
 
 
 def demo(
+    context: typer.Context,
     output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
     no_profiles: Annotated[bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")] = False,
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-
+    autotune.warm_up()
     with show_events() as show:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
         made = autotune.make_demo(output, model)
@@ -34,9 +36,9 @@ def demo(
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
     asked += ["--no-profiles"] if no_profiles else []
-    _run("probe")
-    _run("plan", *asked)
-    _run("train", plan_file)
+    _run(context, "probe")
+    _run(context, "plan", *asked)
+    _run_alone("train", plan_file)
     if not made.new_shape:
         print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
         print_out("the model's weights are random: its pictures are noise, which the adapter changes")
@@ -50,17 +52,32 @@ def demo(
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
 
 
-def _run(*words: object) -> None:
-    """Show a command and run it as a user would, in a process of its own.
+def _run(context: typer.Context, *words: object) -> None:
+    """Show a command and run it here, where the libraries are loaded.
 
     Raises:
-        SystemExit: it failed, with its status; it has said why.
+        Exit: it failed, with its status; it has said why.
     """
-    command = [str(word) for word in words]
-    print_out(f"\n$ autotune {shlex.join(command)}", style="bold")
-    process = subprocess.Popen([sys.executable, "-m", "autotune", *command])
+    root = context.find_root()
+    if status := root.command.main(_shown(words), prog_name=root.info_name, standalone_mode=False):
+        raise typer.Exit(status)
+
+
+def _run_alone(*words: object) -> None:
+    """Show a command and run it as a user would, in a process of its own, whose memory the plan promised.
+
+    Raises:
+        Exit: it failed, with its status; it has said why.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *_shown(words)])
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()
     if process.returncode:
-        raise SystemExit(process.returncode)
+        raise typer.Exit(process.returncode)
+
+
+def _shown(words: Sequence[object]) -> list[str]:
+    command = [str(word) for word in words]
+    print_out(f"\n$ autotune {shlex.join(command)}", style="bold")
+    return command

@@ -1,5 +1,7 @@
 """What a process must settle before the first import of torch."""
 
+import atexit
+import gc
 import os
 from collections.abc import MutableMapping
 
@@ -12,9 +14,11 @@ two operations. When another program with two threads ran, steps took 50 to 64 t
 
 
 def prepare_process() -> None:
-    """Silence the libraries, and let idle threads sleep. Safe to call twice; what the user has set stays."""
+    """Silence the libraries, let idle threads sleep, end quickly. Safe to call twice; what the user has set stays."""
     silence_libraries()
     limit_thread_spinning(os.environ)
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)  # at its end Python would look through all objects of the libraries, for two seconds
 
 
 def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:

@@ -52,6 +52,7 @@ class Forked:
     returncode = property(poll)
 
 
+@pytest.mark.slow
 def test_what_was_killed_is_resumed_what_is_done_is_known_and_one_failure_stops_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

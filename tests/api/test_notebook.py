@@ -12,6 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_session_of_the_docs_runs_on_the_small_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from autotune.schema.workload import OptimizerChoice
 from autotune.training.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
+from tests.kinds import KINDS
 
 STORED = [
     ("qwen-image", "torchao-int8"),
@@ -46,6 +47,7 @@ def candidate_of(
     )
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
 def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     precision = "bf16"
@@ -78,6 +80,7 @@ def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     assert bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare  # scales of tiny layers are tiny, too
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(
     ("name", "quantization", "norm_rope"),
     [
@@ -146,6 +149,7 @@ def _live_caches(transformer):
                 yield value.untyped_storage()._cdata
 
 
+@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1")
 @pytest.mark.parametrize(
     ("name", "share", "quantization"),
     [
@@ -181,6 +185,7 @@ def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(pred
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("name", [name for name in TINY if FAMILIES[name].attention_layouts])
 def test_peak_with_fused_norm_and_rope(predictor, name, share):

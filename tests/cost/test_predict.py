@@ -115,6 +115,7 @@ def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
     assert small.saved_bytes <= plain.saved_bytes
 
 
+@pytest.mark.quick("qwen-image", "wan-2.1")
 @pytest.mark.parametrize(
     ("name", "text_padding"),
     [
@@ -139,6 +140,7 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     assert forwards == backwards[::-1]
 
 
+@pytest.mark.quick("qwen-image", "wan-2.1")
 @pytest.mark.parametrize("name", TINY)
 def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name):
     uneven = workload_of(name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4)

@@ -13,6 +13,7 @@ from autotune.schema.candidate import CachingSettings
 from autotune.weights.loaders import LOADERS
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.families.small import CAPTIONS, Small
+from tests.kinds import KINDS
 from tests.training.small import SETTINGS
 from tests.weights.conftest import bits
 
@@ -39,6 +40,7 @@ def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
     return small.family.encode_caption(pipeline, CAPTIONS[0], small.controls(small.bucket))
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("way", EXACT)
 def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small, way: str) -> None:
     encoders = encoders_of(small, EXACT[way])
@@ -62,6 +64,7 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
         assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(("weight_format", "least"), [("torchao-int8", 0.999), ("layerwise-fp8", 0.99)])
 def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_format: str, least: float) -> None:
     if WEIGHT_FORMATS[weight_format].hides_dtype and small.family.casts_to_weight_dtype:

@@ -10,12 +10,10 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from autotune.demo.folders import SMALL_WORLD
 from autotune.demo.lesson import ConceptFidelity, judge_lesson, taught_scenes, write_images
 from autotune.demo.world import KNOWN_SHAPES, draw_centered
-from autotune.training.files import ADAPTER_FILE
 from tests.conftest import Journey, autotune_here
 
 
@@ -45,16 +43,16 @@ def wrong_images(tmp_path: Path) -> Path:
     return tmp_path / "wrong"
 
 
-def test_an_adapter_that_destroys_is_noticed(journey: Journey, tmp_path: Path) -> None:
-    with safe_open(journey.result / ADAPTER_FILE, "pt") as file:
-        trained, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    too_large = {name: 20 * tensor if ".lora_B." in name else tensor for name, tensor in trained.items()}
-    save_file(too_large, tmp_path / ADAPTER_FILE, metadata)
-    found = judge_lesson(journey.model, tmp_path)
+def test_a_rate_that_destroys_is_noticed(capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path) -> None:
+    much = ("--learning-rate", "1e-1", "--steps", 100)
+    trained = autotune_here(capfd, "train", journey.plan_file, *much, "--output", tmp_path / "out")
+    assert trained.returncode == 0, trained.stderr
+    found = judge_lesson(journey.model, tmp_path / "out")
     assert not has_learned(found), asdict(found)
-    assert found.after < 0.2
+    assert max(found.after, found.others_after) < 0.2
 
 
+@pytest.mark.slow
 def test_wrong_pictures_are_noticed(
     capfd: pytest.CaptureFixture[str], journey: Journey, wrong_images: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from autotune.families.resolve import read_parts, resolve_model
 from autotune.schema.workload import Bucket
 from tests.builders import workload
 from tests.families.published import CONFIGS
+from tests.kinds import KINDS
 
 NUM_BLOCKS = {
     "qwen-image": 60,
@@ -88,6 +89,7 @@ def published_folder(folder, name):
     return folder
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     family, model = FAMILIES[name], resolve_model(str(published_folder(tmp_path, name)))

@@ -46,6 +46,7 @@ def test_a_second_family_of_one_pipeline_is_refused():
         families.add(StableDiffusion3)
 
 
+@pytest.mark.slow
 def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypatch):
     module = (Path(__file__).parent / "sixth_family.py").read_text()
     site = install(tmp_path, "acme", "sd3 = acme.sd3:StableDiffusion3", group=registry.ENTRY_POINTS, sd3=module)

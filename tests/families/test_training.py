@@ -16,6 +16,7 @@ from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.step import Noising, optimizer_step
 from tests.families import reference
 from tests.families.small import CAPTIONS, NO_GUIDANCE, Small
+from tests.kinds import KINDS
 
 
 def test_loss_and_gradients_equal_an_independent_computation(small):
@@ -100,6 +101,7 @@ def _catch(caught, decode, vae, latents, *args, **kwargs):
     return decode(vae, latents, *args, **kwargs)
 
 
+@pytest.mark.quick(*KINDS)
 def test_overfitting_one_image_brings_samples_closer_to_it(small, short_prompts, learnable_image, monkeypatch):
     """Distances are between latents: the small pipelines' VAEs are random, so their pixels say little."""
     frames = small.bucket.num_frames

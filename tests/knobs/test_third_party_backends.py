@@ -181,6 +181,7 @@ def walked(acme: Acme) -> Journey:
     return Journey(acme, {str(words[0]): text for words, text in zip(commands, printed, strict=False)})
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(walked: Journey) -> None:
     frozen = read_plan(walked.plan).frozen
     assert (frozen.settings.quantization, frozen.settings.attention) == ("acme-int8", "acme-attention")

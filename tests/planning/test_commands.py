@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("commands and a blank")
 
 
+@pytest.mark.slow
 def test_a_search_is_recorded_resumed_and_replayed(
     capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_published_model_is_downloaded_with_its_text_encoders() -> None:
     assert 30e9 < num_bytes < 36e9  # 23.8 GB of the transformer, 9.5 of T5, .2 of CLIP
 
 
+@pytest.mark.slow
 def test_the_command_compares_prices_and_limits(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, _ = write_model_and_images(tmp_path)
     prices = tmp_path / "prices.yaml"

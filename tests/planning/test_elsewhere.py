@@ -28,6 +28,7 @@ def test_catalog_predictions_name_known_models_and_know_every_gpu() -> None:
     assert "qwen-image" in KNOWN.keys() <= set(models), WRITE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "gpu"), [("flux1-dev", "nvidia-rtx-4090"), ("kandinsky5-video-lite", "nvidia-l4")])
 def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: str) -> None:
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)

@@ -27,6 +27,7 @@ from autotune.schema.hardware import HardwareProfile, MemoryBudget
 from autotune.schema.workload import ModelSpec
 from autotune.search.winner import TIE
 from autotune.training.describe import WorkloadOverrides
+from tests.kinds import KINDS
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import make_plan
 
@@ -110,6 +111,7 @@ BOUNDS = ("pin", "device", "host")
 ASKED = tuple(zip(load_catalog(), itertools.cycle(FAMILIES), itertools.cycle(BOUNDS), strict=False))
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(("card", "family", "bound"), ASKED, ids=lambda each: getattr(each, "id", each))
 def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(card: CatalogGpu, family: str, bound: str) -> None:
     """Of a looser floor on every card; of no pin, more device memory and more host memory in turns."""
@@ -141,6 +143,7 @@ pins = st.lists(
 ).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(cards, families, pins, st.floats(0.3, 1), st.floats(0.3, 1))
 def test_more_memory_and_fewer_pins_together_give_no_slower_plan(

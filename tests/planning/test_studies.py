@@ -67,6 +67,7 @@ def database() -> Iterator[str]:
         server.cleanup()
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
 def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
     asked = request(StudyLocation(f"killed-{ended_trials}"))
@@ -245,6 +246,7 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Pla
     assert sum(trial.confirms for trial in plan.frozen.trials) == 2
 
 
+@pytest.mark.quick("work")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage"])
 def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, tmp_path: Path, what: str) -> None:
     first: list[Candidate] = []

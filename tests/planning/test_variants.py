@@ -25,6 +25,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "team.yaml"
 
 
+@pytest.mark.slow
 def test_variants_share_the_job_and_what_is_learned_and_each_machine_takes_its_own(team: Path) -> None:
     plans = read_variants(team)
     assert plans[0].job == plans[1].job

@@ -29,7 +29,11 @@ from tests.conftest import autotune_here
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema1"
 PLANS = sorted(path.relative_to(SCHEMA_1) for path in SCHEMA_1.rglob("*plan*.yaml"))
-RECORDINGS = (pytest.param("recording", marks=pytest.mark.slow), "recording-pinned", "recording-verified")
+RECORDINGS = (
+    pytest.param("recording", marks=pytest.mark.slow),
+    "recording-pinned",
+    pytest.param("recording-verified", marks=pytest.mark.slow),
+)
 STACK = {"torch": "2.13.0", "torchao": "0.18.0", "bitsandbytes": "0.50.2"}
 ENCODING_STACK = {"diffusers": "0.42.1", "transformers": "5.23.0"}
 """What the keys of a run's cached items hold, beside the bytes of encoders and images."""
@@ -118,6 +122,7 @@ def test_the_measured_plan_trains(command: Command, tmp_path: Path) -> None:
     assert run_plan.identity == read_plan(SCHEMA_1 / "plan-measured.yaml").identity
 
 
+@pytest.mark.slow
 @same_stack
 def test_the_predicted_plan_is_sealed_once_and_trains(command: Command, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
@@ -153,7 +158,7 @@ def test_a_recording_replays_to_the_same_settings(name: str, command: Command, t
         assert now.step_seconds <= 1.0301 * then.step_seconds
         assert made.frozen.trials == original.frozen.trials
         return
-    assert now.process_memory_bytes == pytest.approx(then.process_memory_bytes, rel=0.01)  # counted otherwise since
+    assert now.process_memory_bytes == pytest.approx(then.process_memory_bytes, rel=0.02)  # now the neediest phase
     assert now.other_seconds == pytest.approx(then.other_seconds, rel=0.01)  # predicted
     since = ("host_memory_bytes", "time_uncertainty", "memory_uncertainty", "process_memory_bytes", "other_seconds")
     same = {name: getattr(now, name) for name in since}

@@ -113,6 +113,7 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostM
         assert predicted[result.candidate] <= 1.25 * max(MAX_GROWTH * largest, SAFE_SHARE * budget)
 
 
+@pytest.mark.slow
 def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: CostModel) -> None:
     """A block that stays on the device never makes a step slower."""
     free, budget = with_mixtures(build_search_space(builders.context(GPU, WORK)), cost), 30 * GIB

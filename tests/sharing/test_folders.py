@@ -92,6 +92,7 @@ def test_what_is_deleted_while_it_is_read_is_not_there(store: Store) -> None:
     assert [found.name for found in store.read(entries)] == [e.name for e in entries if e != gone]
 
 
+@pytest.mark.slow
 def test_ten_thousand_records_list_in_under_two_seconds(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_neighbors_profile_saves_trials(cold: Planned, tmp_path: Path) -> None
     assert helped.plan.frozen.expected.step_seconds <= 1.05 * neighbor(2).best_seconds
 
 
+@pytest.mark.slow
 def test_two_teams_on_unlike_machines_share_through_the_real_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def slower(here: HardwareProfile) -> HardwareProfile:
     return HardwareProfile.model_validate({**dict(here), "device": device, "rates": rates})
 
 
+@pytest.mark.slow
 def test_a_team_with_anothers_records_starts_where_the_other_ended(
     journey: Journey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_the_command_prints_text_markdown_and_json(capfd: pytest.CaptureFixture[
     assert told["fastest"]["step_seconds"] <= told["as_written"]["step_seconds"]
 
 
+@pytest.mark.slow
 def test_what_was_predicted_is_measured_on_this_machine(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = write_config(tmp_path, ("resolution: 256", "resolution: 64"))
     done = autotune_here(capfd, "audit", config, "--measure", "--json")

@@ -300,6 +300,7 @@ def test_resident_memory_is_what_the_system_says() -> None:
         assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss - library_bytes(), rel=0.01)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
     held: list[int] = []
     bench.loop(

@@ -158,6 +158,7 @@ def test_all_draws_of_a_run_come_from_windows(family_bench: Bench, short_windows
     assert sum(size > 2 for size in fetches) == 5
 
 
+@pytest.mark.slow
 def test_a_run_looked_at_and_killed_within_a_window_ends_in_the_same_bits(
     flux_bench: Bench, tmp_path: Path, short_windows: int, fetches: list[int]
 ) -> None:

@@ -111,6 +111,7 @@ def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(benc
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_sharded_over_two_nodes_go_on_with_an_adapter_and_are_measured_on_images_held_out(
     bench: Bench, tmp_path: Path
 ) -> None:

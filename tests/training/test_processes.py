@@ -40,10 +40,8 @@ from tests.training.test_fit import planned
 from tests.training.test_nodes import free_port
 
 
-@pytest.mark.parametrize(
-    ("strategy", "number", "nodes"),
-    [("ddp", 2, 1), pytest.param("hybrid", 4, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "number", "nodes"), [("ddp", 2, 1), ("hybrid", 4, 2)])
 def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     bench: Bench, tmp_path: Path, strategy: str, number: int, nodes: int
 ) -> None:

@@ -30,6 +30,7 @@ def plan_of(bench: Bench, storage: str, output: Path, **job: object) -> Training
     return seal(plan.job, plan.frozen.model_copy(update={"workload": workload, "settings": settings}))
 
 
+@pytest.mark.quick("torchao-int8")
 @pytest.mark.parametrize("storage", storages())
 def test_neither_previews_nor_an_interruption_change_what_is_learned(
     bench: Bench, tmp_path: Path, storage: str
@@ -56,6 +57,7 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
     assert Image.open(written).size == (32, 32)
 
 
+@pytest.mark.slow
 @BITSANDBYTES
 def test_4_bits_from_plan_to_training_through_the_commands(bench: Bench, tmp_path: Path) -> None:
     plan, result = tmp_path / "plan.yaml", tmp_path / "result"

@@ -143,6 +143,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
     assert gradient_error(request, ChildState(cache={"plain": plain})) < 0.005
 
 
+@pytest.mark.slow
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are not turned into code: that takes a minute on a CPU."""
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")

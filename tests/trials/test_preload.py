@@ -78,6 +78,7 @@ def test_the_fork_server_has_one_thread_and_no_cuda(runner: ProcessTrialRunner) 
     assert runner.ask(LookAround()) == (1, False, True)
 
 
+@pytest.mark.slow
 def test_no_parallel_operation_runs_while_it_imports() -> None:
     """Libraries build a few constants of a handful of numbers; a parallel operation would deadlock the children."""
     command = [sys.executable, "-c", LARGEST_OPERATION]
@@ -93,6 +94,7 @@ def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.Monke
         worker._require_preload()
 
 
+@pytest.mark.slow
 @BITSANDBYTES
 def test_a_library_that_is_there_already_stays_whole() -> None:
     code = "import bitsandbytes, autotune.trials.preload, sys; sys.modules['bitsandbytes'].nn.Linear4bit"
