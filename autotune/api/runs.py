@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune import training
+from autotune import planning, training
+from autotune.api import plans
 from autotune.api.metrics_server import MetricsServer
 from autotune.api.options import require_known, require_optimizer
 from autotune.api.places import Place, find_place
@@ -131,11 +132,9 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
     if not is_alone:
         hint = "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         raise InvalidInput("processes that train together need a plan file", hint=hint)
-    from autotune.api.plans import plan as make_plan  # not for every run: the search's libraries take 14 MiB
-
     if changes["data"] is None:
         raise InvalidInput("there is no data to train on", hint="name a folder with --data, or a plan that has one")
-    return make_plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
+    return plans.plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
 
 
 def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
@@ -153,9 +152,7 @@ def measure_predicted(
     """The plan, whose weights are here: tried on this machine if it was predicted, else as it is."""
     if plan.frozen.expected.evidence != "predicted":
         return plan
-    from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
-
-    return measured_here(plan, hardware, file, on_event)
+    return planning.measured_here(plan, hardware, file, on_event)
 
 
 def _train(
