@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         train,
         train_many,
         verify_records,
+        warm_up,
     )
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo

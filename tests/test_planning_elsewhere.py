@@ -54,7 +54,7 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.api.plans.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
+    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
     monkeypatch.setattr("autotune.api.plans.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)

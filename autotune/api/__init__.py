@@ -41,5 +41,6 @@ if TYPE_CHECKING:
     )
     from autotune.api.reports import report
     from autotune.api.runs import sample, train
+    from autotune.api.warming import warm_up
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -21,7 +21,7 @@ FUNCTIONS = """
     judge_lesson list_choices list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan
     plan_from_config
     plan_text plan_variants prepare_process probe prune_records publish pull_records push_records read_record report
-    require_gpu require_hub sample save_plan shipped_profiles subject_job train train_many verify_records
+    require_gpu require_hub sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
