@@ -29,11 +29,13 @@ from reading_rules import (
     FAMILIES,
     FOUND_RESIDENT,
     GPUS,
+    LATEST,
     RESERVED,
     RULES,
     STORAGE,
     WHOLE,
     WHOLE_PIPELINE,
+    WITH_VAE,
     Row,
     broken_rule,
     copied_bytes_of,
@@ -123,6 +125,8 @@ def predicted(row: Row, rules: str) -> "Reading":
         overheads=overheads_of(row, name) if own_ways else None,
     )
     beside = cost.resident_encoder_bytes + copied_bytes_of(row, rules)
+    if row["vram_kind"] == WITH_VAE:
+        beside += cost.model.vae_cost("bf16").weight_bytes
     return Reading(row, cost.predict(candidate), beside, hardware.device.total_memory_bytes or 0)
 
 
@@ -142,7 +146,7 @@ class Reading:
         """In the row's unit, of the row's kind."""
         kind, train = self.row["vram_kind"], self.prediction
         size = train.peak_memory_bytes if kind in WHOLE else train.allocated_memory_bytes
-        if self.row["model"] in ADDED and kind in RESERVED:
+        if self.row["model"] in ADDED and kind in (*RESERVED, WITH_VAE):
             phase = next(one for one in train.phases if one.name == "train")
             size = train.allocated_memory_bytes + phase.breakdown.allocator_rounding_bytes
         is_gib = self.row["vram_unit"] == "GiB" or "divides by 1024^3" in self.row["vram_unit"]
@@ -315,11 +319,15 @@ def main() -> None:
     for path in arguments.fresh:
         readings += report(f"{path.name}, collected after all rules", rows_of(path), ("then", "today"))
     report_factors(readings)
-    added = [row for row in published if row["model"] in ADDED]
+    added = [row for row in published if row["model"] in ADDED.keys() - LATEST.keys()]
     later = report("published_numbers.csv, families added later", added, ("added", "after"))
     report_factors(later)
+    latest = report(
+        "published_numbers.csv, Qwen-Image 2.1", [row for row in published if row["model"] in LATEST], ("added",)
+    )
+    report_factors(latest)
     print()
-    report_bands(readings + later)
+    report_bands(readings + later + latest)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,15 @@ After these errors were seen (set `after`), for Krea 2 by SimpleTuner:
 18. It adapts by ends of names, so the text's fusion blocks as well, which no checkpoint holds (krea2/model.py,
     DEFAULT_LORA_TARGET); and its fused projections keep the three that they were made of (krea2/transformer.py,
     `fuse_projections`): their bytes are added.
+
+For Qwen-Image 2.1 (`LATEST`), which came after all of these, rules 1 to 17 and the next, committed before any of its
+readings had been predicted; judged by itself.
+
+19. "peak, VAE resident for previews" is what Fizgig's allocator reserved, as in rule 15, with the VAE's weights in bf16
+    (qwen_image21/vae.py 8b82fbe, load_qwen21_vae), which are added. "int8 W8A8" is other storage, by rule 5.
+
+Expected: sizes short by what its adapter of fp32 takes, for it casts each layer's input for itself (families/lora.py
+c66bfba, LoRALinear), most at 1 MP; times within Fizgig's own factor, .94.
 """
 
 import csv
@@ -75,7 +84,9 @@ FAMILIES = {
     **{name: name for name in ("flux1-dev", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")},
     **{name: name for name in ("kandinsky5-image-lite", "kandinsky5-video-lite")},
 }
+LATEST = {"Qwen-Image-2.1 (7B, NOT the 20B Qwen-Image)": "qwen-image-2.1"}
 ADDED = {
+    **LATEST,
     "Krea 2": "krea-2",
     "Krea 2 (12.9B)": "krea-2",
     "Krea 2 raw (12.9B)": "krea-2",
@@ -153,6 +164,8 @@ ALLOCATED = ("peak allocated", 'peak (doc: "peak VRAM GiB")')
 WHOLE = ("peak nvidia-smi", "peak", "peak, training only", "peak reserved, first epoch", "user reading")
 RESERVED = ("peak reserved, first epoch", "peak, training only")
 """Of the programs of `ADDED`: without the context of the process."""
+WITH_VAE = "peak, VAE resident for previews"
+"""Of `LATEST`: reserved, with the VAE's weights."""
 WHOLE_PIPELINE = {
     "residency": "keep",
     "text_encoder_device": "training",
@@ -267,6 +280,7 @@ def size_of(row: Row) -> float | None:
     """Memory in the row's unit; None if it is not stated, or of no known kind."""
     value = row["vram_value"].lstrip("~")
     kinds = (*ALLOCATED, *WHOLE, *(RESERVED if row["model"] in ADDED else ()))
+    kinds += (WITH_VAE,) if row["model"] in LATEST else ()
     has_desktop = row["model"] in ADDED and row["source"].startswith("shootthesound/Fizgig src/fizgig/utils")
     return float(value) if value and row["vram_kind"] in kinds and not has_desktop else None
 

@@ -192,11 +192,11 @@ def test_plan_that_needs_more_memory_than_here_is_refused(
 
 
 def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:
-    process = autotune_forked("plan", "--model", "qwen-image")
+    process = autotune_forked("plan", "--model", "qwen-image", "--rank", "4")
     assert process.returncode == 3
     lines = process.stderr.strip().splitlines()
     assert lines[0] == "error: Qwen/Qwen-Image cannot be tried here: this machine has no GPU"
-    assert lines[1].startswith("hint: plan for a GPU by name: autotune plan --model qwen-image --hardware ")
+    assert lines[1].startswith("hint: plan for a GPU by name: autotune plan --model qwen-image --rank 4 --hardware ")
     assert len(lines) == 2
 
 

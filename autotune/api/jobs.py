@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from autotune.api.options import require_optimizer
 from autotune.api.plan_files import load_plan, load_variants
-from autotune.data import is_list, list_places
+from autotune.data import is_list, list_places, make_options, scan_dataset
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import is_on_hub, is_single_file
+from autotune.families import get_family, is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
 from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
@@ -64,8 +64,10 @@ def job_script(
     """
     if cluster not in get_args(Cluster):
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
-    file, given = Path(plan), {"model": model, "data": data, "control": control, "output": output}
-    said = {name: as_job_data(value) for name, value in given.items() if value is not None}
+    file, given = Path(plan), {"model": model, "control": control, "output": output}
+    said: dict[str, str | tuple[str, ...]] = {name: str(value) for name, value in given.items() if value is not None}
+    if data is not None:
+        said["data"] = as_job_data(data)
     made = with_job(_variant(file, hardware), **said)
     said |= _own_optimizer(made, optimizer)
     subjects = () if over is None else read_subjects(Path(over))
@@ -92,13 +94,27 @@ def _own_optimizer(plan: TrainingPlan, named: str | None) -> dict[str, str]:
 
 
 def _longest(plans: Sequence[TrainingPlan]) -> TrainingPlan:
-    """The one with most steps.
+    """The one with most steps, epochs counted as such.
 
     Raises InvalidInput if the job of one would lack data or folders.
     """
     for plan in plans:
         _require_folders(plan)
-    return max(plans, key=lambda plan: plan.job.num_steps)
+    return max(map(_in_steps, plans), key=lambda plan: plan.job.num_steps)
+
+
+def _in_steps(plan: TrainingPlan) -> TrainingPlan:
+    """The plan with the steps that its epochs take: of the data, or of as many images as planned if it is not here."""
+    job, work = plan.job, plan.frozen.workload
+    if job.num_train_epochs is None or job.data is None:
+        return plan
+    try:
+        options = make_options(dict(job), get_family(work.model.family), job.num_frames)
+        images = scan_dataset(job.data, options, verify_seconds=0).epoch_size
+    except InvalidInput:
+        images = 0
+    images = images or sum(bucket.num_items for bucket in work.buckets)
+    return with_job(plan, num_steps=max(1, job.steps_on(images, work.effective_batch_size)))
 
 
 def _variant(file: Path, hardware: str | HardwareProfile | None) -> TrainingPlan:

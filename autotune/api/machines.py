@@ -21,7 +21,7 @@ from autotune.hardware import (
 )
 from autotune.hardware import probe as read_machine
 from autotune.planning import NoGpu
-from autotune.schema import DataPlace, HardwareProfile, MemoryBudget, Notice, OnEvent, StatusChanged, ignore_event
+from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, StatusChanged, ignore_event
 from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
@@ -70,7 +70,7 @@ def probe(*, quick: bool = False, device: int | None = None, on_event: OnEvent =
     return cached_profile(fresh=True, index=device, on_progress=on_progress)
 
 
-def require_gpu(model: str, data: DataPlace | None = None) -> None:
+def require_gpu(model: str) -> None:
     """Tell at once if `model` is a published one that needs a GPU and this machine certainly has none.
 
     Loads no library; `plan` finds out as well, but later.
@@ -80,7 +80,7 @@ def require_gpu(model: str, data: DataPlace | None = None) -> None:
     """
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
-        raise NoGpu.build(*found, data or ())
+        raise NoGpu.build(*found)
 
 
 def hardware_for(

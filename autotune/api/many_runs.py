@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,7 +11,7 @@ from autotune.api.options import require_known, require_optimizer
 from autotune.api.runs import measure_predicted, plan_here
 from autotune.errors import InvalidInput, Preempted
 from autotune.hardware import probe
-from autotune.runtime import QueuedCommand, run_queue, started_by_launcher
+from autotune.runtime import QueuedCommand, make_scratch_folder, run_queue, started_by_launcher
 from autotune.schema import (
     SUBJECT_LOG,
     DataPlace,
@@ -127,7 +126,7 @@ def find_places(plan: TrainingPlan, hardware: HardwareProfile) -> list[dict[str,
         DoesNotFit: not even one run has GPUs that suit the plan.
     """
     device, number = hardware.device, plan.frozen.hardware.num_processes
-    if device.kind != "cuda" or plan.frozen.caching.text_encoder_device.startswith("cuda"):
+    if device.kind != "cuda" or plan.frozen.caching.other_gpu:
         return [{}]
     cards = [hardware if index == device.index else probe(index=index) for index in range(device.count)]
     misfits = {card.device.index: hardware_misfits(plan, card) for card in cards}
@@ -173,7 +172,7 @@ def _run_all(
         run = runs[command.name] = _outcome(named[command.name], command, status)
         on_event(Notice(text=f"{run.name}: {run.error or 'done'}", level="warning" if run.error else "note"))
 
-    with tempfile.TemporaryDirectory(prefix="autotune-many-") as folder:
+    with make_scratch_folder("many") as folder:
         commands = [_command(name, named[name], Path(folder), on_event) for name in waiting]
         signal = run_queue(commands, places, tell_start, tell_end)
     if signal:

@@ -1,6 +1,8 @@
 """`autotune plan`: options to arguments, events to the terminal, the plan to a file."""
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,12 +155,13 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         return
     try:
         if options.model and not (options.hardware or options.replay):
-            autotune.require_gpu(options.model, options.data)
+            autotune.require_gpu(options.model)
         with show_events() as show:
             made = autotune.plan(on_event=show, **arguments)
     except autotune.NoGpu as error:
         if error.elsewhere and not options.as_json:
             print_out(reporting.elsewhere_lines(error))
+        error.hint = error.advice(shlex.join(["autotune", *sys.argv[1:], "--hardware", error.gpu]))
         raise
     except autotune.PlanNotWritten as error:
         typer.echo(autotune.plan_text(error.plan))

@@ -75,7 +75,7 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     if options.plan_file is None and not options.resume:
         if options.model is None:
             raise typer.BadParameter("name a plan, or what to plan for: --model and --data", param_hint="PLAN")
-        autotune.require_gpu(options.model, options.data)
+        autotune.require_gpu(options.model)
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
     if not autotune.is_first_process():

@@ -1,6 +1,7 @@
 """Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
 
 from autotune.cost.arguments import require_sound
+from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.knobs import encoder_element_bytes, startup_seconds
@@ -69,7 +70,7 @@ def job_time(
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
-    per_image = _caption_seconds(cost, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
+    per_image = _caption_seconds(cost, rates, sum(encoders), element) + _pixels_seconds(cost, rates, vae)
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
     # Another transformer denoises for about half of the steps, and crosses the bus in each.
@@ -98,6 +99,13 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
     if not caching.text_encoder_streamed:
         return computing
     return computing + parameters * element_bytes / _bus(cost, rates)
+
+
+def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
+    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken to be as fast."""
+    if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
+        return vae.encode_flops / host_flops_per_second(cost.hardware.host)
+    return vae.encode_bytes_moved / rates.bandwidth
 
 
 def _bus(cost: CostModel, rates: Rates) -> float:

@@ -151,11 +151,11 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
             return aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]
-        if kernel == "flash":
+        if kernel == "flash" and mask is None:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        if kernel == "efficient":
+        if kernel != "cudnn":  # flash takes no mask
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
             )[0]

@@ -92,6 +92,8 @@ class VaeCost:
     """Of decoding in tiles, where it can: previews do so where memory is short."""
     encode_bytes_moved: int
     """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
+    encode_flops: int
+    """What they compute, which a CPU waits for."""
 
 
 _remembered: dict[tuple[object, ...], "TracedModel"] = {}
@@ -204,8 +206,9 @@ class TracedModel:
         return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())
 
     def masked(self, micro_batch_size: int) -> bool:
-        """Whether attention gets a mask."""
-        return self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
+        """Whether attention gets a mask because captions differ in length."""
+        always = self.family.has_attention_mask(1, "exact")
+        return not always and self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
@@ -281,7 +284,7 @@ class TracedModel:
         import torch
 
         if not self.parts.vae_class:
-            return VaeCost(0, 0, 0, 0)
+            return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).eval()
@@ -299,8 +302,9 @@ class TracedModel:
         for name in BLENDS & set(dir(vae)):
             setattr(vae, name, lambda _, tile, extent: tile)
         decode = trace_inference(calls[1], vae, self.rules)
+        flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())
-        return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved)
+        return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
 
     def _storage(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""

@@ -133,11 +133,12 @@ class CostModel:
         """Bytes of encoders and VAE that stay on the device during training, if the caching settings keep them."""
         if self.caching.residency == "release":
             return 0
-        return self.tables.encoder_size.device_bytes(self.caching) + self.tables.encoder_size.vae_bytes
+        size, vae_stays = self.tables.encoder_size, self.caching.vae_device == "training"
+        return size.device_bytes(self.caching) + (size.vae_bytes if vae_stays else 0)
 
     @property
     def encoder_gpu(self) -> EncoderGpu | None:
-        """The GPU beside the one that trains on which captions are encoded, if one does."""
+        """The GPU beside the one that trains that encodes captions or images, if one does."""
         return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
 
     @property

@@ -103,7 +103,8 @@ class PassTables:
     def encoder_size(self) -> EncoderSize:
         """The sizes that decide how captions can be encoded."""
         precision = self.usual_choice.precision
-        return size_of(self.model.parts, precision, self.model.vae_cost(precision).weight_bytes)
+        vae = self.model.vae_cost(precision)
+        return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
 
     def rates_of(self, candidate: Candidate) -> Rates:
         """The device's rates with the candidate's precision and attention."""
@@ -231,7 +232,9 @@ class PassTables:
             stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
-            encoding = HOST_PROCESS_BYTES + self.encoder_size.host_bytes(caching)  # before the transformer is loaded
+            if caching.vae_device != "training":
+                alone = replace(alone, encode_transient_bytes=0)
+            encoding = HOST_PROCESS_BYTES + self.encoder_size.bytes_at("cpu", caching)  # before the transformer comes
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from autotune.data.cache import Cache, MemoryCache, entry_key, tensors_digest
     from autotune.data.captions import EMPTY_CAPTION
     from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
-    from autotune.data.dataset import Dataset, read_dataset
+    from autotune.data.dataset import Dataset, read_dataset, scan_dataset
     from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
     from autotune.data.encoders import Encoders, move_tensors
     from autotune.data.entries import EncoderIdentity, make_prompt_entry

@@ -46,12 +46,16 @@ class Dataset:
 
     @property
     def problem_summary(self) -> tuple[str, ...]:
-        """Lines that tell a user what is left out: counts, then the first files by name; empty without problems."""
+        """Lines that tell a user what teaches nothing or is left out: counts, the first files by name; or no line."""
+        untrained = [problem for problem in self.problems if problem.kind == "black"]
+        lines = [f"{problem.file}: {problem.message}" for problem in untrained[:MAX_LISTED_PROBLEMS]]
+        if (more := len(untrained) - MAX_LISTED_PROBLEMS) > 0:
+            lines.append(f"{more} more images have masks that are black everywhere")
         problems = [problem for problem in self.problems if problem.kind not in REMARKS]
         if not problems:
-            return ()
+            return tuple(lines)
         counts = Counter(problem.kind for problem in problems)
-        lines = ["left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items())]
+        lines.append("left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
         lines += [f"{problem.file}: {problem.message}" for problem in problems[:MAX_LISTED_PROBLEMS]]
         if (more := len(problems) - MAX_LISTED_PROBLEMS) > 0:
             lines.append(f"and {more} more: `autotune data check --json` names all")
@@ -86,21 +90,27 @@ def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -
 
 
 def scan_dataset(
-    data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS, on_progress: OnProgress | None = None
+    data: DataPlace,
+    options: DatasetOptions = DEFAULT_OPTIONS,
+    on_progress: OnProgress | None = None,
+    *,
+    verify_seconds: float = VERIFY_SECONDS,
 ) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
+    `verify_seconds` is the time limit of decoding; 0 reads headers alone.
+
     Raises:
-        InvalidInput: a folder does not exist, the data lies in the control folder, `num_frames` is not positive, or
-            pairs for editing would be flipped or cropped elsewhere than at the center.
+        InvalidInput: a folder does not exist or lies in another, the data lies in the control folder, `num_frames` is
+            not positive, or pairs for editing would be flipped or cropped elsewhere than at the center.
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
     if isinstance(data, str | Path) and not is_list(data):
-        return _scan_folder(Path(data), options, on_progress)
+        return _scan_folder(Path(data), options, on_progress, verify_seconds)
     parts = []
     for folder in list_folders(data):
-        part = _scan_folder(Path(folder.path), folder.options(options), on_progress)
+        part = _scan_folder(Path(folder.path), folder.options(options), on_progress, verify_seconds)
         items = (replace(item, repeats=item.repeats * folder.repeats, weight=folder.weight) for item in part.items)
         named = (problem.changed(file=f"{folder.path}/{problem.file}") for problem in part.problems)
         parts.append(Dataset(tuple(items), tuple(named), part.num_unverified))
@@ -111,7 +121,9 @@ def scan_dataset(
     )
 
 
-def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress | None) -> Dataset:
+def _scan_folder(
+    folder: Path, options: DatasetOptions, on_progress: OnProgress | None, verify_seconds: float
+) -> Dataset:
     _require_folder(folder, "data")
     control = _locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
@@ -127,7 +139,7 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
     masks = find_masks(folder, exclude=control)
     problems += _other_problems(folder, control, options, masks.keys() - {one.stem for one in media})
     controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
-    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + VERIFY_SECONDS)
+    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + verify_seconds)
     items: list[tuple[str, Item]] = []
     for one, results in zip(media, _read_items(reader, media, on_progress), strict=True):
         items += [(one.name, result) for result in results if isinstance(result, Item)]

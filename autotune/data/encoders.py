@@ -23,9 +23,9 @@ class Encoders:
 
     Args:
         model: a model with its files.
-        caching: where the text encoders run, and their weight format.
+        caching: where the text encoders and the VAE run, and the weight format of the former.
         settings: the precision of what is not quantized, and the loader.
-        device: the device that trains; the VAE runs there.
+        device: the device that trains.
     """
 
     def __init__(
@@ -40,9 +40,12 @@ class Encoders:
     @property
     def text_settings(self) -> str:
         """Settings besides the dtype that decide the values of an embedding; streaming does not."""
-        weight_format, device = self.caching.text_encoder_quantization, self._text_device.type
-        quantized = "" if weight_format == "none" else weight_format
-        return quantized if device == self.device.type else f"{quantized} on {device}"
+        weight_format = self.caching.text_encoder_quantization
+        return ("" if weight_format == "none" else weight_format) + self._unusual(self._text_device)
+
+    def _unusual(self, device: torch.device) -> str:
+        """Another kind of device rounds otherwise."""
+        return "" if device.type == self.device.type else f" on {device.type}"
 
     @property
     def identity(self) -> EncoderIdentity:
@@ -53,25 +56,35 @@ class Encoders:
             self.model.family,
             settings=precision,
             text_settings=self.text_settings,
+            vae_settings=self._unusual(self.vae_device),
             files=self.model.part_files,
         )
 
     @property
     def _text_device(self) -> torch.device:
-        place = self.caching.text_encoder_device
+        return self._device_at(self.caching.text_encoder_device)
+
+    @property
+    def vae_device(self) -> torch.device:
+        """Where pixels are encoded."""
+        return self._device_at(self.caching.vae_device)
+
+    def _device_at(self, place: str) -> torch.device:
         return self.device if place == "training" else torch.device(place)
 
     def load_pipeline(self, *, with_text: bool = True) -> Any:
         """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders' device.
 
         Args:
-            with_text: whether text encoders are needed too; pixels are encoded without them.
+            with_text: whether text encoders are needed too; pixels are encoded without them, on `vae_device`.
         """
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
+        # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at control images.
+        vae_device = self.device if with_text else self.vae_device
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
             parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
-            parts["vae"], folder = self.load_vae(self.device), self.model.weights
+            parts["vae"], folder = self.load_vae(vae_device), self.model.weights
             try:
                 pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, **parts)
             except Exception as error:  # tokenizers and schedulers raise anything for damaged files
@@ -81,6 +94,7 @@ class Encoders:
                 raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
             pipeline.encode_prompt = run_on_device(pipeline.encode_prompt, self._text_device, self.device)
             self._pipeline = pipeline
+        self._pipeline.vae.to(vae_device)
         return self._pipeline
 
     def load_vae(self, device: torch.device) -> nn.Module:

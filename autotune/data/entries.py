@@ -31,7 +31,13 @@ class EncoderIdentity:
 
 
 def identify_encoders(
-    model_folder: Path, family: Family, *, settings: str, text_settings: str = "", files: Mapping[str, Path] = NO_FILES
+    model_folder: Path,
+    family: Family,
+    *,
+    settings: str,
+    text_settings: str = "",
+    vae_settings: str = "",
+    files: Mapping[str, Path] = NO_FILES,
 ) -> EncoderIdentity:
     """Identify the encoders of a pipeline by its files, in the diffusers layout.
 
@@ -40,6 +46,7 @@ def identify_encoders(
         family: its way of encoding is part of the identity.
         settings: dtype of the encoders, e.g. `bfloat16`.
         text_settings: what else decides the text encoder's output, e.g. its quantization.
+        vae_settings: the same of the VAE.
         files: where the weights of components are that are not in that folder.
     """
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
@@ -48,7 +55,7 @@ def identify_encoders(
     text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
     encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
     encoder += "".join(f" {name} {digest}" for name, digest in sorted(elsewhere.items()) if name != "vae")
-    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip())
+    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings)
 
 
 def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:

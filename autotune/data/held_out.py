@@ -63,11 +63,15 @@ def read_split(folder: DataPlace, options: DatasetOptions, validation: str | Non
 
 
 def _name(item: Item, folder: DataPlace) -> str:
-    """The path below the data folder, or below the folder of a list that it lies in, after that folder's name."""
+    """The path below the data folder, or below the folder of a list that it lies in, after that folder's name.
+
+    The second of several folders of one name gets a number: names tell apart what is drawn.
+    """
     places = [Path(place) for place in list_places(folder)]
-    place = next(place for place in places if item.path.is_relative_to(place))
+    at = next(at for at, place in enumerate(places) if item.path.is_relative_to(place))
+    place, earlier = places[at], len({one for one in places[:at] if one.name == places[at].name} - {places[at]})
     own = item.path.relative_to(place).as_posix()
-    return own if len(places) == 1 else f"{place.name}/{own}"
+    return own if len(places) == 1 else f"{place.name}{f' {earlier + 1}' if earlier else ''}/{own}"
 
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from autotune.data.captions import MetadataLine, UnreadableCaption, complete_caption, order_tags, read_captions
 from autotune.data.files import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
 from autotune.data.options import DatasetOptions
-from autotune.data.pixels import open_image, read_size
+from autotune.data.pixels import is_black_mask, open_image, read_size
 from autotune.data.video import ClipSpan, VideoFacts, choose_spans, is_animation, read_clip, read_facts
 from autotune.schema import Crop, Frozen
 
@@ -36,8 +36,9 @@ ProblemKind = Literal[
     "run",
     "variable",
     "mask",
+    "black",
 ]
-REMARKS = frozenset({"variable"})
+REMARKS = frozenset({"variable", "black"})
 """Kinds of problems for which nothing is left out."""
 PrintableStr = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
 """Text for people; a file name in it may hold bytes that are not UTF-8."""
@@ -112,7 +113,8 @@ class ItemReader:
     def read(self, media: Media) -> list[Item | Problem]:
         """The items of one image, clip or video, or why there is none."""
         try:
-            return self._read_video(media) if self._is_video(media) else [self._read(media)]
+            found = self._read_video(media) if self._is_video(media) else [self._read(media)]
+            return [*found, *self._black_mask(media, found)]
         except _Unusable as error:
             kind, message = error.args
             return [Problem(file=media.name, kind=kind, message=message)]
@@ -197,6 +199,20 @@ class ItemReader:
         if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
             raise _Unusable("mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio")
         return path
+
+    def _black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
+        """The remark that a mask, or a transparent image, lets nothing be learned; damage shows elsewhere."""
+        path = next((one.mask_path for one in found if isinstance(one, Item)), None)
+        if path is None or time.monotonic() > self.deadline:
+            return []
+        try:
+            if not is_black_mask(path, is_alpha=path == media.path):
+                return []
+        except Exception:  # decoders raise anything for damaged files
+            return []
+        what = "it is transparent everywhere" if path == media.path else f"its mask {path.name} is black everywhere"
+        message = f"{what}: nothing of it is trained, but for --mask-floor"
+        return [Problem(file=media.name, kind="black", message=message)]
 
     def _read_captions(self, media: Media) -> tuple[str, ...]:
         options = self.options

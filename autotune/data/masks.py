@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotune.data.cache import Cache, entry_key
 from autotune.data.items import Item, file_digest
-from autotune.data.pixels import CENTERING, open_image, to_rgb
+from autotune.data.pixels import CENTERING, open_mask
 from autotune.schema import Bucket
 
 
@@ -28,20 +28,13 @@ def find_mask(cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[
     if stored is not None:
         return key, stored["mask"]
     try:
-        mask = ImageOps.fit(_open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop])
+        mask = ImageOps.fit(open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop])
     except Exception as error:  # decoders raise anything for damaged files
         raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
     small = mask.resize((size[1], size[0]), Image.Resampling.BOX)  # the mean over the pixels of each latent
     tensor = torch.from_numpy(np.array(small))
     cache.write(key, {"mask": tensor})
     return key, tensor
-
-
-def _open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
-    with open_image(path) as image:
-        if is_alpha:
-            return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
-        return to_rgb(image).convert("L")
 
 
 def loss_weights(mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool) -> Tensor:

@@ -73,6 +73,20 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
     return (height, width) if orientation in TRANSPOSED_ORIENTATIONS else (width, height)
 
 
+def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
+    """The mask in a file in 8-bit gray: its brightness, or its alpha channel. Raises whatever Pillow raises."""
+    with open_image(path) as image:
+        if is_alpha:
+            return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
+        return to_rgb(image).convert("L")
+
+
+def is_black_mask(path: Path, *, is_alpha: bool) -> bool:
+    """Whether a mask is 0 everywhere. Raises whatever Pillow raises."""
+    with _large_image:
+        return open_mask(path, is_alpha=is_alpha).getextrema() == (0, 0)
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled rather than clipped."""
     image = ImageOps.exif_transpose(image)

@@ -1,6 +1,7 @@
 """Where a job's data lies: one folder or several, or a YAML file that lists several, each with its own options."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,28 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
     """The folders of a job's data: of the files that list them, or the folders themselves.
 
     Raises:
-        InvalidInput: a file cannot be read, or is no such list; or a place is named twice.
+        InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder lies in another,
+            whose images are read with all below it.
     """
     places = each_place(data)
     real = [os.path.realpath(place) for place in places]
     if twice := next((place for place, one in zip(places, real, strict=True) if real.count(one) > 1), None):
         hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
         raise InvalidInput(f"the data names {twice} twice", hint=hint)
-    return tuple(folder for place in places for folder in _listed(Path(place)))
+    folders = tuple(folder for place in places for folder in _listed(Path(place)))
+    _require_apart([folder.path for folder in folders])
+    return folders
+
+
+def _require_apart(folders: Sequence[str]) -> None:
+    by_real = {Path(os.path.realpath(folder)): folder for folder in folders}
+    for real, folder in by_real.items():
+        if outer := next((by_real[parent] for parent in real.parents if parent in by_real), None):
+            raise InvalidInput(
+                f"the data folder {folder} lies in {outer}, so its images would be trained twice",
+                hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such as 3_portraits, "
+                "shows some images more often",
+            )
 
 
 def _listed(data: Path) -> tuple[DataFolder, ...]:

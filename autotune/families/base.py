@@ -366,7 +366,8 @@ class Family(ABC):
                 return_dict=False,
                 **self.sampling_arguments(pipeline, prompt, bucket, controls),
             )[0]
-        return images[0] if isinstance(images[0], list) else [images[0]]
+        frames = images[0] if isinstance(images[0], list) else [images[0]]
+        return [frame.convert("RGB") for frame in frames]  # some are RGBA; what they learn from is opaque
 
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]

@@ -1,16 +1,17 @@
-"""Qwen2.5-VL's processor without torchvision: the stock one builds a video processor that needs it, and no family shows
-its encoder a video. Imports transformers: import it inside functions."""
+"""Processors of Qwen's vision models without torchvision: the stock ones build a video processor that needs it, and no
+family shows its encoder a video. Imports transformers: import it inside functions."""
 
 from typing import Any
 
-from transformers import Qwen2VLProcessor as StockProcessor
+from transformers import Qwen2VLProcessor as StockQwen2VL
+from transformers import Qwen3VLProcessor as StockQwen3VL
 from transformers.processing_utils import ProcessorMixin
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
 
 
-class Qwen2VLProcessor(StockProcessor):  # type: ignore[misc]
+class _WithoutVideo(ProcessorMixin):  # type: ignore[misc]
     """Tokenizer and PIL image processor."""
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
@@ -26,5 +27,14 @@ class Qwen2VLProcessor(StockProcessor):  # type: ignore[misc]
         return int(num_patches) // int(self.image_processor.merge_size) ** 2
 
 
+class Qwen2VLProcessor(_WithoutVideo, StockQwen2VL):  # type: ignore[misc]
+    """Of Qwen2-VL and Qwen2.5-VL."""
+
+
+class Qwen3VLProcessor(_WithoutVideo, StockQwen3VL):  # type: ignore[misc]
+    """Of Qwen3-VL."""
+
+
 # diffusers writes a component's module into model_index.json: a saved pipeline must name the stock class.
-Qwen2VLProcessor.__module__ = StockProcessor.__module__
+Qwen2VLProcessor.__module__ = StockQwen2VL.__module__
+Qwen3VLProcessor.__module__ = StockQwen3VL.__module__

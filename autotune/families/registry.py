@@ -14,6 +14,7 @@ from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
 from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
+from autotune.families.qwen_image_21 import QwenImage21
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from autotune.families.sdxl import StableDiffusionXL
 from autotune.families.wan import Wan21, Wan22
@@ -80,6 +81,7 @@ FAMILIES = Families(
     Wan22(),
     Wan22HighNoise(),
     Krea2(),
+    QwenImage21(),
 )
 
 

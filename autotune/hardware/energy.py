@@ -34,6 +34,11 @@ def mean_watts(first: EnergyReading | None, last: EnergyReading | None) -> float
     return (last.joules - first.joules) / (last.seconds - first.seconds)
 
 
+def joules_per_image(watts: float | None, step_seconds: float, images_per_step: int) -> float | None:
+    """Energy of an image at a mean power; None if that is not known."""
+    return watts and watts * step_seconds / images_per_step
+
+
 class EnergyMeter:
     """Reads the energy of one device while it is entered. Opens no CUDA context.
 

@@ -65,8 +65,8 @@ class JobNeeds:
                 hint=f"use a number of nodes that divides {number}, or plan again with --gpus",
             )
         local = number // num_nodes
-        encoder = plan.frozen.caching.text_encoder_device
-        also = max(2, int(encoder[5:]) + 1) if encoder.startswith("cuda:") else 0
+        encoder = plan.frozen.caching.other_gpu
+        also = max(2, int(encoder.removeprefix("cuda:")) + 1) if encoder else 0
         is_cpu = hardware.device_kind == "cpu"
         needed = expected.required_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
         is_limited = needed and hardware.match_keys.get("memory_kind") != "integrated"

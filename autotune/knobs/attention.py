@@ -34,6 +34,8 @@ class Attention(Knob):
             capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
             if not capability.available:
                 rejected[name] = capability.reason
+            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(1, "exact"):
+                rejected[name] = f"it takes no masks, and the text of {context.family.name} always has one"
             elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(name, hardware):
                 on_request[name] = why
             else:
@@ -47,6 +49,8 @@ class Attention(Knob):
             return None
         if not context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding):
             return None
+        if context.family.has_attention_mask(1, "exact"):
+            return f"{name} refuses masks, and the text of {context.family.name} always has one"
         return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
 
     def parity(self, choice: Choice) -> Parity | None:

@@ -1,11 +1,13 @@
-"""How captions are encoded before training: where text encoders run, and how their weights are stored. Pure.
+"""How captions and images are encoded before training: where text encoders and VAE run, how weights are stored. Pure.
 
-The encoder of Qwen-Image alone takes 16 GB in bf16, so on smaller cards it must be smaller, elsewhere, or pass through
-piece by piece. No search: the first option that is predicted to fit is taken, exact and fast ones first.
+The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them for a clip, so on
+smaller cards an encoder must be smaller, elsewhere, or pass through piece by piece. No search: the first option that is
+predicted to fit is taken, exact and fast ones first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,9 +28,9 @@ PASSING_SHARE = 0.08
 WORKING_SHARE = 0.06
 """What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers, and their logits."""
 ROUNDED_SHARE = 0.04
-"""What the allocator reserves beyond the weights; with segments that expand 1 to 4% is predicted of transformers."""
-HOST_SPARE = 1.1
-"""An encoder on the CPU needs this many times its weights of the host's free memory."""
+"""What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted of transformers."""
+TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
+"""Settings that are chosen together, or pinned together."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,35 @@ class EncoderSize:
     element_bytes: int
     """Bytes of an unquantized parameter."""
     vae_bytes: int
-    """Weights of the VAE, which waits beside the encoders."""
+    """Weights of the VAE."""
+    vae_working_bytes: int = 0
+    """Most that encoding one image or clip takes beyond these."""
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the unquantized weights."""
+        """Bytes of the unquantized weights of text encoders."""
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
         """What encoding captions takes of the training device, weights and working memory, the VAE apart."""
-        if caching.text_encoder_device != "training":
-            return 0
+        return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
+
+    def captions_bytes(self, caching: CachingSettings) -> int:
+        """What encoding captions takes where text encoders run: on the training device the VAE waits beside them."""
+        beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
+        return self._encoder_bytes(caching) + beside
+
+    def images_bytes(self, caching: CachingSettings) -> int:
+        """What encoding images takes where the VAE runs: text encoders have left, unless they are kept there."""
+        stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
+        return self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
+
+    def bytes_at(self, place: str, caching: CachingSettings) -> int:
+        """Most of both at one place, in the words of `CachingSettings`; 0 if nothing is encoded there."""
+        captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
+        return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
+
+    def _encoder_bytes(self, caching: CachingSettings) -> int:
         return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
 
     def weight_bytes(self, caching: CachingSettings) -> int:
@@ -64,14 +84,11 @@ class EncoderSize:
         quantized = QUANTIZED_SHARE if weight_format.quantize else 0.0
         return 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
 
-    def host_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes of the host's memory beside a GPU's own."""
-        return self.plain_bytes if caching.text_encoder_device == "cpu" else 0
 
-
-def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
+def size_of(parts: Parts, precision: str, vae_bytes: int, vae_working_bytes: int = 0) -> EncoderSize:
     """The size of the models around the transformer."""
-    return EncoderSize(sum(parts.text_encoder_parameters), encoder_element_bytes(precision), vae_bytes)
+    parameters = sum(parts.text_encoder_parameters)
+    return EncoderSize(parameters, encoder_element_bytes(precision), vae_bytes, vae_working_bytes)
 
 
 def choose_caching(
@@ -84,50 +101,60 @@ def choose_caching(
 ) -> tuple[CachingSettings, Reason]:
     """The settings, and why. `pins` fix fields by name, `exclusions` take values of fields away.
 
-    With several processes each GPU has one that trains on it, so none is free for encoders.
+    The VAE's place is chosen after the text encoders' way. With several processes each GPU has one that trains on it,
+    so none is free for encoders.
 
     Raises:
         InvalidInput: a pin names no field or a value that cannot be used on this machine, or that is excluded, or
-            another GPU that has too little memory.
+            another GPU that has too little memory; or nothing is left by exclusions.
     """
-    pinned = parse_pins(pins or {}, context)
-    is_pinned = bool(set(pins or {}) - {"residency"})
-    excluded = _pairs(exclusions)
-    if conflict := next(iter(_pairs((pins or {}).items()) & excluded), None):
+    pins = pins or {}
+    pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
+    if conflict := next(iter(_pairs(pins.items()) & excluded), None):
         raise InvalidInput(f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out")
-    options = [one for one in _options(context, num_processes) if not _pairs(one) & excluded]
-    others = (option.model_copy(update={"residency": pinned.residency}) for option in options)
-    refusals = {option: _refusal(option, size, context) for option in ([pinned] if is_pinned else others)}
-    chosen = next((option for option, why in refusals.items() if why is None), [*refusals][-1])
-    if is_pinned and refusals[chosen] and _other_gpu(chosen, context.hardware):
-        what = f"captions cannot be encoded on {chosen.text_encoder_device}: it {refusals[chosen]}"
-        raise InvalidInput(what, hint="leave the pin out, and the first place that fits is taken")
-    rejected = ((option, why) for option, why in refusals.items() if why and option != chosen)
+    places = _places(context, num_processes, pinned)
+    ways = [way for way in _text_ways(context, places) if not _pairs(way.items()) & excluded]
+    pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
+    options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
+    captions = {option: _captions_refusal(option, size, context) for option in options}
+    _require_choice(captions, pins_text, "captions")
+    way = next((option for option, why in captions.items() if why is None), [*captions][-1])
+    there = [place for place in places if ("vae_device", place) not in excluded]
+    options = [way] if pins_vae else [way.changed(vae_device=place) for place in there]
+    images = {one: _shortage(one.vae_device, size.images_bytes(one), context) for one in options}
+    _require_choice(images, pins_vae, "images")
+    chosen = next((option for option, why in images.items() if why is None), next(iter(images)))
+    refused = [(describe_caching(one), why) for one, why in captions.items() if one != way]
+    refused += [(f"VAE on {_place_name(one.vae_device)}", why) for one, why in images.items() if one != chosen]
     return chosen, Reason(
         knob="caching",
         chosen=describe_caching(chosen),
-        why="pinned by the user" if is_pinned else "the first that fits: exact before quantized, streamed last",
-        rejected=tuple(Rejected(choice=describe_caching(option), reason=why) for option, why in rejected),
+        why="pinned by the user"
+        if pins_text or pins_vae
+        else "the first that fits: exact before quantized, streamed last",
+        rejected=tuple(Rejected(choice=choice, reason=why) for choice, why in refused if why),
     )
 
 
 def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize) -> EncoderGpu | None:
-    """The GPU beside the one that trains on which captions are encoded, and what they take of it; None if none does."""
-    other = _other_gpu(caching, hardware)
-    if other is None:
+    """The GPU beside the one that trains that encodes, and what that takes of it; None if none does."""
+    other = _find_gpu(caching.other_gpu, hardware)
+    if caching.other_gpu is None or other is None:
         return None
     return EncoderGpu(
         name=other.name,
         total_memory_bytes=other.total_memory_bytes,
         budget_bytes=other.budget_bytes,
-        needed_bytes=round((1 + WORKING_SHARE) * size.plain_bytes) + process_overhead_bytes(hardware),
+        needed_bytes=_reserved(size.bytes_at(caching.other_gpu, caching)) + process_overhead_bytes(hardware),
     )
 
 
 def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
     """The values of each field that may be chosen on this machine, by the names that pins have for fields."""
-    options = [dict(option) for option in _options(context, 1)]
-    return {PIN + name: tuple({one[name]: None for one in options}) for name in CachingSettings.model_fields}
+    places = _places(context, 1, CachingSettings())
+    options = [CachingSettings(**way) for way in _text_ways(context, places)]
+    options += [CachingSettings(vae_device=place) for place in places]
+    return {PIN + name: tuple({getattr(one, name): None for one in options}) for name in CachingSettings.model_fields}
 
 
 def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
@@ -143,20 +170,23 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
         settings = CachingSettings.model_validate(values)
     except ValidationError as error:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        if field == "text_encoder_device":
-            what = f"{pins[field]!r} is no device for text encoders"
+        field, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        if field in ("text_encoder_device", "vae_device"):
+            what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
-        raise InvalidInput(f"{PIN}{field}: {error.errors()[0]['msg'].lower()}", hint=f"settings: {known}") from error
+        if not field:
+            raise InvalidInput(message.removeprefix("Value error, "), hint="pin one of them, or both alike") from error
+        raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
-    if device.startswith("cuda:") and _other_gpu(settings, context.hardware) is None:
+    if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
         others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
         hint = (
             f"beside the GPU that trains there are {others}"
             if others
             else "there is no other GPU than that which trains"
         )
-        raise InvalidInput(f"captions cannot be encoded on {device} here", hint=hint)
+        what = f"{settings.parts_on_other_gpu} cannot be encoded on {settings.other_gpu} here"
+        raise InvalidInput(what, hint=hint)
     if reason := _unusable_reason(weight_format, context):
         what = f"text encoders cannot be stored as {weight_format} here: {reason}"
         raise InvalidInput(what, hint="none always works")
@@ -171,49 +201,74 @@ def describe_caching(caching: CachingSettings) -> str:
     stored = "as they are" if caching.text_encoder_quantization == "none" else caching.text_encoder_quantization
     if caching.text_encoder_streamed:
         stored = "streamed"
-    device = "training device" if caching.text_encoder_device == "training" else caching.text_encoder_device
-    return f"{device}, {stored}" + (", kept" if caching.residency == "keep" else "")
+    vae = "" if caching.vae_device == "training" else f", VAE on {_place_name(caching.vae_device)}"
+    device = _place_name(caching.text_encoder_device)
+    return f"{device}, {stored}{vae}" + (", kept" if caching.residency == "keep" else "")
 
 
-def _other_gpu(caching: CachingSettings, hardware: HardwareProfile) -> OtherGpu | None:
-    """The GPU beside the one that trains that the settings name, if this machine has it."""
-    others = hardware.device.others
-    return next((gpu for gpu in others if f"cuda:{gpu.index}" == caching.text_encoder_device), None)
+def _place_name(place: str) -> str:
+    return "training device" if place == "training" else place
 
 
-def _options(context: TuningContext, num_processes: int) -> list[CachingSettings]:
-    """All options on this machine, in the order they are preferred."""
-    device = context.hardware.device
-    options = [CachingSettings()]
+def _require_choice(refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str) -> None:
+    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no trial would tell."""
+    if not refusals:
+        raise InvalidInput(f"exclusions leave no way to encode {what}", hint="leave one of --exclude caching... out")
+    option, why = next(iter(refusals.items()))
+    place = option.vae_device if what == "images" else option.text_encoder_device
+    if is_pinned and why and place == option.other_gpu:
+        message = f"{what} cannot be encoded on {place}: it {why}"
+        raise InvalidInput(message, hint="leave the pin out, and the first place that fits is taken")
+
+
+def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
+    """The GPU beside the one that trains with this name, if this machine has it."""
+    return next((gpu for gpu in hardware.device.others if f"cuda:{gpu.index}" == name), None)
+
+
+def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
+    """Where a model that only encodes can run, fast ones first; of other GPUs the pinned or the roomiest one."""
+    device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)
-        options.append(CachingSettings(text_encoder_device=f"cuda:{roomiest.index}"))
+        places.append(pinned.other_gpu or f"cuda:{roomiest.index}")
+    return [*places, "cpu"] if device.memory_kind in ("discrete", "coherent") else places
+
+
+def _text_ways(context: TuningContext, places: Sequence[str]) -> list[dict[str, Any]]:
+    """All ways of text encoders on this machine, as fields, in the order they are preferred."""
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
-    options += [CachingSettings(text_encoder_quantization=each.name) for each in by_exactness]
-    if device.memory_kind in ("discrete", "coherent"):
-        options.append(CachingSettings(text_encoder_device="cpu"))
-    return [*options, CachingSettings(text_encoder_streamed=True)]
+    ways: list[dict[str, Any]] = [{"text_encoder_device": place} for place in places if place != "cpu"]
+    ways += [{"text_encoder_quantization": each.name} for each in by_exactness]
+    ways += [{"text_encoder_device": place} for place in places if place == "cpu"]
+    usual = {name: CachingSettings.model_fields[name].default for name in TEXT_FIELDS}
+    return [{**usual, **way} for way in (*ways, {"text_encoder_streamed": True})]
 
 
-def _refusal(option: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
-    """Why an option cannot be taken, or None."""
-    if reason := _unusable_reason(option.text_encoder_quantization, context):
-        return reason
-    hardware, place = context.hardware, "may be taken"
-    if option.text_encoder_device == "training":
-        held = size.device_bytes(option) + size.vae_bytes
-        needed = round((1 + ROUNDED_SHARE) * held) + process_overhead_bytes(hardware)
-        budget = context.budget.num_bytes
-    elif option.text_encoder_device == "cpu":
-        budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * size.plain_bytes)
-        place = "of the host's memory are free"
-    elif gpu := encoder_gpu_of(hardware, option, size):
-        limit = context.budget.num_bytes if context.budget.is_set_by_user else gpu.budget_bytes
-        budget, needed = min(gpu.budget_bytes, limit), gpu.needed_bytes  # if a smaller GPU is rehearsed, both are
+def _captions_refusal(option: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
+    """Why captions cannot be encoded in a way, or None."""
+    reason = _unusable_reason(option.text_encoder_quantization, context)
+    return reason or _shortage(option.text_encoder_device, size.captions_bytes(option), context)
+
+
+def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
+    """Why a place has no room for so many bytes of tensors, or None."""
+    hardware, needed = context.hardware, _reserved(num_bytes)
+    if place == "cpu":
+        budget, room = hardware.host.available_memory_bytes, "of the host's memory are free"
     else:
-        return f"there is no {option.text_encoder_device} here"
-    return None if needed <= budget else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {place}"
+        gpu, budget, room = _find_gpu(place, hardware), context.budget.num_bytes, "may be taken"
+        needed += process_overhead_bytes(hardware)
+        if gpu is None and place != "training":
+            return f"there is no {place} here"
+        if gpu is not None:  # if a smaller GPU is rehearsed, both are
+            budget = min(gpu.budget_bytes, budget) if context.budget.is_set_by_user else gpu.budget_bytes
+    return None if needed <= budget else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {room}"
+
+
+def _reserved(num_bytes: int) -> int:
+    return round((1 + ROUNDED_SHARE) * num_bytes)
 
 
 def _unusable_reason(name: str, context: TuningContext) -> str | None:

@@ -4,14 +4,13 @@
 """
 
 import json
-import shlex
 from functools import cache
 
 from autotune.errors import NothingFits
 from autotune.families import Family, PublishedModel
 from autotune.hardware import load_catalog
 from autotune.runtime import shipped_path
-from autotune.schema import DataPlace, Frozen, each_place
+from autotune.schema import Frozen
 
 FILE = "predictions.json"
 """In the shipped folder: for each published model and GPU what its plan predicts, or null if nothing fits."""
@@ -37,24 +36,29 @@ class NoGpu(NothingFits):
 
     model: str = ""
     family: str = ""
+    gpu: str = "NAME"
+    """The smallest that it fits."""
     elsewhere: tuple[CatalogPrediction, ...] = ()
 
     @classmethod
-    def build(cls, family: Family, model: PublishedModel, data: DataPlace = ()) -> "NoGpu":
-        """The error for a family's published model, with the command that plans for the smallest GPU that it fits."""
+    def build(cls, family: Family, model: PublishedModel) -> "NoGpu":
+        """The error for a family's published model; it names the smallest GPU that it fits."""
         name = model.name or family.name
         predictions = catalog_predictions(name)
         fitting = [each for each in predictions if each.step_seconds is not None]
         smallest = min(fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None)
-        places = [word for place in each_place(data) for word in ("--data", place)]
-        command = ["autotune", "plan", "--model", name, *places]
-        gpu = smallest.gpu if smallest else "NAME"
+        gpu = smallest.gpu if smallest else cls.gpu
         error = cls(
             f"{model.hub_id} cannot be tried here: this machine has no GPU",
-            hint=f"plan for a GPU by name: {shlex.join([*command, '--hardware', gpu])}  (all: autotune probe --list)",
+            hint=cls.advice(f"autotune plan --hardware {gpu}, with the same options else"),
         )
-        error.model, error.family, error.elsewhere = name, family.name, predictions
+        error.model, error.family, error.gpu, error.elsewhere = name, family.name, gpu, predictions
         return error
+
+    @staticmethod
+    def advice(command: str) -> str:
+        """The hint with a command."""
+        return f"plan for a GPU by name: {command}  (all: autotune probe --list)"
 
 
 @cache

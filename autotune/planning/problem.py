@@ -136,7 +136,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
         _, published = find_published(request.model) or (model.family, model.family.models[0])
-        raise NoGpu.build(model.family, published, request.data or ())
+        raise NoGpu.build(model.family, published)
     if not request.is_local:
         return
     if request.num_processes > 1 and (misfits := device_misfits(request.processes_per_node, hardware)):

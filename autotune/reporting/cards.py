@@ -13,6 +13,8 @@ from autotune.schema import RunReport, TrainingPlan
 
 TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
 """What the hub calls each kind of model."""
+LINKED = re.compile(r"((?:[a-z][a-z0-9+.-]*://|www\.)[^\s`<>]+|[^\s`<>@]+@[^\s`<>@]+\.[^\s`<>@]+)", re.IGNORECASE)
+"""Addresses that stand in a text by themselves."""
 
 
 def model_card(
@@ -89,8 +91,13 @@ def _usage(base_model: str | None, name: str, options: Mapping[str, object]) -> 
 
 
 def _plain(text: str) -> str:
-    """`text` in one line that Markdown and HTML show as it is: prompts and names are anybody's."""
-    return re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", printable(" ".join(text.split())))
+    """`text` in one line that Markdown and HTML show as it is: prompts and names are anybody's.
+
+    What renderers would make a link of without being told, an escape before it or not, is set as code.
+    """
+    parts = LINKED.split(printable(" ".join(text.split())))
+    escaped = [re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", part) for part in parts]
+    return "".join(f"`{part}`" if at % 2 else escaped[at] for at, part in enumerate(parts))
 
 
 def _header(

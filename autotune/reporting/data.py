@@ -17,6 +17,7 @@ TITLES = {
     "short": "too short for a clip, left out",
     "variable": "of a variable rate",
     "mask": "a mask that fits no image, or such an image, left out",
+    "black": "with a loss mask that is black everywhere",
     "run": "the output of training, left out",
     "unsupported": "of a format that is not read, left out",
     "metadata": "wrong in metadata.jsonl",

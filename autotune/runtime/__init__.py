@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from autotune.runtime.process_queue import QueuedCommand, run_queue
     from autotune.runtime.quiet import redirect_output, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom
+    from autotune.runtime.scratch import make_scratch_folder
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal
     from autotune.runtime.urls import ESCAPE_CHARACTERS, SCHEME, describe_url, is_clear_url, quote_error
     from autotune.runtime.version import __version__

@@ -1,8 +1,8 @@
 """One value for every knob, and how captions are encoded before training."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 
@@ -63,14 +63,38 @@ class Candidate(Frozen):
         return ", ".join((main, *unusual))
 
 
+PLACE = r"^(training|cpu|cuda:[0-9]{1,3})$"
+"""Where a model that only encodes can run: `training` for the device that trains, `cpu`, or another GPU (`cuda:1`)."""
+
+
 class CachingSettings(Frozen):
     """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
 
-    text_encoder_device: str = Field(default="training", pattern=r"^(training|cpu|cuda:[0-9]{1,3})$")
+    text_encoder_device: str = Field(default="training", pattern=PLACE)
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
     text_encoder_quantization: str = "none"
     """Weight format of their Linear layers, under the names of `Candidate.quantization`."""
     text_encoder_streamed: bool = False
     """Whether their weights stay in host memory and are copied to the device module by module."""
+    vae_device: str = Field(default="training", pattern=PLACE)
+    """Where images and clips are encoded, in the same words; previews are decoded on the device that trains."""
     residency: Literal["release", "keep"] = "release"
     """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
+
+    @property
+    def other_gpu(self) -> str | None:
+        """The GPU beside the one that trains on which something is encoded."""
+        places = (self.text_encoder_device, self.vae_device)
+        return next((place for place in places if place.startswith("cuda:")), None)
+
+    @property
+    def parts_on_other_gpu(self) -> str:
+        """What is encoded there, in words."""
+        places = {"captions": self.text_encoder_device, "images": self.vae_device}
+        return " and ".join(name for name, place in places.items() if place == self.other_gpu)
+
+    @model_validator(mode="after")
+    def _one_other_gpu(self) -> Self:
+        if {self.text_encoder_device, self.vae_device} - {"training", "cpu", self.other_gpu}:
+            raise ValueError("captions and images are encoded on one GPU beside the one that trains, not on two")
+        return self

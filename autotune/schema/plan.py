@@ -76,7 +76,7 @@ def count_shards(strategy: Strategy, num_processes: int, num_nodes: int) -> int:
 
 
 class EncoderGpu(Frozen):
-    """The GPU beside the one that trains on which captions are encoded."""
+    """The GPU beside the one that trains on which captions, images or both are encoded."""
 
     name: str
     total_memory_bytes: int = PositiveInt
@@ -108,7 +108,7 @@ class PlannedHardware(Frozen):
     interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
     """What the prediction assumed between nodes, in one direction; None for one node."""
     encoder_gpu: EncoderGpu | None = None
-    """None if the device that trains, or the CPU, encodes captions, and in older plans."""
+    """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 
     @property
     def num_shards(self) -> int:

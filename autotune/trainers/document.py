@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import tomllib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,13 @@ MAX_BYTES = 1 << 18
 MAX_SETTINGS = 5_000
 Format = Literal["yaml", "toml", "json", "shell"]
 FORMATS: Mapping[str, Format] = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
-KEY_PATTERNS: Mapping[Format, str] = {
-    "yaml": r"(?m)(?:^|[\s{{,\-])[\"']?{key}[\"']?\s*:",
-    "json": r"\"(?:--)?{key}\"\s*:",
-    "toml": r"(?m)(?:^|[\s{{,.\[\"']){key}[\"']?\s*[=\]]",
-    "shell": r"(?:^|[\s\"'])(?:--)?{key}\b",
+KEY_PATTERNS: Mapping[Format, re.Pattern[str]] = {
+    "yaml": re.compile(r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"),
+    "json": re.compile(r"\"(?:--)?([^\"\n]*)\"\s*:"),
+    "toml": re.compile(r"(?m)(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]"),
+    "shell": re.compile(r"(?:^|[\s\"'])(?:--)?([^\s\"'=]+)"),
 }
+"""What stands where a key can; whether it is one, the parser has told."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
@@ -210,15 +212,17 @@ def _typed(word: str) -> Any:
 
 def _line_numbers(text: str, keys: Sequence[str], kind: Format) -> list[int]:
     """The line that each key is on; keys come in the order of the text, so each is searched from the one before."""
+    ends: dict[str, list[int]] = {}
+    for match in KEY_PATTERNS[kind].finditer(text):
+        ends.setdefault(match[1], []).append(match.end())
+    breaks = [match.start() for match in re.finditer("\n", text)]
     lines, start, seen = [], 0, ""
     for key in keys:
         parts = key.split(".") if kind != "shell" else [key.removeprefix("env.").removeprefix("launch.")]
         fresh = [part for depth, part in enumerate(parts) if parts[: depth + 1] != seen.split(".")[: depth + 1]]
         for part in fresh or parts[-1:]:
-            pattern = KEY_PATTERNS[kind].format(key=re.escape(re.sub(r"\[\d*\]$", "", part)))
-            found = re.compile(pattern).search(text, start) or re.compile(pattern).search(text)
-            if found:
-                start = found.end()
-        lines.append(text.count("\n", 0, start) + 1)
+            if found := ends.get(re.sub(r"\[\d*\]$", "", part)):
+                start = found[bisect_right(found, start) % len(found)]  # the first one, if none follows
+        lines.append(bisect_left(breaks, start) + 1)
         seen = key
     return lines

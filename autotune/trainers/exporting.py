@@ -29,8 +29,13 @@ LOADING = ("loader", "data_workers", "batch_memory")
 """Knobs of how files and batches are read: they change neither learning nor memory of the device."""
 Kind = Literal["learning", "settings", "loading"]
 BLOCKS = ("checkpointed_blocks", "swapped_blocks")
-SPARING: Mapping[str, Any] = {"modulation": "resident", "norm_rope": "stock", "offloaded_inputs": 0}
-"""Knobs of autotune's executor alone, and the value that every other trainer has: any other value needs less memory."""
+SPARING: Mapping[str, Any] = {
+    "modulation": "resident",
+    "norm_rope": "stock",
+    "offloaded_inputs": 0,
+    "caching.vae_device": "training",
+}
+"""Settings of autotune's executor alone, and the value that other trainers have: any other value needs less memory."""
 
 
 class Difference(Frozen):
@@ -61,7 +66,7 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
         **{name: value for name, value in dict(plan.job).items() if name not in ("model", "revision")},
         **_workload_values(workload),
         **dict(frozen.settings),
-        **{f"caching.{name}": value for name, value in frozen.caching},
+        **{PIN + name: value for name, value in frozen.caching},
         "num_gpus": frozen.hardware.num_processes,
         "num_images": sum(bucket.num_items for bucket in workload.buckets),
     }
@@ -222,8 +227,7 @@ def _assumed(family: Family) -> dict[str, Any]:
     """What a name that a trainer does not mention stands for."""
     fields = {**Candidate.model_fields, **Job.model_fields}
     usual = {name: field.default for name, field in fields.items() if not field.is_required()}
-    encoders: dict[str, Any] = {"caching.text_encoder_device": "training", "caching.text_encoder_quantization": "none"}
-    encoders |= {"caching.text_encoder_streamed": False, "caching.residency": "release"}
+    encoders = {PIN + name: value for name, value in CachingSettings()}
     return {**usual, **encoders, **ADAPTED, "guidance_scale": family.defaults.training_guidance}
 
 

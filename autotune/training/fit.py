@@ -73,18 +73,19 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 
 
 def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
-    """Why another GPU cannot encode captions here as the plan says."""
-    encoder, planned = plan.frozen.caching.text_encoder_device, plan.frozen.hardware.encoder_gpu
-    if not encoder.startswith("cuda:"):
+    """Why another GPU cannot encode here what the plan says."""
+    caching, planned = plan.frozen.caching, plan.frozen.hardware.encoder_gpu
+    encoder, what = caching.other_gpu, caching.parts_on_other_gpu
+    if encoder is None:
         return ()
     there = next((gpu for gpu in device.others if f"cuda:{gpu.index}" == encoder), None)
     if there is None:
         why = "which trains here" if encoder == device.torch_name else f"this machine has {device.count} GPU(s)"
-        return (f"GPUs: the plan encodes captions on {encoder}, {why}",)
+        return (f"GPUs: the plan encodes {what} on {encoder}, {why}",)
     if planned is None or planned.needed_bytes <= there.budget_bytes:
         return ()
     needed, left = planned.needed_bytes / 2**30, there.budget_bytes / 2**30
-    return (f"GPUs: encoding captions on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB may be taken",)
+    return (f"GPUs: encoding {what} on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB may be taken",)
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:

@@ -205,8 +205,7 @@ class PreviewSampler:
             with self._modulation(reduced):
                 return self._run_encoded(reduced)
         finally:
-            if self.encoders.caching.residency == "release":
-                self.pipeline.vae.to("cpu")
+            self.pipeline.vae.to("cpu" if self.encoders.caching.residency == "release" else self.encoders.vae_device)
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])

@@ -12,6 +12,7 @@ from PIL.Image import Image
 
 from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.hardware import joules_per_image
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
 from autotune.schema import (
@@ -354,7 +355,7 @@ class _Run:
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
             expected_joules_per_image=expected.joules_per_image,
-            measured_joules_per_image=watts and watts * step_seconds / loop.order.effective_batch_size,
+            measured_joules_per_image=joules_per_image(watts, step_seconds, loop.order.effective_batch_size),
             training_kwh=joules and joules / JOULES_PER_KWH,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),

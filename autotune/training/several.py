@@ -6,13 +6,12 @@ What the first process here tells comes through a pipe: see `process.py`.
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from autotune.errors import AutotuneError
-from autotune.runtime import THIS_NODE, NodeGroup, error_from, launch
+from autotune.runtime import THIS_NODE, NodeGroup, error_from, launch, make_scratch_folder
 from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
 from autotune.training.files import checkpoints_of
 
@@ -43,7 +42,7 @@ def train_in_processes(
         AutotuneError: as `train`; or a process died, whose exit status the error then has.
     """
     output = Path(plan.job.output)
-    with tempfile.TemporaryDirectory(prefix="autotune-run-") as folder:
+    with make_scratch_folder("run") as folder:
         plan_file, pipe = Path(folder) / "plan.yaml", Path(folder) / "events"
         write_plan(plan_file, plan)
         os.mkfifo(pipe)

@@ -120,5 +120,6 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
     model.family.encode_caption(pipeline, preview.prompt, controls)
     encoders.release_text()
+    pipeline = encoders.load_pipeline(with_text=False)
     pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
     model.family.encode_pixels(pipeline, pixels)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from autotune.hardware import (
     shares_host_memory,
 )
 from autotune.knobs import check_options, reload_key
-from autotune.runtime import redirect_output
+from autotune.runtime import make_scratch_folder, redirect_output
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -107,7 +106,7 @@ class ProcessTrialRunner:
         self.num_steps = NUM_STEADY_STEPS
         self._child: _Child | None = None
         self._ran: list[tuple[TrialResult, TimedTrial]] = []
-        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-trial-", ignore_cleanup_errors=True)
+        self._scratch = make_scratch_folder("trial")
         self._log = Path(self._scratch.name) / "log"
         self._log.touch()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
-from autotune.hardware import EnergyMeter, mean_watts
+from autotune.hardware import EnergyMeter, joules_per_image, mean_watts
 from autotune.knobs import find_modulation_ahead
 from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory, reset_host_peak
 from autotune.schema import (
@@ -184,7 +184,7 @@ class StepRunner:
             outcome="numerics" if defect else "ok",
             step_seconds=tuple(times),
             warmup_seconds=tuple(warmup),
-            joules_per_image=watts and watts * statistics.median(times) / self.workload.effective_batch_size,
+            joules_per_image=joules_per_image(watts, statistics.median(times), self.workload.effective_batch_size),
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,

@@ -253,7 +253,7 @@ def serialize_adapter(
     """
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
         raise InvalidInput("a DoRA is written in the diffusers format alone", hint="train --adapter lora for others")
-    layout = None if to == "diffusers" else _layout_of(adapter, transformer)
+    layout = None if to == "diffusers" else _layout_of(adapter, to, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or layout else ("lora_A", "lora_B")
@@ -282,8 +282,8 @@ def _reraise_bad_shapes() -> Iterator[None]:
         raise CorruptFile(f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN) from error
 
 
-def _layout_of(adapter: Adapter, transformer: str | None) -> Layout | None:
-    """What other programs call the layers; None if they call them as diffusers does."""
+def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
+    """What the format's program calls the layers; None if as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
     if known and not can_write("kohya", known):
         message = f"what other programs call the layers of a {known} is not known to autotune"
@@ -292,7 +292,8 @@ def _layout_of(adapter: Adapter, transformer: str | None) -> Layout | None:
     if found is None:
         message = "this adapter may be of FLUX, whose layers other programs call otherwise, or of another model"
         raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
-    return LAYOUTS.get(found)
+    layout = LAYOUTS.get(found)
+    return None if layout and layout.is_of_comfyui and to == "kohya" else layout
 
 
 def _to_scalar(value: float) -> Tensor:

@@ -59,7 +59,8 @@ def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
     for layer, part in zip(layers, parts, strict=True):
         inputs = first.down.shape[1]
         down = first.down.new_zeros(rank, inputs)
-        up = first.up.new_zeros(inputs * (MLP_RATIO if part.endswith("mlp") else 1), rank)
+        rows = len(first.up) if len(parts) == 2 else inputs * (MLP_RATIO if part.endswith("mlp") else 1)
+        up = first.up.new_zeros(rows, rank)
         if layer is not None:
             own = layer.alpha / layer.rank
             down[: layer.rank] = layer.down
@@ -71,8 +72,8 @@ def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
 
 
 def _split(layer: LoraLayer, parts: list[str]) -> dict[str, LoraLayer]:
-    width = len(layer.up) // 3 if len(parts) == 3 else layer.down.shape[1]
-    sizes = [width] * 3 + [len(layer.up) - 3 * width] * (len(parts) - 3)
+    width = len(layer.up) // len(parts) if len(parts) < 4 else layer.down.shape[1]
+    sizes = [width] * min(3, len(parts)) + [len(layer.up) - 3 * width] * (len(parts) - 3)
     rows: tuple[Tensor, ...] = layer.up.split(sizes)  # type: ignore[no-untyped-call]  # torch's own
     rank, rest = divmod(layer.rank, len(parts))
     blocks = [block.chunk(len(parts), dim=1) for block in rows] if rank and not rest else []

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from autotune.schema import AdapterFormat
 
@@ -25,6 +26,8 @@ class Layout:
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
     """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
+    is_of_comfyui: bool = False
+    """Whether kohya's scripts call the layers as diffusers does, and only ComfyUI otherwise."""
 
     @cached_property
     def original_of(self) -> dict[str, str]:
@@ -179,6 +182,30 @@ KREA2: Mapping[str, Parts] = {
     ),
 }
 
+QWEN_21: Mapping[str, Parts] = {
+    **_within(
+        {"transformer_blocks.#": "transformer_blocks.#"},
+        {
+            **{f"attn.{layer}": (f"attn.{layer}",) for layer in ("to_q", "to_k", "to_v", "to_out.0")},
+            "img_mlp.gate_up": ("img_mlp.gate_layer", "img_mlp.proj"),
+            "img_mlp.out": ("img_mlp.out",),
+        },
+    ),
+    **{
+        layer: (layer,)
+        for layer in (
+            "img_in",
+            "txt_in.in_layer",
+            "txt_in.out_layer",
+            "time_text_embed.timestep_embedder.linear_1",
+            "time_text_embed.timestep_embedder.linear_2",
+            "modulation.1",
+            "norm_out.linear",
+            "proj_out",
+        )
+    },
+}
+
 UNET_TRANSFORMERS = {
     **{
         f"input_blocks.{3 * stage + 1 + i}.1": f"down_blocks.{stage}.attentions.{i}" for stage in (1, 2) for i in (0, 1)
@@ -220,6 +247,7 @@ LAYOUTS: Mapping[str, Layout] = {
     FLUX1_CLASS: Layout(FLUX1, {}),
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
+    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, is_of_comfyui=True),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
 """By class in diffusers."""
@@ -264,7 +292,8 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
-    """The authors' names for those of `kohya_names`, which have underscores for dots, that are any layout's."""
-    dotted = {name.replace(".", "_"): name for layout in LAYOUTS.values() for name in layout.parts_of}
+    """The dotted names of those in `kohya_names`, which have underscores for dots, that are any layout's."""
+    names = (layout.original_of if layout.is_of_comfyui else layout.parts_of for layout in LAYOUTS.values())
+    dotted = {name.replace(".", "_"): name for name in chain.from_iterable(names)}
     keys = [split_number(name) for name in kohya_names]
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]

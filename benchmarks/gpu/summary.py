@@ -41,7 +41,10 @@ TABLES = {
         "report.measured_peak_memory_bytes report.total_seconds report.data_seconds report.warnings",
         "phase": "name seconds expected.seconds device_bytes expected.device_bytes host_bytes expected.host_bytes",
     },
-    "limits": {"kernels": "candidate outcome step_seconds by_kind launches message"},
+    "limits": {
+        "kernels": "candidate outcome step_seconds energy.step_joules energy.step_joules_by_power energy.reason "
+        "by_kind launches message"
+    },
 }
 """What is shown of the rows of each part and kind; dots lead into objects."""
 

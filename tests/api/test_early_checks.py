@@ -1,5 +1,6 @@
 """What is wrong with a request is told before anything long: the rates, a trial, a download."""
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
         "except SystemExit as ended: print('status', ended.code)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    asked = ("plan", "--model", "qwen-image", "--data", "my photos")
+    asked = ("plan", "--model", "qwen-image", "--data", "my photos", "--rank", "4", "--pin", "precision=bf16")
     process = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=True)
     *table, status, loaded = process.stdout.splitlines()
     assert (status, loaded) == ("status 3", "[]"), "a library that takes seconds to import was loaded"
@@ -103,4 +104,4 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     assert max(map(len, table)) <= 80
     assert "cannot be tried here: this machine has no GPU" in process.stderr
     command = " ".join(process.stderr.split())
-    assert "autotune plan --model qwen-image --data 'my photos' --hardware nvidia-rtx-4090" in command
+    assert f"{shlex.join(['autotune', *asked])} --hardware nvidia-rtx-4090" in command

@@ -159,14 +159,15 @@ def test_a_run_without_an_adapter_is_refused(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_leaves(hub: Hub, run: Path) -> None:
-    tracker, heading = "![x](http://there/x.png)</div><script>", "two\n\n# lines\n```"
+    tracker, heading = "![x](http://there/x.png)</div><script>", "two\n\n# lines\n``` www.there.org/_a_ me@there.org"
     code = 'base") ; evil() #'
     plan = with_job(autotune.load_plan(run / "run-plan.yaml"), preview_prompts=(tracker, heading), base=code)
     write_plan(run / "run-plan.yaml", with_job(plan, revision="1" * 40))
     report = json.loads((run / "report.json").read_text())
     told = {"warnings": ["/home/me/secret-photos/anna.png was left out"], "adapter": "comfyui_lora_weights.safetensors"}
     (run / "report.json").write_text(json.dumps(report | told))
-    for name in ("comfyui_lora_weights.safetensors", "sample_with_adapter_2.png"):
+    (run / "previews").mkdir(exist_ok=True)
+    for name in ("comfyui_lora_weights.safetensors", "previews/with-1.png"):
         (run / name).write_bytes(b"it")
     autotune.publish(run, "me/heart")
     assert "comfyui_lora_weights.safetensors" in hub.files
@@ -174,6 +175,8 @@ def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_l
     assert 'weight_name="pytorch_lora_weights.safetensors"' in text  # not every pipeline reads ComfyUI's names
     assert "<script>" not in text
     assert "![x]" not in text
+    for address in ("`http://there/x.png)`", "`www.there.org/_a_`", "`me@there.org`"):
+        assert address in text, "renderers make links of what is not code, escaped or not"
     assert "secret-photos" not in text
     assert text.count("```") == 4
     assert "\n# lines" not in text

@@ -1,5 +1,6 @@
 """An estimate answers in 80 columns and in JSON, with hours and money."""
 
+import dataclasses
 import json
 
 import pytest
@@ -71,6 +72,36 @@ def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():
     assert seconds(text_encoder_streamed="true") - stays > 2 * parameters / 64e9  # PCIe 5.0 with 16 lanes
     tokens = workload_of("qwen-image").max_text_tokens
     assert seconds(text_encoder_device="cpu") - stays > 0.9 * 2 * parameters * tokens / 8e11
+
+
+def test_a_vae_elsewhere_is_priced_in_memory_and_time():
+    """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
+    name = "kandinsky5-video-lite"
+    family, card = FAMILIES[name], gpu("nvidia-rtx-4090")
+    parts = dataclasses.replace(family.parts, text_encoder_parameters=())  # which would take more than a tiny clip
+
+    def built(**pins: str) -> CostModel:
+        return CostModel.build(card, workload_of(name), family, TINY[name], parts=parts, caching_pins=pins)
+
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    here, there = built(vae_device="training"), built(vae_device="cpu")
+    vae = here.model.vae_cost(candidate.precision)
+    cache = [{phase.name: phase for phase in own.predict(candidate).phases}["cache"] for own in (here, there)]
+    working = [phase.breakdown.transient_bytes for phase in cache]
+    assert working == [vae.encode_transient_bytes, 0]
+    on_host = there.tables.encoder_size.bytes_at("cpu", there.caching)
+    assert on_host == vae.weight_bytes + vae.encode_transient_bytes
+    assert there.host_memory_bytes(candidate) > on_host
+    seconds = [
+        job_time(own, own.predict(candidate), num_steps=1, num_images=1, num_previews=0).cache_seconds
+        for own in (here, there)
+    ]
+    host = there.hardware.host
+    cores = host.physical_cores or host.logical_cores
+    assert seconds[1] - seconds[0] == pytest.approx(
+        vae.encode_flops / (5e10 * cores) - vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
+    )
+    assert seconds[1] > 10 * seconds[0]
 
 
 def test_measuring_held_out_images_takes_its_passes():

@@ -149,7 +149,7 @@ def _live_caches(transformer):
                 yield value.untyped_storage()._cdata
 
 
-@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1")
+@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1", "qwen-image-2.1")
 @pytest.mark.parametrize(
     ("name", "share", "quantization"),
     [
@@ -162,6 +162,8 @@ def _live_caches(transformer):
         ("flux2-klein", 0.5, "none"),
         ("krea-2", 0.0, "none"),
         ("krea-2", 0.5, "none"),
+        ("qwen-image-2.1", 0.0, "none"),
+        ("qwen-image-2.1", 0.5, "none"),
         ("wan-2.1", 0.0, "none"),
         ("wan-2.1", 0.5, "none"),
         ("wan-2.2", 1.0, "none"),

@@ -88,6 +88,13 @@ TINY: dict[str, dict[str, Any]] = {
         "text_intermediate_size": 128,
         "axes_dims_rope": (8, 12, 12),
     },
+    "qwen-image-2.1": {
+        "num_layers": 5,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "context_in_dim": 48,
+        "axes_dims_rope": (8, 12, 12),
+    },
     "wan-2.1": WAN,
     "wan-2.2-14b": WAN,
     "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},

@@ -56,6 +56,20 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small,
     assert encoders.load_pipeline() is pipeline
 
 
+def test_a_vae_elsewhere_encodes_pixels_there_and_looks_at_control_images_where_the_pipeline_is(
+    small_pipelines: Any,  # noqa: F811
+) -> None:
+    """The device without numbers stands for another GPU: where tensors are is real, what they hold is not."""
+    small = small_pipelines("qwen-image-edit")
+    encoders = encoders_of(small, CachingSettings())
+    encoders.caching = encoders.caching.model_copy(update={"vae_device": "meta"})
+    assert encoders.load_pipeline().vae.device.type == "cpu"
+    encoders.release_text()
+    pixels = small.pixels(small.bucket).to("meta")
+    with torch.no_grad():
+        assert small.family.encode_pixels(encoders.load_pipeline(with_text=False), pixels).device.type == "meta"
+
+
 def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
     encoders = encoders_of(small, EXACT["streamed"])
     pipeline = encoders.load_pipeline()
@@ -96,6 +110,10 @@ def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> 
     assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings == "torchao-int8"
     elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
     assert elsewhere.text_settings == " on cuda"
+    plain, images = (encoders_of(small, CachingSettings(vae_device=at)).identity for at in ("cpu", "cuda:1"))
+    assert plain == encoders_of(small, CachingSettings()).identity, "a cpu that trains is the same place"
+    assert images.vae == f"{plain.vae} on cuda"
+    assert images.text_encoder == plain.text_encoder
 
 
 def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:  # noqa: F811

@@ -46,6 +46,16 @@ def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path:
     assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1], "a larger share holds out more"
 
 
+def test_folders_of_one_name_do_not_share_what_is_held_out(tmp_path: Path) -> None:
+    folders = [tmp_path / where / "images" for where in ("a", "b", "c")]
+    for at, folder in enumerate(folders):
+        write_pictures(folder, *[(64, 64)] * 10, first=0)
+        for path in folder.glob("*.txt"):
+            path.write_text(f"{at} {path.stem}")
+    split = read_split(folders, OPTIONS, "5%", 0)
+    assert (len(split.training.items), len(split.held_out)) == (28, 2), "not a name's image of each"
+
+
 def test_nothing_is_held_out_unasked(images: Path) -> None:
     split = read_split(images, OPTIONS, None, 0)
     assert (len(split.training.items), split.held_out) == (20, ())

@@ -150,6 +150,24 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["files", "alpha"])
+def test_a_mask_that_lets_nothing_be_learned_is_named(tmp_path: Path, kind: Any) -> None:
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    if kind == "files":
+        Image.new("L", (64, 64), 0).save(tmp_path / "000.mask.png")
+        Image.new("L", (64, 64), 1).save(tmp_path / "001.mask.png")
+    else:
+        image = picture(0).convert("RGBA")
+        image.putalpha(0)
+        image.save(tmp_path / "000.png")
+    dataset = read_dataset(tmp_path, DatasetOptions(loss_mask=kind))
+    ((file, found),) = [(one.file, one.kind) for one in dataset.problems]
+    assert (file, found, len(dataset.items)) == ("000.png", "black", 2), "nothing is left out: there may be a floor"
+    (line,) = dataset.problem_summary
+    assert line.startswith("000.png: ")
+    assert "nothing of it is trained" in line
+
+
 def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path: Path) -> None:
     write_pictures(tmp_path / "dogs", (64, 64))
     write_pictures(tmp_path / "class", (64, 64), first=1)
@@ -177,6 +195,18 @@ def test_several_folders_are_read_as_a_list_of_them_is(tmp_path: Path) -> None:
     assert several == listed  # the same images are held out
     assert read_dataset(folders[:1], options).items == read_dataset(folders[0], options).items
     assert as_job_data(folders[:1]) == as_job_data(folders[0]) == str(folders[0])
+
+
+def test_a_folder_inside_another_would_be_trained_twice(tmp_path: Path) -> None:
+    outer, inner = tmp_path / "dogs", tmp_path / "dogs" / "portraits"
+    write_pictures(outer, (64, 64))
+    write_pictures(inner, (64, 64), first=1)
+    (tmp_path / "data.yaml").write_text("folders:\n- path: dogs/portraits\n  repeats: 3\n- path: dogs\n")
+    for data in ([outer, inner], [inner, outer / ".." / "dogs"], tmp_path / "data.yaml"):
+        with pytest.raises(InvalidInput, match=r"portraits lies in .*dogs, so its images would be trained twice"):
+            read_dataset(data)
+    write_pictures(tmp_path / "dogs2", (64, 64))
+    assert len(read_dataset([inner, tmp_path / "dogs2"]).items) == 2
 
 
 def test_several_folders_name_what_is_wrong_with_one(tmp_path: Path) -> None:

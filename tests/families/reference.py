@@ -129,7 +129,21 @@ def krea(transformer, noisy, sigma, sample: Tensors):
     return latents_of(out, noisy.shape)
 
 
+def qwen_image_21(transformer, noisy, sigma, sample: Tensors):
+    channels, _, height, width = noisy.shape
+    text = len(sample["prompt_embeds"])
+    out = transformer(
+        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[None],
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        timestep=torch.tensor([sigma]),
+        img_shapes=[[(1, height, width)]],
+        img_mask=torch.tensor([[False] * text + [True] * (height * width // 4)]),
+    ).sample
+    return torch.einsum("pc->cp", out[0, text:]).reshape(channels, 1, height, width)
+
+
 PREDICTIONS = {
+    "qwen-image-2.1": qwen_image_21,
     "krea-2": krea,
     "wan-2.1": wan,
     "wan-2.2": wan_22,

@@ -46,6 +46,11 @@ class Small:
         size = (bucket.height_px, bucket.width_px)
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
+    def shown(self, pixels: torch.Tensor) -> torch.Tensor:
+        """A batch of pixels as the VAE takes them: some of RGBA."""
+        is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
+        return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
+
     def controls(self, bucket: Bucket, count: int | None = None) -> list[torch.Tensor]:
         count = self.family.max_controls if count is None else count
         return [self.pixels(bucket, seed=10 + number)[:, :1] for number in range(count)]

@@ -32,6 +32,8 @@ NUM_BLOCKS = {
     "flux2-klein-9b": 32,
     "flux2-klein-4b-distilled": 25,
     "flux2-klein-9b-distilled": 32,
+    "qwen-image-2.1": 32,
+    "qwen-image-2.1-turbo": 32,
     "krea-2": 28,
     "krea-2-turbo": 28,
     "wan-2.1": 30,

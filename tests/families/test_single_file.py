@@ -91,7 +91,7 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick("flux1-dev")
-@pytest.mark.parametrize("name", ["flux1-dev", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"])
+@pytest.mark.parametrize("name", ["flux1-dev", "sdxl", "wan-2.1-14b", "z-image", "qwen-image", "qwen-image-2.1"])
 def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Path) -> None:
     found = find_published(name)
     assert found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.hardware import nvidia
-from autotune.hardware.energy import SAMPLE_SECONDS, EnergyMeter, mean_watts, why_no_energy
+from autotune.hardware.energy import SAMPLE_SECONDS, EnergyMeter, joules_per_image, mean_watts, why_no_energy
 from autotune.hardware.nvidia import NvmlSource
 from autotune.hardware.system import Unavailable
 from tests import builders
@@ -67,6 +67,8 @@ def test_the_counters_difference_over_the_time_between_is_the_mean_power(monkeyp
     assert mean_watts(before, after) == pytest.approx(300.0, rel=0.2)
     assert mean_watts(before, before) is None
     assert mean_watts(None, after) is None
+    assert joules_per_image(300.0, 2.0, 4) == 150.0
+    assert joules_per_image(None, 2.0, 4) is None
 
 
 def test_without_a_counter_power_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:

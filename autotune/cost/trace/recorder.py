@@ -28,7 +28,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import MOST_KNOWN, PLAIN, called, key_of, tensors_in
+from autotune.cost.trace.shapes import MOST_KNOWN, PLAIN, called, key_of, on_meta, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tensors_in(args)
         for tensor in inputs:  # what nobody seeded before: plain attributes and caches of modules
             self._watch(tensor, None)
+        args = on_meta(args)
         key = key_of(func, args, kwargs)
         out = called(func, args, kwargs, key)
         segment = self.segments[-1]

@@ -57,8 +57,21 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantized weight: let it say which plain operations it is made of
-        kwargs = kwargs or {}
+        args, kwargs = on_meta(args), kwargs or {}
         return called(func, args, kwargs, key_of(func, args, kwargs))
+
+
+def on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments whose tensors are all on the meta device if any is: some models read numbers from tensors, such as
+    where an image lies in a sequence, so those are on the host, and used together with the others."""
+    places = {tensor.device.type for tensor in tensors_in(args) if tensor.ndim}
+    return _to_meta(args) if len(places) > 1 else args
+
+
+def _to_meta(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.to("meta") if item.ndim else item
+    return type(item)(map(_to_meta, item)) if isinstance(item, list | tuple) else item
 
 
 def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:

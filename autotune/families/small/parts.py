@@ -17,6 +17,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3VLConfig,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -33,6 +34,12 @@ QWEN_CHAT = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 """Qwen3's chat template, as far as one message needs it."""
+
+QWEN_VL_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+"""Qwen3-VL's chat template, as far as a message of text alone needs it."""
 
 MISTRAL_CHAT = (
     "{% for message in messages %}[{{ message.role }}]"
@@ -84,6 +91,46 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
         pad_token_id=None,
     )
     return cls(config).eval()
+
+
+def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+    """A small Qwen3-VL of class `cls`, `Qwen3VLModel` or `Qwen3VLForConditionalGeneration`, with a one-layer vision
+    tower."""
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": hidden_size,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    }
+    ids = {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image_token", "image_pad"),
+            ("video_token", "video_pad"),
+            ("vision_start_token", "vision_start"),
+            ("vision_end_token", "vision_end"),
+        )
+    }
+    return cls(Qwen3VLConfig(text_config=text, vision_config=vision, **ids)).eval()
 
 
 def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
@@ -140,10 +187,12 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 def qwen_processor(tokenizer: Any) -> Any:
     """Processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
-    return Qwen2VLProcessor(
-        image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2}),
-        tokenizer=tokenizer,
-    )
+    return Qwen2VLProcessor(image_processor=qwen_image_processor(), tokenizer=tokenizer)
+
+
+def qwen_image_processor() -> Any:
+    """Of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16 tokens."""
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 
 def clip_tokenizer(captions: Sequence[str]) -> Any:
@@ -218,4 +267,5 @@ def invert_input_layer(output: Any, input_weight: Any) -> None:
     Between purely random projections an adapter of low rank could learn almost nothing in a demo's few steps.
     """
     output.weight.copy_(torch.linalg.pinv(input_weight))
-    output.bias.zero_()
+    if output.bias is not None:
+        output.bias.zero_()
