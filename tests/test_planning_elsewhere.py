@@ -14,8 +14,7 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import read_parts, resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
-from autotune.planning.problem import list_choices
-from autotune.planning.request import PlanRequest
+from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event, Notice
 from autotune.schema.hardware import MemoryBudget
@@ -55,7 +54,7 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.api.plans.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
+    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
     monkeypatch.setattr("autotune.api.plans.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)
@@ -85,19 +84,23 @@ def test_a_card_without_bf16_is_planned_for_in_fp16() -> None:
     told = [event.text for event in events if isinstance(event, Notice)]
     assert told[0] == "planning for nvidia-t4"
     assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16")
-    space = list_choices(PlanRequest(model="wan-2.1", workload_overrides=SMALL), card)
+    space = ResolvedRequest.build(PlanRequest(model="wan-2.1", workload_overrides=SMALL), needs_weights=False).space(
+        card
+    )
     assert space.choices["precision"] == ("fp16", "fp32")
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
 
 
 def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
     card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
-    space = list_choices(PlanRequest(model="kandinsky5-image-lite", **overrides), card)
+    space = ResolvedRequest.build(PlanRequest(model="kandinsky5-image-lite", **overrides), needs_weights=False).space(
+        card
+    )
     assert space.choices["precision"] == ("fp32",)
     reasons = {str(r.choice): r.reason for r in space.rejected["precision"]}
     assert "ComfyUI runs it in bf16 or fp32 alone" in reasons["fp16"]
     pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
-    assert list_choices(pinned, card).choices["precision"] == ("fp16",)
+    assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == ("fp16",)
 
 
 @pytest.mark.slow
@@ -169,7 +172,7 @@ def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
         pins=(("micro_batch_size", "1"),),
         exclusions=(("quantization", "torchao-fp8"),),
     )
-    space = list_choices(request, hardware)
+    space = ResolvedRequest.build(request, needs_weights=False).space(hardware)
     assert space.choices["micro_batch_size"] == (1,)
     assert {candidate.micro_batch_size for candidate in space.candidates} == {1}
     assert "torchao-fp8" not in space.choices["quantization"]
@@ -181,7 +184,7 @@ def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
 def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
     request = PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, pins=pins)
     with pytest.raises(InvalidInput):
-        list_choices(request, hardware_named("nvidia-h100-sxm"))
+        ResolvedRequest.build(request, needs_weights=False).space(hardware_named("nvidia-h100-sxm"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
+from autotune import planning
 from autotune.api.configs import import_config
 from autotune.api.machines import hardware_for
 from autotune.api.options import PlanOptions
@@ -12,7 +13,7 @@ from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import read_parts
 from autotune.knobs import KNOBS, PIN, TuningContext, describe_caching
-from autotune.planning import PlannerBackend, ResolvedRequest
+from autotune.planning import ResolvedRequest
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -92,7 +93,7 @@ def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
 def _measured(found: Audit, model: str, cost: CostModel, on_event: OnEvent) -> Audit:
     """The audit with a trial of both on this machine."""
     on_event(StatusChanged(text="running a few steps of both"))
-    with PlannerBackend().trials(model, cost) as run:
+    with planning.PlannerBackend().trials(model, cost) as run:
         written = run(found.as_written.prediction.candidate)
         fastest = None if found.fastest is None else run(found.fastest.prediction.candidate)
     return found.changed(measured_as_written=written, measured_fastest=fastest)

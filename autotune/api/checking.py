@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from autotune import training
 from autotune.api.machines import hardware_for
 from autotune.api.plan_files import load_plan
 from autotune.errors import DoesNotFit
@@ -33,8 +34,6 @@ def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | 
     if profile is not None:
         misfits = hardware_misfits(chosen, profile)
     else:
-        from autotune.training import card_misfits  # it takes torch, as reading this machine does
-
         machine = probe()
-        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+        misfits = hardware_misfits(chosen, machine) + training.card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)

@@ -23,7 +23,7 @@ from autotune.planning import (
     select_gpus,
 )
 from autotune.runtime import read_bounded
-from autotune.schema import TEXT_TAG, BoundedLoader, DataPlace, Frozen, OnEvent, Progressed, ignore_event
+from autotune.schema import TEXT_TAG, BoundedLoader, DataPlace, Frozen, OnEvent, Progressed, StatusChanged, ignore_event
 
 DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
@@ -96,6 +96,7 @@ def compare(
     asked: Any = options
     gpus, found = _gpus(hardware), []
     price_of = _price_by_gpu(listed := _prices(prices), prices)
+    on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False).model
     download_seconds = _download_seconds(resolved, download_rate)
     for done, gpu in enumerate(gpus):

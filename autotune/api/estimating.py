@@ -9,9 +9,9 @@ from autotune.api.machines import hardware_for
 from autotune.api.options import choose_optimizer
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
-from autotune.errors import InvalidInput, suggest_nearest
+from autotune.errors import InvalidInput
 from autotune.families import read_parts, resolve_model
-from autotune.knobs import KNOBS, TuningContext
+from autotune.knobs import KNOBS, TuningContext, require_choice
 from autotune.runtime import collect_rarely
 from autotune.schema import (
     ADAMW,
@@ -24,7 +24,7 @@ from autotune.schema import (
     StatusChanged,
     ignore_event,
 )
-from autotune.training import WorkloadOverrides, describe_workload
+from autotune.training import WorkloadOverrides, check_overrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the field's default."""
@@ -78,7 +78,8 @@ def estimate(
         >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
     """
-    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
+    for name, value in settings.items():
+        require_choice(name, value)
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
     usual_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
@@ -94,6 +95,8 @@ def estimate(
         optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
         effective_batch_size=usual_batch if effective_batch_size is None else effective_batch_size,
     )
+    check_overrides(resolved.family, overrides)
+    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
     candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
     cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
@@ -101,9 +104,6 @@ def estimate(
 
 
 def _candidate(context: TuningContext, checkpointed_blocks: int | None, **settings: str | int) -> Candidate:
-    if unknown := settings.keys() - Candidate.model_fields:
-        name = min(unknown)
-        raise InvalidInput(f"there is no setting {name!r}", hint=suggest_nearest(name, Candidate.model_fields))
     preferred = {k.name: k.choices_for_family(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
     total = context.workload.model.num_blocks
     preferred["checkpointed_blocks"] = total if checkpointed_blocks is None else checkpointed_blocks

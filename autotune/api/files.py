@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args
 
+from autotune import weights
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.options import require_known
 from autotune.data import (
@@ -30,14 +31,7 @@ from autotune.schema import (
     StatusChanged,
     ignore_event,
 )
-from autotune.weights import (
-    FileSummary,
-    inspect_file,
-    is_model_path,
-    read_adapter,
-    reshard,
-    write_adapter,
-)
+from autotune.weights import FileSummary, inspect_file, is_model_path, read_header
 
 
 def check_data(
@@ -153,12 +147,13 @@ def convert_weights(
     if is_model_path(source):
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave the format out, or name an adapter")
-        return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
+        return weights.reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
+    read_header(source)
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
     transformer = named.family.transformer_class if named else None
-    adapter = read_adapter(source, [name for name, _ in modules], transformer)
-    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
+    adapter = weights.read_adapter(source, [name for name, _ in modules], transformer)
+    weights.write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
     return (target,)
 
 

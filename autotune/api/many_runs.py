@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from autotune import training
 from autotune.api.options import require_known, require_optimizer
 from autotune.api.runs import measure_predicted, plan_here
 from autotune.errors import InvalidInput, Preempted
@@ -30,14 +31,7 @@ from autotune.schema import (
     with_job,
     write_plan,
 )
-from autotune.training import (
-    fetch_weights,
-    finished_as_planned,
-    hardware_misfits,
-    is_in_use,
-    read_report,
-    require_fit,
-)
+from autotune.training import finished_as_planned, hardware_misfits, is_in_use, read_report, require_fit
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_ERROR_BYTES = 1 << 16
@@ -121,7 +115,7 @@ def train_many(
     _require_one_machine(common)
     on_event(StatusChanged(text="reading the machine"))
     hardware = probe()
-    common = measure_predicted(fetch_weights(common, hardware), hardware, file, on_event)
+    common = measure_predicted(training.fetch_weights(common, hardware), hardware, file, on_event)
     return _run_all([subject.plan(common) for subject in subjects], find_places(common, hardware), on_event)
 
 

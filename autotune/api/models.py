@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from autotune.families import FetchedModel, fetch_whole
+from autotune.families import FetchedModel, fetch_whole, open_single_file, recognize
 from autotune.hardware import gpu_named
 from autotune.planning import ModelSummary, summarize_models
 from autotune.schema import OnEvent, ignore_event
@@ -24,8 +24,6 @@ def list_models(hardware: str | None = None, *, file: str | Path | None = None) 
     summaries = summarize_models(gpu_named(hardware).id if hardware else None)
     if file is None:
         return summaries
-    from autotune.families import open_single_file, recognize  # listing alone loads no torch
-
     hub_ids = [model.hub_id for _, model in recognize(open_single_file(Path(file)))]
     return tuple(summary for summary in summaries if summary.hub_id in hub_ids)
 

@@ -1,31 +1,27 @@
 """`plan`, for one machine or several, and `list_choices`, what it could choose."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from autotune import planning, search
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.api.plan_files import load_variants
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
+from autotune.knobs import caching_choices
 from autotune.planning import (
-    PlanInterrupted,
-    PlanningResult,
     PlanRequest,
     ResolvedRequest,
-    make_plan,
     read_recording,
     recording_of,
     replayed,
     request_from,
-    require_devices,
     write_recording,
 )
-from autotune.planning import list_caching_choices as caching_fields
-from autotune.planning import list_choices as choices_for
 from autotune.runtime import require_writable
 from autotune.schema import (
     DataPlace,
@@ -33,6 +29,7 @@ from autotune.schema import (
     JobOverrides,
     Notice,
     OnEvent,
+    StatusChanged,
     TrainingPlan,
     as_job_data,
     file_parts,
@@ -42,7 +39,7 @@ from autotune.schema import (
     write_plan,
     write_variants,
 )
-from autotune.search import SearchSpace, StudyLocation, check_storage
+from autotune.search import SearchSpace, StudyLocation
 from autotune.sharing import save_record, unshareable_reason
 from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides
@@ -97,18 +94,16 @@ def plan(
     if replay is None:
         resolved, profile = _resolve_on_hardware(request, options, on_event)
         request = resolved.request
-        if options.get("hardware") is None:
-            start_fork_server()  # it imports for seconds, beside what is read and predicted before the first trial
         try:
-            result = make_plan(resolved, profile, on_event)
-        except PlanInterrupted as stopped:
+            result = planning.make_plan(resolved, profile, on_event)
+        except planning.PlanInterrupted as stopped:
             _offer(stopped.plan, options.get("path"), on_event)
             raise
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
         request = replace(request, memory_budget=recording.memory_budget)
-        result = make_plan(request, recording.hardware, on_event, replayed(recording))
+        result = planning.make_plan(request, recording.hardware, on_event, replayed(recording))
     if (path := options.get("path")) is not None:
         _write(result.plan, Path(path))
     if (record := options.get("record")) is not None:
@@ -176,10 +171,8 @@ def list_choices(
         >>> space = autotune.list_choices("qwen-image", hardware="4090")
         >>> space.choices["quantization"], space.rejected["quantization"]
     """
-    request, limits = request_for(model, data, options), _limits(options)
-    profile = _hardware(options, on_event)
-    within = _within_budget(request, profile, limits)
-    return choices_for(_suited_to_trainer(within, profile, options), profile)
+    resolved, profile = _resolve_on_hardware(request_for(model, data, options), options, on_event, tries=False)
+    return resolved.space(profile)
 
 
 def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:
@@ -188,19 +181,28 @@ def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:
 
 
 def _resolve_on_hardware(
-    request: PlanRequest, options: PlanOptions, on_event: OnEvent
+    request: PlanRequest, options: PlanOptions, on_event: OnEvent, *, tries: bool = True
 ) -> tuple[ResolvedRequest, HardwareProfile]:
-    """The request on the machine that the options name: what can be wrong is looked at before a rate is measured."""
-    limits, resolved = _limits(options), ResolvedRequest.build(request)
+    """The request on the machine that the options name: what can be wrong is looked at before a rate is measured, and
+    as far as it can be before torch is imported. `tries`: whether trials are to follow."""
+    limits, named, on_sound = _limits(options), options.get("hardware"), lambda: None
+    host_memory, assume, profile = options.get("host_memory"), options.get("assume") or (), None
+    if named is not None:
+        profile = hardware_for(named, host_memory=host_memory, assume=assume, on_event=on_event)
+    if profile is None and tries:
+        on_sound = start_fork_server  # it imports for seconds, beside what is imported and predicted here
+    on_event(StatusChanged(text="reading model and data"))
+    resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.study is not None:
-        check_storage(request.study)
+        search.check_storage(request.study)
 
     def require(facts: HardwareProfile) -> None:
-        require_devices(resolved, facts)
+        if tries:
+            planning.require_devices(resolved, facts)
 
-    profile = _hardware(options, on_event, require)
-    within = _within_budget(request, profile, limits)
-    return replace(resolved, request=_suited_to_trainer(within, profile, options, resolved)), profile
+    profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
+    resolved = replace(resolved, request=_within_budget(request, profile, limits))
+    return replace(resolved, request=_suited_to_trainer(resolved, profile, options)), profile
 
 
 def _limits(options: PlanOptions) -> dict[str, int]:
@@ -209,36 +211,23 @@ def _limits(options: PlanOptions) -> dict[str, int]:
     return {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
 
 
-def _hardware(
-    options: PlanOptions, on_event: OnEvent, on_facts: Callable[[HardwareProfile], None] = lambda facts: None
-) -> HardwareProfile:
-    name, memory = options.get("hardware"), options.get("host_memory")
-    if memory is not None and name is None:
-        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
-    assume = options.get("assume") or ()
-    if assume and name is None:
-        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
-    return hardware_for(name, host_memory=memory, assume=assume, on_event=on_event, on_facts=on_facts)
-
-
 def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
     """The request with the memory budget that the user's limits leave."""
     budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
     return replace(request, memory_budget=budget if budget != profile.device.budget else None)
 
 
-def _suited_to_trainer(
-    request: PlanRequest, profile: HardwareProfile, options: PlanOptions, resolved: ResolvedRequest | None = None
-) -> PlanRequest:
+def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:
     """The request without what the trainer that the options name cannot express, and with what its program takes."""
+    request = resolved.request
     if (name := options.get("for_trainer")) is None:
         return request
-    trainer, spec = get_trainer(name), resolve_model(request.model).spec
-    space = choices_for(request, profile)
+    trainer, spec, space = get_trainer(name), resolved.model.spec, resolved.space(profile)
     possible = {name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()}
-    fields = caching_fields(request, profile)
-    lacking = inexpressible(trainer, spec.family, spec.num_blocks, {**possible, **fields})
-    overheads = overheads_for(trainer, resolved.job, resolved.workload, possible) if resolved else None
+    lacking = inexpressible(
+        trainer, spec.family, spec.num_blocks, {**possible, **caching_choices(resolved.context(profile))}
+    )
+    overheads = overheads_for(trainer, resolved.job, resolved.workload, possible)
     return replace(request, exclusions=(*request.exclusions, *lacking), overheads=overheads)
 
 
@@ -251,6 +240,10 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     live = ("hardware", "host_memory", "assume", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
         raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
+    if options.get("host_memory") is not None and options.get("hardware") is None:
+        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
+    if options.get("assume") and options.get("hardware") is None:
+        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {
@@ -333,7 +326,7 @@ def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(value)) for name, value in pairs)
 
 
-def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
+def _remember(result: "planning.PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return

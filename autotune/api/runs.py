@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from autotune import planning, training
+from autotune.api import plans
 from autotune.api.metrics_server import MetricsServer
 from autotune.api.options import require_known, require_optimizer
 from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
 from autotune.errors import InvalidInput
-from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
 from autotune.runtime import cache_path, silence_progress_bars, started_by_launcher
@@ -33,16 +34,7 @@ from autotune.schema import (
     read_variants,
     with_job,
 )
-from autotune.training import (
-    SampleRequest,
-    check_folder,
-    check_inputs,
-    fetch_weights,
-    prepare,
-    sample_run,
-    train_in_processes,
-)
-from autotune.training import train as train_in_process
+from autotune.training import RunInputs, SampleRequest, check_folder, read_inputs, read_sample_inputs
 
 ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""
@@ -113,15 +105,17 @@ def train(
 def _train_here(
     chosen: TrainingPlan, file: Path | None, place: Place, on_event: OnEvent, *, resume: bool, trace: bool
 ) -> RunReport:
-    """Everything after the arguments are understood; `file` as `_ready` takes it."""
+    """Everything after the arguments are understood; `file` as `measure_predicted` takes it."""
+    on_event(StatusChanged(text="reading model and data"))
+    inputs = read_inputs(chosen, resume=resume)
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
     hardware = place.read_machine()
-    chosen = _ready(chosen, hardware, place, file, on_event, resume=resume)
+    chosen = measure_predicted(training.fetch_weights(chosen, hardware, place.nodes), hardware, file, on_event)
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(hardware.device, place.num_devices, lambda text: on_event(Notice(text=text))):
-        report = _train(chosen, hardware, place, page, resume=resume, trace=trace)
+        report = _train(chosen, hardware, place, inputs, page, resume=resume, trace=trace)
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
     return report
@@ -138,11 +132,9 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
     if not is_alone:
         hint = "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         raise InvalidInput("processes that train together need a plan file", hint=hint)
-    from autotune.api.plans import plan as make_plan  # not for every run: the search's libraries take 14 MiB
-
     if changes["data"] is None:
         raise InvalidInput("there is no data to train on", hint="name a folder with --data, or a plan that has one")
-    return make_plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
+    return plans.plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
 
 
 def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
@@ -154,35 +146,31 @@ def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     return chosen, file.with_stem(f"{file.stem}-{device[:60]}")
 
 
-def _ready(
-    plan: TrainingPlan, hardware: HardwareProfile, place: Place, file: Path | None, on_event: OnEvent, *, resume: bool
-) -> TrainingPlan:
-    """The plan with its weights on this machine, and measured here if it was predicted."""
-    if plan.frozen.expected.evidence == "predicted" or is_on_hub(plan.job.pinned_model):  # else there is no long work
-        check_inputs(plan, resume=resume)
-    return measure_predicted(fetch_weights(plan, hardware, place.nodes), hardware, file, on_event)
-
-
 def measure_predicted(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
     """The plan, whose weights are here: tried on this machine if it was predicted, else as it is."""
     if plan.frozen.expected.evidence != "predicted":
         return plan
-    from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
-
-    return measured_here(plan, hardware, file, on_event)
+    return planning.measured_here(plan, hardware, file, on_event)
 
 
 def _train(
-    plan: TrainingPlan, hardware: HardwareProfile, place: Place, on_event: OnEvent, *, resume: bool, trace: bool
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    place: Place,
+    inputs: RunInputs,
+    on_event: OnEvent,
+    *,
+    resume: bool,
+    trace: bool,
 ) -> RunReport:
     cache = cache_path(ENCODED)
     if not place.starts_processes:
-        return train_in_process(plan, hardware, cache, on_event, resume=resume, trace=trace)
+        return training.train(plan, hardware, cache, on_event, resume=resume, trace=trace, inputs=inputs)
     # So that what is wrong is said once, before any process starts:
-    prepare(plan, hardware, resume=resume, nodes=place.nodes).lock.release()
-    return train_in_processes(plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes)
+    training.prepare(plan, hardware, resume=resume, nodes=place.nodes, inputs=inputs).lock.release()
+    return training.train_in_processes(plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes)
 
 
 def sample(
@@ -216,9 +204,10 @@ def sample(
     Example:
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
     """
-    silence_progress_bars()
     on_event(StatusChanged(text="sampling"))
     wanted = SampleRequest(
         prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
     )
-    return sample_run(Path(run), read_machine(), wanted, cache_path(ENCODED), on_event)
+    inputs = read_sample_inputs(Path(run), wanted, on_event)
+    silence_progress_bars()
+    return training.sample_run(inputs, read_machine(), cache_path(ENCODED), on_event)

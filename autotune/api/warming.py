@@ -6,7 +6,7 @@ from autotune.trials import start_fork_server
 def warm_up() -> None:
     """Let the process that trials are started from import its libraries beside what this process does; returns at once.
 
-    `plan` does it by itself, but only when it has loaded its own libraries.
+    `plan` does it by itself, as soon as it has found what it was asked sound.
 
     Example:
         >>> autotune.warm_up()

@@ -137,8 +137,6 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     one_of("--adapter", options.adapter, ADAPTERS)
     one_of("--objective", options.objective, ("throughput", "memory", "energy"))
-    if not (options.hardware or options.replay or options.list_knobs):
-        autotune.warm_up()
     pairs: dict[str, Any] = {
         "pins": _pairs("--pin", options.pins),
         "exclusions": _pairs("--exclude", options.exclusions),

@@ -1,8 +1,8 @@
 """Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
 
-from autotune.errors import InvalidInput, suggest_nearest
+from autotune.errors import InvalidInput
 from autotune.families import Family
-from autotune.knobs import KNOBS, TuningContext
+from autotune.knobs import KNOBS, TuningContext, require_choice
 from autotune.schema import Bucket, Candidate
 
 
@@ -54,10 +54,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     """Raise InvalidInput where a candidate's values are unknown, or do not go with the work or with each other."""
     workload = context.workload
     for knob in KNOBS:
-        value = getattr(candidate, knob.name)
-        if knob.names and value not in knob.names:
-            what = knob.name.replace("_", " ")
-            raise InvalidInput(f"there is no {what} called {value!r}", hint=suggest_nearest(value, knob.names))
+        require_choice(knob.name, getattr(candidate, knob.name))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(

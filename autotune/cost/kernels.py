@@ -26,15 +26,12 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.attention import KERNELS
+from autotune import attention, quantization
 from autotune.backends import ATTENTION_BACKENDS, cuda_kernel
-from autotune.quantization import PRODUCT_KERNELS
 from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch
-
-    from autotune.quantization import Kernels
 
 DeviceRules = Literal["cpu", "cuda"]
 
@@ -104,16 +101,17 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
         table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
-    compiled, products = KERNELS["compiled"], PRODUCT_KERNELS["meta"]
+    norm_rope, products = attention.KERNELS, quantization.PRODUCT_KERNELS
+    compiled, product = norm_rope["compiled"], products["meta"]
     try:
-        PRODUCT_KERNELS["meta"] = _products_of(rules)
-        KERNELS["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
+        products["meta"] = _products_of(rules)
+        norm_rope["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
         for name, substitute in table.items():
             setattr(functional, name, substitute)
         with attention_backend("native"):
             yield
     finally:
-        KERNELS["compiled"], PRODUCT_KERNELS["meta"] = compiled, products
+        norm_rope["compiled"], products["meta"] = compiled, product
         for name, original in originals.items():
             setattr(functional, name, original)
 
@@ -207,13 +205,13 @@ def _norm_rope_backward(
     return [part * stream for part, stream in zip(parts, streams, strict=True)]  # reads both and writes one
 
 
-def _products_of(rules: DeviceRules) -> "Kernels":
+def _products_of(rules: DeviceRules) -> "quantization.Kernels":
     import torch
 
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
-    plain = PRODUCT_KERNELS["cpu"]
+    plain = quantization.PRODUCT_KERNELS["cpu"]
     if rules == "cpu":
         return plain
     return plain._replace(

@@ -8,11 +8,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from autotune import knobs, weights
 from autotune.backends import token_multiple
 from autotune.cost.adapters import add_adapter_as_practiced
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
-from autotune.cost.quantized import quantize_for_tracing
 from autotune.cost.trace.passes import (
     TracePass,
     choose_traced,
@@ -24,20 +24,9 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, block_numbers, build_on_meta
-from autotune.knobs import (
-    Checkpointing,
-    ModulationAhead,
-    NormRope,
-    Selective,
-    encoder_precision,
-    find_modulation_ahead,
-    region_offsets,
-    take_layers,
-    torch_dtype,
-)
+from autotune.knobs import Checkpointing, NormRope, Selective, encoder_precision, region_offsets, torch_dtype
 from autotune.runtime import is_out_of_memory
 from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
-from autotune.weights import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,7 +156,7 @@ class TracedModel:
         if modulation != "ahead":
             return self._resident
         transformer = build_on_meta(self.family, self.config)
-        take_layers(self.family, transformer)
+        knobs.take_layers(self.family, transformer)
         shorten(self.family, transformer, self.traced_counts)
         return transformer
 
@@ -229,12 +218,13 @@ class TracedModel:
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
+        from autotune.cost.quantized import quantize_for_tracing
         from autotune.cost.trace.shapes import Remembering
 
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
-        cast_as_loaded(transformer, dtype)
-        if ahead := find_modulation_ahead(transformer):
-            ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
+        weights.cast_as_loaded(transformer, dtype)
+        if ahead := knobs.find_modulation_ahead(transformer):
+            ahead.set_dtype(weights.from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
             practice = self._practice(quantization)
@@ -352,11 +342,11 @@ class TracedModel:
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
             largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
             waste_share={how: waste_share(kept, expandable_segments=how == "expandable") for how in ALLOCATORS},
-            modulation=_away_modulation(find_modulation_ahead(model)),
+            modulation=_away_modulation(knobs.find_modulation_ahead(model)),
         )
 
 
-def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
+def _away_modulation(ahead: "knobs.ModulationAhead | None") -> ModulationBytes | None:
     if ahead is None:
         return None
     size = ahead.dtype.itemsize
@@ -380,5 +370,5 @@ def _frozen_sizes(module: "nn.Module") -> list[int]:
 
 def _attribute_bytes(model: "nn.Module") -> int:
     """Bytes of buffers, and of tensors that modules keep as plain attributes."""
-    tensors = [*model.buffers(), *attribute_tensors(model)]
+    tensors = [*model.buffers(), *weights.attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())

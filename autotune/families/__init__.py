@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ResolvedModel,
         check_weights,
         fetch_model,
+        is_fetchable,
         is_on_hub,
         is_single_file,
         read_parts,

@@ -4,14 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import diffusers
-import torch
-from diffusers.models.modeling_utils import no_init_weights
-
+from autotune import weights
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.schema import ModelSpec, digest_of
-from autotune.weights import limit_tensors
 
 CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
 
@@ -43,9 +39,13 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
 
     Raises InvalidInput if the class refuses the configuration.
     """
+    import diffusers
+    import torch
+    from diffusers.models.modeling_utils import no_init_weights
+
     getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
     try:
-        with torch.device("meta"), limit_tensors(), no_init_weights():
+        with torch.device("meta"), weights.limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         reason = first_line(error)

@@ -1,6 +1,6 @@
 """A model of the hub, brought to this machine whole and compared with the hub's checksums.
 
-`autotune models` imports this module, so torch is imported inside functions.
+`autotune models` imports this module, so what talks to the hub is imported inside functions.
 """
 
 from pathlib import Path

@@ -4,32 +4,39 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autotune import weights
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
 from autotune.schema import TEXT_ENCODER
-from autotune.weights import BadWeights, MissingWeights, WeightSource, check_part, has_part
+from autotune.weights import BadWeights, MissingWeights, WeightSource
 
 OPTIONS = {"vae": ("--vae", "vae"), TEXT_ENCODER: ("--text-encoder", "text_encoders")}
 """By component: the option that names its file, and its folder below ComfyUI's `models`."""
 
 
-def find_parts(source: WeightSource, family: Family, parts: Mapping[str, str], folder: Path | None) -> dict[str, Path]:
+def named_parts(file: Path, parts: Mapping[str, str]) -> dict[str, Path]:
+    """Files and folders of what the user named beside a single `file`, see `model_reference`.
+
+    Raises MissingWeights if one is absent.
+    """
+    given = {key: Path(os.path.expanduser(path)) for key, path in parts.items() if key != "base"}  # noqa: PTH111
+    for key, path in given.items():
+        if not path.exists():
+            raise MissingWeights(f"{path} does not exist", hint=where_usually(file, key.rpartition("_")[0] or key))
+    return given
+
+
+def find_parts(source: WeightSource, family: Family, given: Mapping[str, Path], folder: Path | None) -> dict[str, Path]:
     """Files and folders of weights of VAE and text encoders, by component; those that are in the base are left out.
 
     Args:
         source: the file of the DiT or UNet, which may be a checkpoint that holds them too.
-        parts: what the user named, see `model_reference`.
+        given: from `named_parts`.
         folder: the base, whose configurations tell which of several text encoders a file is; None if it is not here.
 
-    Raises InvalidInput or BadWeights if a file is absent, or is no text encoder of the family.
+    Raises InvalidInput or BadWeights if a file is no text encoder of the family.
     """
-    found = {name: source.path for name in ("vae", *family.text_encoders) if has_part(source, name)}
-    given = {key: Path(os.path.expanduser(path)) for key, path in parts.items() if key != "base"}  # noqa: PTH111
-    for key, path in given.items():
-        if not path.exists():
-            raise MissingWeights(
-                f"{path} does not exist", hint=where_usually(source.path, key.rpartition("_")[0] or key)
-            )
+    found = {name: source.path for name in ("vae", *family.text_encoders) if weights.has_part(source, name)}
     encoders = [path for key, path in given.items() if key.startswith(TEXT_ENCODER)]
     names = family.text_encoders
     if len(encoders) > len(names):
@@ -49,7 +56,7 @@ def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[s
         refusals: list[BadWeights] = []
         for name in names:
             try:
-                check_part(folder, name, path)
+                weights.check_part(folder, name, path)
             except BadWeights as error:
                 refusals.append(error)
             else:

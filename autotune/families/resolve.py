@@ -1,20 +1,23 @@
-"""From the name that the user gives a model to what it is: its family, its configuration, its size, its files."""
+"""From the name that the user gives a model to what it is: its family, its configuration, its size, its files.
+
+What is wrong with a name or a folder is told before torch is imported; building the model takes it.
+"""
 
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from autotune import weights
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.architecture import build_on_meta, build_spec, public_config
 from autotune.families.base import Family
 from autotune.families.noise import NoiseProcess
-from autotune.families.part_files import find_parts, where_usually
+from autotune.families.part_files import find_parts, named_parts, where_usually
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
 from autotune.families.single_file import SUFFIXES, find_config, open_single_file, recognize
@@ -23,8 +26,6 @@ from autotune.weights import (
     BadWeights,
     MissingWeights,
     WeightSource,
-    build_empty_component,
-    check_part,
     component_class,
     fetch,
     missing_files,
@@ -32,7 +33,6 @@ from autotune.weights import (
     read_config,
     read_model_index,
     snapshot_in_cache,
-    view_as,
 )
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -51,7 +51,8 @@ class ResolvedModel:
     family: Family
     config: Mapping[str, Any]
     """Constructor arguments of the transformer."""
-    spec: ModelSpec
+    name: str
+    """Of a folder or a file its own, else the hub id."""
     folder: Path | None
     """Folder in the diffusers layout with all weights, or None if they are not on this machine."""
     config_folder: Path | None = None
@@ -64,6 +65,11 @@ class ResolvedModel:
     """Folder or hub id that the other parts come from, if there is such a file."""
     part_files: Mapping[str, Path] = field(default_factory=dict)
     """Files and folders of weights of the VAE and text encoders that are not in `folder`, by component."""
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What a plan records of it. Raises InvalidInput if the configuration builds no transformer with blocks."""
+        return build_spec(self.family, self.config, self.name)
 
     @property
     def noise(self) -> NoiseProcess:
@@ -78,7 +84,7 @@ class ResolvedModel:
         """The folder with all weights. Raises InvalidInput if they are not on this machine."""
         if self.folder is None:
             raise InvalidInput(
-                f"the weights of {self.spec.name} are not on this machine",
+                f"the weights of {self.name} are not on this machine",
                 hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
             )
         return self.folder
@@ -91,7 +97,7 @@ class ResolvedModel:
     def open_transformer(self) -> WeightSource:
         """The transformer's weights under the names of its class. Raises InvalidInput or BadWeights."""
         source = open_weights(self.transformer_file)
-        return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
+        return weights.view_as(source, build_on_meta(self.family, self.config)) if self.file else source
 
 
 def resolve_model(model: str) -> ResolvedModel:
@@ -119,7 +125,7 @@ def resolve_model(model: str) -> ResolvedModel:
         hint = f"{suggest_nearest(name, names)}; or a hub id, owner/name"
         raise InvalidInput(f"{name!r} is neither a folder nor a known model", hint=hint)
     family, published = found
-    return ResolvedModel(family, published.config, build_spec(family, published.config, repo), None)
+    return ResolvedModel(family, published.config, repo, None)
 
 
 def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
@@ -153,6 +159,12 @@ def is_on_hub(model: str) -> bool:
     return not _expand(_split_expert(model)[0]).is_dir()
 
 
+def is_fetchable(model: str) -> bool:
+    """Whether `model`, or the base of a single file, is on the hub as far as its name tells: known, or `owner/name`."""
+    name = split_reference(model)[1].get("base", "") if is_single_file(model) else model
+    return is_on_hub(model) and (not name or REPO.fullmatch(_parse_name(name)[1]) is not None)
+
+
 def is_single_file(model: str) -> bool:
     """Whether `model` names a file rather than a folder or something on the hub."""
     path = _expand(split_reference(model)[0])
@@ -175,10 +187,11 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     expert = parts.pop("expert", None)
     file = Path(os.path.realpath(_expand(name)))
     source = open_single_file(_expand(name))
+    given = named_parts(source.path, parts)
     base = parts.get("base")
     if base is None:
         base = recognize(source)[0][1].hub_id
-    find: FindParts = lambda family, folder: find_parts(source, family, parts, folder)  # noqa: E731
+    find: FindParts = lambda family, folder: find_parts(source, family, given, folder)  # noqa: E731
     folder = locate(base, find)
     known, revision = find_published(base.partition("@")[0]), folder.name if folder and is_on_hub(base) else None
     if folder is None and known is None:
@@ -198,7 +211,7 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     return ResolvedModel(
         family,
         config,
-        build_spec(family, config, Path(name).stem),
+        Path(name).stem,
         folder if is_complete else None,
         config_folder=None if lacking else folder,
         revision=revision,
@@ -259,7 +272,7 @@ def _parse_name(model: str) -> tuple[Family | None, str, str]:
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:
     """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for what is missing."""
     if (path := model.part_files.get(name)) is not None:
-        return check_part(model.weights, name, path)
+        return weights.check_part(model.weights, name, path)
     try:
         return open_weights(model.weights / name)
     except MissingWeights as error:
@@ -290,11 +303,13 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     """
     family, folder = model.family, model.folder
     if folder is None:
-        name = model.spec.name
-        return next((each.parts for each in family.models if build_spec(family, each.config, name) == model.spec), None)
+        specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
+        return next((each.parts for each, spec in specs if spec == model.spec), None)
+    import torch
+
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
-        build_empty_component(folder, "vae", dtype=torch.float32)
+        weights.build_empty_component(folder, "vae", dtype=torch.float32)
     encoders = [_open_part(model, name) for name in family.text_encoders]
     return Parts(
         text_encoder_parameters=tuple(sum(math.prod(entry.shape) for _, entry in encoder) for encoder in encoders),
@@ -313,8 +328,7 @@ def _resolve_folder(folder: Path, name: str, revision: str | None = None, expert
             )
     config = public_config(read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
-    spec = build_spec(family, config, name)
-    return ResolvedModel(family, config, spec, folder if is_complete else None, config_folder=folder, revision=revision)
+    return ResolvedModel(family, config, name, folder if is_complete else None, config_folder=folder, revision=revision)
 
 
 def _detect_family(folder: Path) -> Family:

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune import weights
 from autotune.errors import InvalidInput
 from autotune.families.architecture import build_on_meta
 from autotune.families.base import Family
 from autotune.families.published import PublishedModel
 from autotune.families.registry import FAMILIES
-from autotune.weights import BadWeights, WeightSource, check_source, first_names, open_weights, view_as
+from autotune.weights import BadWeights, WeightSource, open_weights
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
@@ -37,7 +38,7 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
             continue
         for model in family.models:
             try:
-                check_source(*_view(source, family, model.config))
+                weights.check_source(*_view(source, family, model.config))
             except BadWeights as error:
                 refusals[model.name or family.name] = error
             else:
@@ -51,7 +52,7 @@ def _may_be(source: WeightSource, family: Family) -> bool:
     """Whether the file's names begin as those of the family's class: much quicker than to look at all shapes."""
     tiny = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     try:
-        names = first_names(source, family.transformer_class, {**tiny.config, **family.transformer_config})
+        names = weights.first_names(source, family.transformer_class, {**tiny.config, **family.transformer_config})
     except BadWeights:
         return False
     return {name.partition(".")[0] for name in tiny.state_dict()} <= names
@@ -75,7 +76,7 @@ def find_config(source: WeightSource, family: Family, configs: Iterable[Mapping[
     refusal: BadWeights | None = None
     for config in configs:
         try:
-            check_source(*_view(source, family, config))
+            weights.check_source(*_view(source, family, config))
         except BadWeights as error:
             refusal = refusal or error
         else:
@@ -87,4 +88,4 @@ def find_config(source: WeightSource, family: Family, configs: Iterable[Mapping[
 
 def _view(source: WeightSource, family: Family, config: Mapping[str, Any]) -> tuple[Any, WeightSource]:
     transformer = build_on_meta(family, config)
-    return transformer, view_as(source, transformer)
+    return transformer, weights.view_as(source, transformer)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from autotune.knobs.precision import Precision, encoder_element_bytes, encoder_precision, torch_dtype
     from autotune.knobs.quantization import Quantization
-    from autotune.knobs.registry import KNOBS, reload_key
+    from autotune.knobs.registry import KNOBS, reload_key, require_choice
     from autotune.knobs.swapped_blocks import Swapping
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -81,8 +81,6 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     Raises:
         InvalidInput: there is none, its package is not installed, or the user has not named it.
     """
-    import torch
-
     if ":" not in name and name not in OPTIMIZERS:
         hint = f"{suggest_nearest(name, OPTIMIZERS)}; or name a class: --optimizer package:Class"
         raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)
@@ -100,6 +98,8 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     if not hasattr(package, attribute):
         raise InvalidInput(f"{module} has no {attribute}", hint="name a class of it: package:Class")
     found = getattr(package, attribute)
+    import torch
+
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise InvalidInput(f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}")
     return found

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from autotune.planning.elsewhere import CatalogPrediction, NoGpu
     from autotune.planning.planner import PlanInterrupted, PlanningResult, make_plan
-    from autotune.planning.problem import list_caching_choices, list_choices, require_devices
+    from autotune.planning.problem import require_devices
     from autotune.planning.published_models import ModelSummary, summarize_models
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.request import PlanRequest, ResolvedRequest, request_from

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import computed_field
 
+from autotune import search
 from autotune.families import Parts
 from autotune.hardware import CatalogGpu
 from autotune.schema import Candidate, Frozen, TrainingPlan
-from autotune.search import SearchLimits
 
 BYTES_PER_PARAMETER = 2
 """Of published weights: bf16."""
@@ -90,7 +90,7 @@ def compared_gpu(
 ) -> ComparedGpu:
     """A GPU that the job fits, from the plan that was predicted for it."""
     expected, workload = plan.frozen.expected, plan.frozen.workload
-    limits = SearchLimits(max_trials=1, num_steps=plan.job.num_steps)
+    limits = search.SearchLimits(max_trials=1, num_steps=plan.job.num_steps)
     return ComparedGpu(
         gpu=gpu.id,
         memory_gb=gpu.memory_nominal_gb,

@@ -8,7 +8,7 @@ from autotune.cost import ONE_PROCESS, CostModel, Parallel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import ResolvedModel, find_published, read_parts
 from autotune.hardware import shares_host_memory, why_no_energy
-from autotune.knobs import TuningContext, caching_choices
+from autotune.knobs import TuningContext
 from autotune.planning.alternatives import (
     drop_beyond_host,
     drop_block_swap,
@@ -18,10 +18,10 @@ from autotune.planning.alternatives import (
 )
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.elsewhere import NoGpu
-from autotune.planning.request import PlanRequest, ResolvedRequest, read_data, resolve_request_model
+from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
 from autotune.search import ENERGY_HINT, SearchLimits, SearchSpace, drop_values, with_mixtures
-from autotune.training import KEY_NAMES, describe_workload, device_misfits
+from autotune.training import KEY_NAMES, device_misfits
 
 
 @dataclass(frozen=True)
@@ -123,22 +123,6 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
             f"a run needs {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
             hint="close other programs, or take a host with more memory (of a GPU by name: --host-memory)",
         )
-
-
-def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace:
-    """What a search for the request could choose on this machine, and what it could not and why."""
-    model, _ = resolve_request_model(request)
-    data, drops_captions = read_data(request, model), request.drops_captions
-    dataset = data.whole if data else None
-    workload = describe_workload(model, dataset, request.workload_overrides, drops_captions=drops_captions)
-    return request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
-
-
-def list_caching_choices(request: PlanRequest, hardware: HardwareProfile) -> dict[str, tuple[Choice, ...]]:
-    """The values that could be chosen for caching on this machine, by the names that pins have for them."""
-    model, _ = resolve_request_model(request)
-    workload = describe_workload(model, None, request.workload_overrides, drops_captions=request.drops_captions)
-    return caching_choices(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:

@@ -9,10 +9,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
-from autotune.planning.backend import PlannerBackend
 from autotune.runtime import read_bounded, write_text_atomic
 from autotune.schema import (
     SCHEMA_VERSION,
@@ -24,6 +23,9 @@ from autotune.schema import (
     migrate,
 )
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
+
+if TYPE_CHECKING:
+    from autotune.planning.backend import PlannerBackend
 
 MAX_RECORDING_BYTES = 64 << 20
 
@@ -102,8 +104,9 @@ def _parsed(kind: Any, data: object) -> Any:
     return kind.model_validate_json(json.dumps(data))
 
 
-def replayed(recording: Recording) -> PlannerBackend:
+def replayed(recording: Recording) -> "PlannerBackend":
     """PlannerBackend in which everything is as it was then; it starts no trial."""
+    from autotune.planning.backend import PlannerBackend  # whose trials take torch, which reading a file does not
 
     def find_matches(hardware: HardwareProfile, workload: Workload, budget_bytes: int) -> StoreMatches:
         return StoreMatches(

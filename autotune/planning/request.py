@@ -1,15 +1,16 @@
 """What a user asks of a planner, and the job that comes with the answer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
-from autotune.knobs import PIN, TuningContext, usual_learning_rate
+from autotune.knobs import PIN, TuningContext, require_choice, usual_learning_rate
 from autotune.schema import (
     ADAMW,
+    HardwareProfile,
     Job,
     MemoryBudget,
     OptimizerChoice,
@@ -23,6 +24,7 @@ from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import (
     WorkloadOverrides,
     check_job,
+    check_overrides,
     describe_workload,
     overrides_from,
     require_even_shares,
@@ -100,15 +102,23 @@ class PlanRequest:
         """Values of such fields that are excluded."""
         return tuple((name.removeprefix(PIN), value) for name, value in self.exclusions if name.startswith(PIN))
 
+    @property
+    def knob_pins(self) -> tuple[tuple[str, str], ...]:
+        """The other pins."""
+        return tuple(pin for pin in self.pins if not pin[0].startswith(PIN))
+
+    @property
+    def knob_exclusions(self) -> tuple[tuple[str, str], ...]:
+        """The other exclusions."""
+        return tuple(one for one in self.exclusions if not one[0].startswith(PIN))
+
     def space(self, context: TuningContext) -> SearchSpace:
         """What may be tried for `context`.
 
         Raises:
             InvalidInput, NothingFits: as `build_search_space`.
         """
-        pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        exclusions = [one for one in self.exclusions if not one[0].startswith(PIN)]
-        return build_search_space(context, pins, exclusions)
+        return build_search_space(context, self.knob_pins, self.knob_exclusions)
 
     @property
     def drops_captions(self) -> bool:
@@ -197,26 +207,43 @@ class ResolvedRequest:
     """What the user should know about how the request was understood."""
 
     @classmethod
-    def build(cls, request: PlanRequest, *, needs_weights: bool = True) -> "ResolvedRequest":
+    def build(
+        cls, request: PlanRequest, *, needs_weights: bool = True, on_sound: Callable[[], None] = lambda: None
+    ) -> "ResolvedRequest":
         """Read what the request names; with `needs_weights`, the headers of a local model's weights too.
+
+        `on_sound` is called when all that can be judged without torch is found sound, before that is imported.
 
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
         if request.workload_overrides.objective == "energy" and not request.is_local:
             raise InvalidInput(f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE)
+        for name, value in (*request.knob_pins, *request.knob_exclusions):
+            require_choice(name, value)
         model, notes = resolve_request_model(request)
+        check_overrides(model.family, request.workload_overrides)
         if needs_weights and model.folder is not None:
             check_weights(model)
         data = read_data(request, model)
         dataset = data.whole if data else None
         request, rounded = _with_even_batch(request, model.family.defaults.effective_batch_size)
         overrides, drops_captions = request.workload_overrides, request.drops_captions
-        workload = describe_workload(model, dataset, overrides, drops_captions=drops_captions)
-        require_even_shares(workload, request.num_processes)
-        job = build_job(request, model, data.training if data else None, workload.effective_batch_size)
+        batch = overrides.effective_batch_size or model.family.defaults.effective_batch_size
+        require_even_shares(batch, request.num_processes)
+        job = build_job(request, model, data.training if data else None, batch)
         require_separate_output(job)
+        on_sound()
+        workload = describe_workload(model, dataset, overrides, drops_captions=drops_captions)
         return cls(request, model, dataset, workload, job, (*notes, *rounded))
+
+    def context(self, hardware: HardwareProfile) -> TuningContext:
+        """What knobs are chosen for on a machine."""
+        return TuningContext(hardware, self.model.family, self.workload, self.request.memory_budget)
+
+    def space(self, hardware: HardwareProfile) -> SearchSpace:
+        """What may be tried on a machine, and what not and why. Raises as `build_search_space`."""
+        return self.request.space(self.context(hardware))
 
 
 def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, tuple[str, ...]]:

@@ -17,8 +17,6 @@ from optuna.storages.journal._file import get_lock_file
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-SUFFIX = ".journal"
-"""What the name of such a file ends with."""
 BLOCK_BYTES = 1 << 20
 """Read at a time while the end of the last whole line is looked for."""
 
@@ -47,7 +45,7 @@ class SharedJournal(JournalStorage, BaseHeartbeat):
     """The studies in one file.
 
     Args:
-        file: ends with `SUFFIX`; a folder beside it gets the heartbeats.
+        file: ends with `JOURNAL_SUFFIX`; a folder beside it gets the heartbeats.
         heartbeat_seconds: between two of a worker's.
         grace_seconds: after which a worker without one is dead.
     """

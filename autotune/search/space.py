@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs import KNOBS, Choices, Knob, TuningContext, parity_capability
+from autotune.knobs import KNOBS, Choices, Knob, TuningContext, parity_capability, require_choice
 from autotune.schema import Candidate, Choice, Rejected
 
 KnobValue = tuple[str, str]
@@ -50,6 +50,8 @@ def build_search_space(
         InvalidInput: there is no such knob or value, or what is left of them does not go together.
         NothingFits: some knob has no admissible value here.
     """
+    for name, value in (*pins, *exclusions):
+        require_choice(name, value)
     per_knob = {knob.name: _choices_with_parity(knob, context) for knob in KNOBS}
     for name, value in pins:
         per_knob[name] = _pin(name, value, _require_value(name, value, per_knob))
@@ -141,8 +143,6 @@ def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) ->
 
 
 def _require_value(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
-    if name not in per_knob:
-        raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")
     choices = per_knob[name]
     values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
     if value not in values:

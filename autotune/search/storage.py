@@ -4,56 +4,29 @@ or a journal on a shared folder.
 A database's password stays in the URL: no message, log or plan ever holds it.
 """
 
-import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import optuna
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import ESCAPE_CHARACTERS, data_path, is_clear_url, quote_error
-from autotune.search.journal import SUFFIX, SharedJournal
+from autotune.runtime import data_path, quote_error
+from autotune.search.journal import SharedJournal
+from autotune.search.location import StudyLocation
 from autotune.search.study import OBJECTIVE, take_snapshot
 
 IDENTITY = "question"
 """Study attribute: what is searched for, and on what. Its name is that of studies which exist."""
-HEARTBEAT_SECONDS = 10
-GRACE_SECONDS = 30
-"""A worker without a heartbeat for so long is dead."""
 CREATION_SECONDS = 3.0
 """Time that a study's creator has to store its identity."""
 CONNECT_SECONDS = 10
 """A server that does not answer within so long is told to be away; by default TCP tries for two minutes."""
 MAX_ATTEMPTS = 5
 """Workers that create a database's tables at the same moment get into each other's way."""
-
-
-@dataclass(frozen=True)
-class StudyLocation:
-    """The name of a search and the storage that it is in."""
-
-    name: str
-    url: str | None = field(default=None, repr=False)
-    """SQLAlchemy's, e.g. `postgresql+psycopg://user:password@host/database`, or a file on a shared folder whose name
-    ends with `.journal`; None for a file of the user's own."""
-    heartbeat_seconds: int = HEARTBEAT_SECONDS
-    grace_seconds: int = GRACE_SECONDS
-
-    @property
-    def server_url(self) -> str | None:
-        """The URL, unless it is a file's, which holds no password."""
-        return None if self.url is None or self.url.startswith("sqlite:") or self.journal else self.url
-
-    @property
-    def journal(self) -> Path | None:
-        """The file on a shared folder, if it is one."""
-        return Path(self.url) if self.url and self.url.endswith(SUFFIX) and "://" not in self.url else None
 
 
 def open_study(location: StudyLocation | None, identity: Mapping[str, str | None]) -> optuna.Study:
@@ -135,15 +108,6 @@ def _find_storage_error(error: BaseException | None, location: StudyLocation | N
 
 
 def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
-    if not re.fullmatch(r"[\w.-]{1,80}", location.name):
-        raise InvalidInput(
-            f"{location.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes"
-        )
-    if location.server_url and not is_clear_url(location.server_url):
-        raise InvalidInput(
-            "it is unclear which part of the URL of the shared search is the password",
-            hint=f"write it like postgresql+psycopg://user:password@host/database; {ESCAPE_CHARACTERS}",
-        )
     if location.journal:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)

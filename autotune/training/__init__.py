@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.training.adapter_file import ADAPTER_FILE, save_trained
+    from autotune.training.adapter_file import save_trained
     from autotune.training.describe import (
         WorkloadOverrides,
         check_job,
+        check_overrides,
         describe_workload,
         overrides_from,
         require_even_shares,
     )
-    from autotune.training.files import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
+    from autotune.training.files import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
     from autotune.training.fit import (
         KEY_NAMES,
         choose_variant,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         read_report,
         require_separate_output,
     )
+    from autotune.training.inputs import RunInputs, read_inputs
     from autotune.training.metrics import METRICS_FILE, read_metrics
     from autotune.training.model import (
         TrainingModel,
@@ -41,12 +43,13 @@ if TYPE_CHECKING:
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch
     from autotune.training.optimizer import AdapterOptimizer
-    from autotune.training.preparation import check_inputs, fetch_weights, prepare
+    from autotune.training.preparation import fetch_weights, prepare
     from autotune.training.preview import Preview, PreviewSampler
     from autotune.training.processes import card_misfits, device_misfits, make_current
     from autotune.training.quality import QualityMissed
     from autotune.training.run import train
-    from autotune.training.sample import SampleRequest, sample_run
+    from autotune.training.sample import sample_run
+    from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
     from autotune.training.several import train_in_processes
     from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
 else:

@@ -13,8 +13,6 @@ from autotune.training.model import TrainingModel
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter, write_adapter
 
-ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-"""The name that diffusers looks for in a folder."""
 EXPORT_FILE = "{}_lora_weights.safetensors"
 """The same adapter in another format."""
 SAVE_DTYPES: Mapping[SaveDtype, torch.dtype] = {

@@ -6,7 +6,6 @@ another's. Training waits only for the copy to the host (and for the last file, 
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,15 +16,11 @@ from torch import Tensor
 
 from autotune.data import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.training.files import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights import BadWeights, load_file, read_header, save_file
 
-CHECKPOINTS = "checkpoints"
-"""The folder inside a run's output folder that holds them."""
-
-FILE_NAME = "checkpoint-{:06}.safetensors"
 BEST_FILE = "best.safetensors"
 """The adapter as it was when the loss on held-out images was lowest."""
-FILE_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -35,17 +30,6 @@ class Checkpoint:
     step: int
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
-
-
-def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints in `folder`, of whatever run, by their steps, oldest first."""
-    matches = ((FILE_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
-
-
-def checkpoints_of(output: Path) -> set[Path]:
-    """The checkpoints of the run whose output folder this is."""
-    return set(list_checkpoints(output / CHECKPOINTS).values())
 
 
 def require_same_weights(output: Path, weights: str) -> None:
@@ -136,7 +120,7 @@ class Checkpoints:
         return replace(best, step=best.state["step"])
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self._write_file(self.folder / FILE_NAME.format(step), tensors, state)
+        self._write_file(self.folder / CHECKPOINT_FILE.format(step), tensors, state)
         for old, path in list(list_checkpoints(self.folder).items())[: -self.keep_last]:
             if not (self.keep_every and old % self.keep_every == 0):
                 path.unlink(missing_ok=True)

@@ -67,9 +67,8 @@ def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOver
     return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied)
 
 
-def require_even_shares(workload: Workload, num_processes: int) -> None:
+def require_even_shares(batch: int, num_processes: int) -> None:
     """Raise InvalidInput if processes would get unequal parts of the effective batch."""
-    batch = workload.effective_batch_size
     if batch % num_processes:
         more = batch + num_processes - batch % num_processes
         raise InvalidInput(
@@ -100,6 +99,20 @@ def check_job(job: Job, family: Family) -> None:
     family.check_num_frames(job.num_frames)
 
 
+def check_overrides(family: Family, overrides: WorkloadOverrides) -> Bucket:
+    """The bucket of the size and length that are asked for, or usual.
+
+    Raises:
+        InvalidInput: a size or a number is not positive or does not suit the family.
+    """
+    defaults = family.defaults
+    width, height = overrides.size_px or (defaults.resolution_px, defaults.resolution_px)
+    positive("rank", given(overrides.rank, defaults.rank))
+    positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size))
+    positive("text tokens", given(overrides.text_tokens, defaults.text_tokens))
+    return checked_bucket(family, width, height, given(overrides.num_frames, defaults.num_frames))
+
+
 def describe_workload(
     model: ResolvedModel, dataset: Dataset | None, overrides: WorkloadOverrides, *, drops_captions: bool = False
 ) -> Workload:
@@ -112,12 +125,10 @@ def describe_workload(
             such target set, or an item has too many or too few control images.
     """
     family, defaults = model.family, model.family.defaults
-    width, height = overrides.size_px or (defaults.resolution_px, defaults.resolution_px)
-    frames = given(overrides.num_frames, defaults.num_frames)
-    bucket = checked_bucket(family, width, height, frames)
-    _check_learning(model, overrides)  # before captions are read
+    bucket = check_overrides(family, overrides)
     num_controls = _num_controls(family, dataset)
-    resolution = math.isqrt(width * height)
+    _check_learning(model, overrides)  # before captions are read
+    resolution, rank = math.isqrt(bucket.width_px * bucket.height_px), given(overrides.rank, defaults.rank)
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset, resolution, *sides)
     lengths = sorted(_text_lengths(model, dataset, buckets, overrides.text_tokens, drops_captions))
@@ -126,7 +137,6 @@ def describe_workload(
             f"{family.name} accepts no caption of {lengths[-1]} tokens",
             hint=f"the nearest valid length is {family.max_text_tokens} tokens",
         )
-    rank = positive("rank", given(overrides.rank, defaults.rank))
     return Workload(
         model=model.spec,
         resolution_px=resolution,
@@ -143,7 +153,7 @@ def describe_workload(
         adapter=overrides.adapter,
         ema_decay=overrides.ema_decay,
         optimizer=overrides.optimizer,
-        effective_batch_size=positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size)),
+        effective_batch_size=given(overrides.effective_batch_size, defaults.effective_batch_size),
         quality=overrides.quality,
         objective=overrides.objective,
     )
@@ -152,13 +162,13 @@ def describe_workload(
 def _check_learning(model: ResolvedModel, overrides: WorkloadOverrides) -> None:
     """Raise InvalidInput if the model has no such layers, or the optimizer cannot be had."""
     family = model.family
+    check_options(overrides.optimizer)
+    if overrides.ema_decay and overrides.optimizer.name == "schedule-free":
+        raise InvalidInput("schedule-free is an average of its steps already", hint="leave --ema out")
     if overrides.targets not in family.target_sets or overrides.adapted_blocks != "all":
         transformer = build_on_meta(family, model.config)
         choose_layers(family, transformer, overrides.targets, overrides.adapted_blocks)
         _require_alike(family, transformer, overrides.targets)
-    check_options(overrides.optimizer)
-    if overrides.ema_decay and overrides.optimizer.name == "schedule-free":
-        raise InvalidInput("schedule-free is an average of its steps already", hint="leave --ema out")
 
 
 def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> None:
@@ -195,7 +205,7 @@ def _text_lengths(
     text_tokens: int | None,
     drops_captions: bool,
 ) -> list[int]:
-    usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
+    usual = given(text_tokens, model.family.defaults.text_tokens)
     if model.config_folder is None or dataset is None:
         return [usual, max(1, usual - 1)]  # without data, captions are assumed to differ in length
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]

@@ -7,16 +7,18 @@ pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from autotune.data import Dataset, EncodedDataset, list_places
+from autotune.data import Dataset, list_places
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
-from autotune.training.adapter_file import ADAPTER_FILE
-from autotune.training.checkpoint import CHECKPOINTS, list_checkpoints
-from autotune.training.files import REPORT_FILE
+from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
+
+if TYPE_CHECKING:
+    from autotune.data import EncodedDataset
 
 LOCK_FILE = ".lock"
 
@@ -64,7 +66,7 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     }
 
 
-def compute_run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
+def compute_run_key(plan: TrainingPlan, encoded: "EncodedDataset") -> str:
     """Digest of everything that decides the result of a run: its checkpoints carry it."""
     pairs = zip(encoded.entries, encoded.items, strict=True)
     items: list[object] = [

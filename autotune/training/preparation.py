@@ -8,26 +8,16 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import SplitDataset, make_options, read_split
-from autotune.errors import InvalidInput
-from autotune.families import (
-    ResolvedModel,
-    add_adapter,
-    build_on_meta,
-    check_weights,
-    fetch_model,
-    get_family,
-    is_on_hub,
-    resolve_model,
-)
-from autotune.knobs import TuningContext, check_options, optimizer_bytes
+from autotune.data import SplitDataset
+from autotune.families import ResolvedModel, add_adapter, build_on_meta, fetch_model, is_on_hub
+from autotune.knobs import TuningContext, optimizer_bytes
 from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
-from autotune.training.describe import check_job, describe_workload, overrides_from, require_even_shares
+from autotune.training.describe import describe_workload, overrides_from
 from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
-from autotune.training.folder import check_folder, claim_folder, require_separate_output
-from autotune.training.metrics import require_tracker
+from autotune.training.folder import claim_folder
+from autotune.training.inputs import RunInputs, read_inputs, read_model
 from autotune.training.processes import card_misfits
 from autotune.training.start import starting_values
 from autotune.weights import open_weights, weights_digest
@@ -48,56 +38,35 @@ class PreparedRun:
 
 
 def prepare(
-    plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool, nodes: NodeGroup = THIS_NODE
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    *,
+    resume: bool,
+    nodes: NodeGroup = THIS_NODE,
+    inputs: RunInputs | None = None,
 ) -> PreparedRun:
     """Check plan, machine, model, data, output folder and disk: everything that can fail before any long work.
 
-    `nodes` are the machines on which processes are to be started, if this process is none of them.
+    `nodes` are the machines on which processes are to be started, if this process is none of them; `inputs` what
+    `read_inputs` has read already.
 
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
     _require_machine(plan, hardware, hardware_misfits, nodes)
-    data = _read_data(plan)
-    job, planned = plan.job, plan.frozen.workload
-    model = resolve_model(job.pinned_model)
+    inputs = inputs or read_inputs(plan, resume=resume)
+    data, model, job, planned = inputs.data, inputs.model or read_model(plan), plan.job, plan.frozen.workload
     require_fit(model_misfits(plan, model.spec))
-    check_job(job, model.family)
-    check_weights(model)
     workload = describe_workload(model, data.whole, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
-        check_folder(plan, resume=resume)  # which names what else has changed
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()
     is_first = nodes.is_first if launch is None else launch.rank == 0  # which locks it for all processes
     lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
-
-
-def check_inputs(plan: TrainingPlan, *, resume: bool) -> None:
-    """Check data and output folder, before weights are fetched and a predicted plan is tried.
-
-    Raises:
-        InvalidInput, AutotuneError: as in `train`.
-    """
-    _read_data(plan)
-    require_separate_output(plan.job)
-    check_folder(plan, resume=resume)
-
-
-def _read_data(plan: TrainingPlan) -> SplitDataset:
-    """The data, if the rest of the job can be run with it."""
-    job = plan.job
-    if job.data is None:
-        raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
-    require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
-    require_tracker(job.report_to)
-    check_options(plan.frozen.workload.optimizer)
-    family = get_family(plan.frozen.workload.model.family)
-    return read_split(job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed)
 
 
 def _require_machine(

@@ -30,12 +30,13 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, export_trained, judge_adapter, save_trained
-from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
+from autotune.training.adapter_file import SAVE_DTYPES, export_trained, judge_adapter, save_trained
+from autotune.training.checkpoint import Checkpoints
 from autotune.training.context import RunContext
-from autotune.training.files import REPORT_FILE, comparison_file, preview_file
+from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
 from autotune.training.guard import MemoryGuard
+from autotune.training.inputs import RunInputs
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
@@ -57,11 +58,13 @@ def train(
     *,
     resume: bool = False,
     trace: bool = False,
+    inputs: RunInputs | None = None,
 ) -> RunReport:
     """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint if there is one.
 
     Writes the adapter, a report, curves and, if the job has prompts, samples with and without the adapter. With
-    `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run returns its report.
+    `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run returns its report. `inputs` are
+    what `read_inputs` has read already.
 
     Raises:
         DoesNotFit: the plan was made for another machine, model or class of data.
@@ -70,7 +73,7 @@ def train(
         AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of processes is wrong.
     """
     started = time.monotonic()
-    prepared = prepare(plan, hardware, resume=resume)
+    prepared = prepare(plan, hardware, resume=resume, inputs=inputs)
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:

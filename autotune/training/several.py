@@ -13,7 +13,7 @@ from pathlib import Path
 from autotune.errors import AutotuneError
 from autotune.runtime import THIS_NODE, NodeGroup, error_from, launch, make_scratch_folder
 from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
-from autotune.training.checkpoint import checkpoints_of
+from autotune.training.files import checkpoints_of
 
 REPORT = '{"report": '
 """How the last line in the pipe begins when the run has ended well."""

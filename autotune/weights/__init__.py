@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.weights.adapters import AdapterInfo, can_write, read_adapter, save_adapter, write_adapter
+    from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
     from autotune.weights.building import (
         DtypePolicy,
         attribute_tensors,
@@ -14,27 +14,21 @@ if TYPE_CHECKING:
         from_pretrained_dtypes,
         limit_tensors,
     )
-    from autotune.weights.components import (
-        DOWNLOAD_AGAIN,
-        build_empty_component,
-        check_part,
-        component_class,
-        load_component,
-        read_config,
-        read_model_index,
-    )
+    from autotune.weights.components import build_empty_component, check_part, load_component
+    from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config, read_model_index
     from autotune.weights.errors import BadWeights, MissingWeights
     from autotune.weights.file_parts import has_part
     from autotune.weights.files import read_header
     from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
+    from autotune.weights.layer_names import can_write
     from autotune.weights.loaders import LOADERS, has_gds, load_file
     from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.publishing import require_login, upload
-    from autotune.weights.resharding import is_model_path, reshard
+    from autotune.weights.resharding import reshard
     from autotune.weights.saving import save_file
     from autotune.weights.single_file import first_names, view_as
-    from autotune.weights.sources import WeightSource, find_weights, open_weights, weights_digest
+    from autotune.weights.sources import WeightSource, find_weights, is_model_path, open_weights, weights_digest
     from autotune.weights.streaming import (
         Transform,
         check_source,

@@ -26,7 +26,7 @@ from autotune.errors import InvalidInput, first_line
 from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.joined_layers import join_layers, split_layers
-from autotune.weights.layer_names import KEPT_NAMES, LAYOUTS, Layout, find_class, find_layout, restore_dots
+from autotune.weights.layer_names import LAYOUTS, Layout, can_write, find_class, find_layout, restore_dots
 from autotune.weights.loaders import load_file
 from autotune.weights.lora_layer import LoraLayer
 from autotune.weights.saving import save_file
@@ -280,11 +280,6 @@ def _reraise_bad_shapes() -> Iterator[None]:
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
         reason = first_line(error)
         raise CorruptFile(f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN) from error
-
-
-def can_write(to: AdapterFormat, transformer: str) -> bool:
-    """Whether the names of the format are known for a model of this class."""
-    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
 
 
 def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from autotune.schema import AdapterFormat
+
 Parts = tuple[str, ...]
 BLOCK = re.compile(r"(^blocks|(?:transformer|double|single|layerwise|refiner)_blocks)([._])(\d+)(?=[._])")
 """The number of a repeated block; of a UNet, of a repeated block within a stage."""
@@ -268,6 +270,11 @@ def find_class(layers: Iterable[str]) -> str | None:
     if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)):
         return fitting[0]
     return None if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS else ""
+
+
+def can_write(to: AdapterFormat, transformer: str) -> bool:
+    """Whether the names of the format are known for a model of this class."""
+    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
 
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:

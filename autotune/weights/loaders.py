@@ -238,7 +238,7 @@ def load_file(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
 
     Raises what `files.read_header` raises for a file that is absent, pickled or damaged.
     """
+    file = read_header(path)
     import torch
 
-    file = read_header(path)
     return dict(PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))), file.metadata

@@ -16,11 +16,6 @@ CONFIGS = ("config.json", "generation_config.json")
 """Files that are loaded together with a model's weights."""
 
 
-def is_model_path(path: Path) -> bool:
-    """Whether `path` is a whole model's, a folder or an index of shards; a single file is an adapter's."""
-    return path.is_dir() or path.suffix == ".json"
-
-
 def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Path, ...]:
     """Copy the model in `source`, a component's folder or an index, into `folder`; returns the weight files written.
 

@@ -53,25 +53,6 @@ except KeyboardInterrupt:
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
-PLAN = Path(__file__).parents[1] / "fixtures" / "schema1" / "plan-measured.yaml"
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["--help", "doctor --json", "probe --list", "models --hardware 4090", f"explain {PLAN}", f"diff {PLAN} {PLAN}"],
-)
-def test_commands_that_only_read_load_neither_torch_nor_optuna(command: str) -> None:
-    code = (
-        "import sys; from autotune.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "heavy = [n for n in ('torch', 'diffusers', 'transformers', 'optuna') if n in sys.modules]\n"
-        "sys.stderr.write(f'heavy: {heavy}')"
-    )
-    process = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
-    assert process.stdout
-    assert process.stderr.endswith("heavy: []")
-
-
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> None:
     environment = dict(own)

@@ -12,7 +12,8 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import fetch_model, read_parts, resolve_model
 from autotune.families.tokens import count_tokens
 from autotune.schema.candidate import CachingSettings
-from autotune.weights.components import build_empty_component, read_config
+from autotune.weights.components import build_empty_component
+from autotune.weights.configs import read_config
 from autotune.weights.sources import open_weights
 from tests.builders import candidate, hardware, workload
 
@@ -59,14 +60,14 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
 def test_configuration_that_builds_no_model_is_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
-        resolve_model(str(folder))
+        assert resolve_model(str(folder)).spec
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_transformer_without_blocks_is_refused(folder, number):
     (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": number}))
     with pytest.raises(InvalidInput, match="without blocks"):
-        resolve_model(str(folder))
+        assert resolve_model(str(folder)).spec
 
 
 def test_as_many_blocks_as_would_take_all_memory_are_refused(folder):
@@ -166,7 +167,7 @@ def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, change
 def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
     monkeypatch.setattr("autotune.weights.building.MAX_TENSORS", 30)
     with pytest.raises(InvalidInput, match="over 30 tensors"):
-        resolve_model(str(folder))
+        assert resolve_model(str(folder)).spec
     with pytest.raises(InvalidInput, match="over 30 tensors"):
         build_empty_component(folder, "vae", dtype=torch.float32)
 

@@ -13,7 +13,8 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event
 from autotune.schema.plan_file import seal
 from autotune.training.run import train
-from autotune.training.sample import SampleRequest, sample_run
+from autotune.training.sample import sample_run
+from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_weights
 from tests.events import notices_to, steps_to
@@ -56,7 +57,9 @@ def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, 
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
     (written,) = sample_run(
-        tmp_path / "out", hardware, SampleRequest("a red square", seed=plan.job.seed), tmp_path / "cache"
+        read_sample_inputs(tmp_path / "out", SampleRequest("a red square", seed=plan.job.seed)),
+        hardware,
+        tmp_path / "cache",
     )
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 

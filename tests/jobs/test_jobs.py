@@ -21,7 +21,7 @@ from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest,
 from autotune.jobs.slurm import duration
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
-from autotune.training.checkpoint import checkpoints_of
+from autotune.training.files import checkpoints_of
 from autotune.training.metrics import read_metrics
 from tests.conftest import autotune_here
 from tests.training.small import machine, make_plan, write_model_and_images

@@ -25,7 +25,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
 from autotune.search import study as study_module
-from autotune.search.storage import StudyLocation
+from autotune.search.location import StudyLocation
 from autotune.search.study import TrialFunction
 from autotune.sharing.query import StoreMatches
 from autotune.training.describe import WorkloadOverrides

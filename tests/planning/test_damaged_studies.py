@@ -12,7 +12,8 @@ from filelock import ReadWriteLock
 from sqlalchemy import Engine, event
 
 from autotune.planning.resuming import _file_of_its_own
-from autotune.search.storage import StudyLocation, open_study
+from autotune.search.location import StudyLocation
+from autotune.search.storage import open_study
 
 QUESTION: dict[str, str | None] = {"model": "m"}
 CASE: Any = SimpleNamespace(identity=QUESTION, request=SimpleNamespace(interrupted="continued"))

@@ -14,7 +14,7 @@ import pytest
 from autotune.knobs import KNOBS
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import TrialResult
-from autotune.search.storage import StudyLocation
+from autotune.search.location import StudyLocation
 from autotune.search.study import CONSTRAINT, OBJECTIVE
 from tests.api.test_metrics_server import free_port
 from tests.planning.machines import HARDWARE, answer, make_plan, request, surroundings, wait_until

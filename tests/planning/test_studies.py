@@ -24,7 +24,8 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
-from autotune.search.storage import StudyLocation, open_study, translate_storage_errors
+from autotune.search.location import StudyLocation
+from autotune.search.storage import open_study, translate_storage_errors
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to

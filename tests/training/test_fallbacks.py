@@ -13,7 +13,7 @@ from autotune.errors import AutotuneError
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import TrainingPlan
 from autotune.training import loop as loop_module
-from autotune.training.checkpoint import list_checkpoints
+from autotune.training.files import list_checkpoints
 from autotune.training.model import apply_settings
 from autotune.training.step import StepOutcome, optimizer_step
 from tests.training.conftest import Bench

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.schema.events import Event, StepFinished
 from autotune.training import guard
-from autotune.training.checkpoint import checkpoints_of
+from autotune.training.files import checkpoints_of
 from autotune.training.guard import HostMemoryShort, MemoryGuard
 from autotune.training.run import train
 from tests.training.conftest import Bench

@@ -20,8 +20,8 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal, with_job
 from autotune.training.adapter_file import update_norm
-from autotune.training.checkpoint import list_checkpoints
 from autotune.training.describe import check_job
+from autotune.training.files import list_checkpoints
 from autotune.training.loop import TrainingLoop
 from autotune.training.model import find_token_multiple
 from autotune.training.optimizer import AdapterOptimizer

@@ -25,13 +25,14 @@ from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahe
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
-from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.context import RunContext
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.loop import TrainingLoop
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
 from autotune.training.run import train
-from autotune.training.sample import SampleRequest, sample_run
+from autotune.training.sample import sample_run
+from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.errors import KeyMismatch, ShapeMismatch
 from tests.events import steps_to
 from tests.training.conftest import CPU, Bench, Killed
@@ -189,7 +190,9 @@ def test_pictures_are_those_of_resident_layers(bench: Bench, tmp_path: Path) -> 
     for name in ("ahead", "resident"):
         plan = plan_with(bench, SETTINGS.changed(modulation=name), output=str(tmp_path / name), num_steps=2)
         train(plan, bench.hardware, bench.cache)
-        (written,) = sample_run(tmp_path / name, bench.hardware, SampleRequest(PROMPT, seed=5), bench.cache)
+        (written,) = sample_run(
+            read_sample_inputs(tmp_path / name, SampleRequest(PROMPT, seed=5)), bench.hardware, bench.cache
+        )
         pictures.append(np.asarray(Image.open(written)).astype(int))
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import write_plan
 from autotune.schema.run import RunReport
-from autotune.training.adapter_file import ADAPTER_FILE, save_trained
+from autotune.training.adapter_file import save_trained
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.metrics import read_metrics
 from tests.forked import start_forked
 from tests.runtime.test_launchers import in_slurm

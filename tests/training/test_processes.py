@@ -21,8 +21,8 @@ from autotune.runtime.launching import launch
 from autotune.schema.events import ignore_event
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
-from autotune.training.adapter_file import ADAPTER_FILE, save_trained
-from autotune.training.checkpoint import checkpoints_of
+from autotune.training.adapter_file import save_trained
+from autotune.training.files import ADAPTER_FILE, checkpoints_of
 from autotune.training.fit import hardware_misfits
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare

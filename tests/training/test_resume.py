@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.schema.plan_file import read_plan, write_plan
-from autotune.training.adapter_file import ADAPTER_FILE, save_trained
-from autotune.training.checkpoint import Checkpoints, list_checkpoints
+from autotune.training.adapter_file import save_trained
+from autotune.training.checkpoint import Checkpoints
+from autotune.training.files import ADAPTER_FILE, list_checkpoints
 from autotune.training.folder import claim_folder
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics

@@ -24,21 +24,22 @@ from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.hardware.energy import EnergyMeter
 from autotune.knobs.block_swap import BlockSwap
-from autotune.planning.problem import list_choices
-from autotune.planning.request import PlanRequest
+from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
 from autotune.training import monitor
-from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter
+from autotune.training.adapter_file import judge_adapter
 from autotune.training.describe import WorkloadOverrides
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.pictures import MIN_LINE_PX
 from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
-from autotune.training.sample import SampleRequest, sample_run
+from autotune.training.sample import sample_run
+from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
 from tests.events import notices_to, phases_to, steps_to
@@ -102,7 +103,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
     else:
         save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
     with pytest.raises(InvalidInput, match=r"cut off|not finite|not an adapter of this model|claims a header|no JSON"):
-        sample_run(folder, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
+        sample_run(read_sample_inputs(folder, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
     assert not list(folder.glob("*.png"))
 
 
@@ -195,7 +196,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
-    (written,) = sample_run(run[0], bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
+    (written,) = sample_run(read_sample_inputs(run[0], SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
     assert Image.open(written).tobytes() == expected.tobytes()
 
 
@@ -204,7 +205,9 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
 ) -> None:
     folder, _, _ = run
     (plain,) = sample_run(
-        folder, bench.hardware, SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "plain.png"), bench.cache
+        read_sample_inputs(folder, SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "plain.png")),
+        bench.hardware,
+        bench.cache,
     )
     settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
     write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
@@ -212,7 +215,9 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     visits: list[int] = []
     fetch = BlockSwap._fetch
     monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
-    (written,) = sample_run(tmp_path, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
+    (written,) = sample_run(
+        read_sample_inputs(tmp_path, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
+    )
     assert set(visits) == {0}
     assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
@@ -276,7 +281,7 @@ def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
     applied: list[int] = []
     monkeypatch.setattr("autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1]))
-    sample_run(tmp_path, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
+    sample_run(read_sample_inputs(tmp_path, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
     assert applied == [bench.resolved.spec.num_blocks - 1]
 
 
@@ -288,7 +293,7 @@ def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
 
     monkeypatch.setattr("autotune.training.sample.load_transformer", short)
     with pytest.raises(AutotuneError, match="memory ran out"):
-        sample_run(run[0], bench.hardware, SampleRequest(PROMPTS[0]), bench.cache)
+        sample_run(read_sample_inputs(run[0], SampleRequest(PROMPTS[0])), bench.hardware, bench.cache)
 
 
 def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
@@ -546,7 +551,7 @@ def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> N
     dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
     again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
     for question, masked in ((asked, False), (dropping, True), (again, True)):
-        candidates = list_choices(question, bench.hardware).candidates
+        candidates = ResolvedRequest.build(question, needs_weights=False).space(bench.hardware).candidates
         pairs = {candidate.micro_batch_size for candidate in candidates if candidate.attention == "_native_flash"}
         assert pairs == ({1} if masked else {1, 2})
 
@@ -576,7 +581,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no trained adapter"):
-        sample_run(tmp_path, bench.hardware, SampleRequest("x"), bench.cache)
+        sample_run(read_sample_inputs(tmp_path, SampleRequest("x")), bench.hardware, bench.cache)
 
 
 def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Bench, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, seal
-from autotune.training.adapter_file import ADAPTER_FILE
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.run import train
-from autotune.training.sample import SampleRequest, sample_run
+from autotune.training.sample import sample_run
+from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from tests.builders import BITSANDBYTES, storages
 from tests.events import steps_to
 from tests.forked import autotune_forked
@@ -50,7 +51,9 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
     assert train(broken, bench.hardware, bench.cache, resume=True).resumed_at in (1, 2)
     one, other = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("watched", "broken"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    (written,) = sample_run(tmp_path / "broken", bench.hardware, SampleRequest(PROMPT, seed=5), bench.cache)
+    (written,) = sample_run(
+        read_sample_inputs(tmp_path / "broken", SampleRequest(PROMPT, seed=5)), bench.hardware, bench.cache
+    )
     assert Image.open(written).size == (32, 32)
 
 

@@ -16,8 +16,8 @@ from autotune.reporting.run import validation_lines
 from autotune.runtime.memory import measure_peak_memory
 from autotune.schema.events import StepFinished
 from autotune.training import validation
-from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.describe import check_job
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.folder import read_report
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics

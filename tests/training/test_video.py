@@ -7,7 +7,8 @@ from PIL import Image
 from autotune.data.video import read_facts
 from autotune.families.registry import get_family
 from autotune.training.run import train
-from autotune.training.sample import SampleRequest, sample_run
+from autotune.training.sample import sample_run
+from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from tests.data.pictures import write_pictures, write_video
 from tests.training.small import machine, make_plan
 
@@ -28,7 +29,9 @@ def test_a_run_on_videos_and_images_writes_clips(tmp_path: Path) -> None:
     assert report.num_steps == 2
     assert not list((tmp_path / "cache").glob("*"))
     clips = [tmp_path / "run" / f"sample_{name}_adapter.mp4" for name in ("with", "without")]
-    written = sample_run(tmp_path / "run", hardware, SampleRequest("a red fox in the snow", num_steps=2), tmp_path)
+    written = sample_run(
+        read_sample_inputs(tmp_path / "run", SampleRequest("a red fox in the snow", num_steps=2)), hardware, tmp_path
+    )
     assert [path.name for path in written] == ["sample-0.mp4"]
     for clip in (*clips, *written):
         facts = read_facts(clip)

@@ -42,7 +42,7 @@ def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, flo
     family = get_family(FAMILY)
     started = time.perf_counter()
     settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=request.precision)
-    model = ResolvedModel(family, request.config, request.workload.model, None)
+    model = ResolvedModel(family, request.config, request.workload.model.name, None)
     transformer: Any = load_transformer(model, settings, torch.device(request.device))[0]
     built = time.perf_counter()
     transformer.save_pretrained(request.folder, max_shard_size="5GB")
