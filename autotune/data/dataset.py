@@ -94,11 +94,11 @@ def scan_dataset(
     options: DatasetOptions = DEFAULT_OPTIONS,
     on_progress: OnProgress | None = None,
     *,
-    verify_seconds: float = VERIFY_SECONDS,
+    verify_seconds: float | None = None,
 ) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
-    `verify_seconds` is the time limit of decoding; 0 reads headers alone.
+    `verify_seconds` is the time limit of decoding, `VERIFY_SECONDS` by default; 0 reads headers alone.
 
     Raises:
         InvalidInput: a folder does not exist or lies in another, the data lies in the control folder, `num_frames` is
@@ -106,6 +106,7 @@ def scan_dataset(
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
+    verify_seconds = VERIFY_SECONDS if verify_seconds is None else verify_seconds
     if isinstance(data, str | Path) and not is_list(data):
         return _scan_folder(Path(data), options, on_progress, verify_seconds)
     parts = []
