@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow."""
     for item in items:
         for marker in item.iter_markers("quick"):
-            if not set(marker.args) & set(map(str, item.callspec.params.values())):
+            if not set(marker.args) & {str(getattr(value, "name", value)) for value in item.callspec.params.values()}:
                 item.add_marker("slow")
 
 

@@ -159,9 +159,11 @@ def test_train_refuses_the_output_folder_of_another_run(capfd: pytest.CaptureFix
 def test_train_refuses_data_outside_the_planned_class(
     capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
 ) -> None:
-    (tmp_path / "long.txt").write_text("word " * 300)
-    Image.new("RGB", (64, 64)).save(tmp_path / "long.png")
-    process = autotune_here(capfd, "train", journey.plan_file, "--data", tmp_path, "--output", tmp_path / "out")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "long.txt").write_text("word " * 300)
+    Image.new("RGB", (64, 64)).save(data / "long.png")
+    process = autotune_here(capfd, "train", journey.plan_file, "--data", data, "--output", tmp_path / "out")
     assert process.returncode == 4
     assert "longer than the planned" in last_line_error(process)
 
@@ -173,7 +175,7 @@ def test_plan_from_another_machine_is_refused_with_the_difference(
     frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
     write_plan(foreign, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
-    for command in (("train", foreign), ("check", foreign)):
+    for command in (("train", foreign, "--output", tmp_path / "out"), ("check", foreign)):
         process = autotune_here(capfd, *command)
         assert process.returncode == 4
         assert "compute capability: the plan was made with 9.0" in process.stdout + process.stderr
@@ -231,6 +233,7 @@ def test_model_folder_without_weights_is_refused_before_any_trial(
     assert "weights" in last_line_error(process) or "safetensors" in last_line_error(process)
 
 
+@pytest.mark.slow
 def test_interrupted_search_leaves_its_best_plan_and_no_child_behind(journey: Journey, tmp_path: Path) -> None:
     asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64)
     # The demo's own record would end the search with its first trial.

@@ -79,6 +79,7 @@ class QwenImage21(Family):
     size_multiple_px = LATENT_PX * SLOT
     patch = 1
     separates_prompts = True
+    max_micro_batch_size = 1  # captions of other lengths cannot share a pass, and sharded processes count passes
     max_text_tokens = 2048  # nothing is cut, and the rotary tables know 8,192; nobody trains on more
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",

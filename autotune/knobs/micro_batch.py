@@ -5,14 +5,17 @@ from autotune.schema import Choice, Workload
 
 
 class MicroBatchSize(Knob):
-    """Every divisor of the effective batch size."""
+    """Every divisor of the effective batch size, as far as the family takes several samples at once."""
 
     name = "micro_batch_size"
     title = "micro-batch"
 
     def choices(self, context: TuningContext) -> Choices:
-        effective = context.workload.effective_batch_size
-        return Choices(tuple(size for size in range(1, effective + 1) if effective % size == 0))
+        effective, most = context.workload.effective_batch_size, context.family.max_micro_batch_size
+        sizes = [size for size in range(1, effective + 1) if effective % size == 0]
+        admitted = tuple(size for size in sizes if most is None or size <= most)
+        why = f"{context.family.name} takes {most} at once, because captions differ in length"
+        return Choices(admitted, dict.fromkeys(sizes[len(admitted) :], why))
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"

@@ -201,6 +201,7 @@ def test_peak_with_fused_norm_and_rope(predictor, name, share):
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 
 
+@pytest.mark.quick("qwen-image", "flux1-dev")
 @pytest.mark.parametrize(
     ("name", "whole", "selective", "quantization", "precision"),
     [

@@ -43,6 +43,7 @@ def wrong_images(tmp_path: Path) -> Path:
     return tmp_path / "wrong"
 
 
+@pytest.mark.slow
 def test_a_rate_that_destroys_is_noticed(capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path) -> None:
     much = ("--learning-rate", "1e-1", "--steps", 100)
     trained = autotune_here(capfd, "train", journey.plan_file, *much, "--output", tmp_path / "out")

@@ -96,6 +96,7 @@ def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
         assert not quantize(nn.Linear(64, 32).eval()).training
 
 
+@pytest.mark.slow
 def test_importing_it_says_nothing() -> None:
     script = "from autotune.runtime.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -199,6 +199,7 @@ def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(walked: Jo
     assert sum("does not know 'acme-" in misfit for misfit in without.misfits) == 2
 
 
+@pytest.mark.slow
 def test_the_cost_model_traces_a_format_from_outside(walked: Journey) -> None:
     prediction = json.loads(walked.printed["estimate"])["prediction"]
     weights = {phase["name"]: phase["breakdown"]["weight_bytes"] for phase in prediction["phases"]}

@@ -329,6 +329,7 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
         make_plan(request(StudyLocation("mine")), other_card, backend=surroundings())
 
 
+@pytest.mark.quick("journal")
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, shared: str) -> None:
     asked = request(StudyLocation("shared", shared, heartbeat_seconds=1, grace_seconds=3), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)

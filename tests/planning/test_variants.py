@@ -36,6 +36,7 @@ def test_variants_share_the_job_and_what_is_learned_and_each_machine_takes_its_o
     assert plans[0].frozen.hardware.device_name != plans[1].frozen.hardware.device_name
 
 
+@pytest.mark.slow
 def test_a_machine_of_another_kind_is_told_why_of_each_variant(team: Path) -> None:
     with pytest.raises(DoesNotFit) as refused:
         autotune.load_plan(team)
@@ -47,6 +48,7 @@ def test_a_machine_of_another_kind_is_told_why_of_each_variant(team: Path) -> No
         autotune.train(team)
 
 
+@pytest.mark.slow
 def test_of_several_that_fit_the_one_for_such_a_device_is_taken(team: Path) -> None:
     alike = hardware_named("nvidia-rtx-4090")
     named = alike.changed(device=alike.device.changed(name="NVIDIA RTX 6000 Ada Generation"))
@@ -71,6 +73,7 @@ def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFix
     assert not json.loads(here.stdout)["fits"]
 
 
+@pytest.mark.slow
 def test_a_file_for_several_machines_is_no_single_plan_and_damage_is_named(team: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidPlan, match="plans for several machines"):
         read_plan(team)

@@ -29,6 +29,7 @@ def write_config(folder: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_audit_predicts_the_file_and_the_fastest_and_each_difference(tmp_path: Path) -> None:
     path = write_config(
         tmp_path, ("dtype: bf16\n        cache", "dtype: bf16\n        attention_backend: sage\n        cache")

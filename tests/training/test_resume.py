@@ -37,6 +37,7 @@ def same(one: TrainingLoop, other: TrainingLoop) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.quick("cosine")
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
 def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, schedule: str) -> None:
     plan = bench.plan(num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1)

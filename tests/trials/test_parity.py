@@ -28,6 +28,7 @@ from autotune.trials import parity
 from autotune.trials.gradients import _gradients, _plain_transformer, gradient_error, relative_error, update_error
 from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
+from tests.kinds import KINDS
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
@@ -52,6 +53,7 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
     )
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> None:
     child = ChildState()
@@ -116,6 +118,7 @@ def children() -> dict[str, ChildState]:
     return {family: ChildState() for family in FAMILIES}
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_format_agrees_on_every_family(family: str, storage: str, children: dict[str, ChildState]) -> None:
@@ -132,6 +135,7 @@ def test_every_weight_format_agrees_on_every_family(family: str, storage: str, c
     assert min(errors) > 0.001  # it is quantized
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> None:
     """On weights that nf4 can hold, its layers compute what plain ones do."""

@@ -102,6 +102,7 @@ def test_a_library_that_is_there_already_stays_whole() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=480

@@ -122,6 +122,7 @@ def peaks_of_cases(checkpoint: Path) -> dict[tuple[str, str], dict[str, int]]:
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("storage", "name"), CASES)
 def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
     storage: str, name: str, peaks_of_cases: dict[tuple[str, str], dict[str, int]]
