@@ -108,11 +108,10 @@ def _in_steps(plan: TrainingPlan) -> TrainingPlan:
     job, work = plan.job, plan.frozen.workload
     if job.num_train_epochs is None or job.data is None:
         return plan
-    try:
+    images = 0
+    if all(Path(place).exists() for place in each_place(job.data)):
         options = make_options(dict(job), get_family(work.model.family), job.num_frames)
         images = scan_dataset(job.data, options, verify_seconds=0).epoch_size
-    except InvalidInput:
-        images = 0
     images = images or sum(bucket.num_items for bucket in work.buckets)
     return with_job(plan, num_steps=max(1, job.steps_on(images, work.effective_batch_size)))
 

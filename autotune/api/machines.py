@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
+from autotune.errors import InvalidInput
 from autotune.families import find_published
 from autotune.hardware import (
     NO_BF16,
@@ -105,6 +106,7 @@ def hardware_for(
     Raises:
         InvalidInput: there is no such hardware.
     """
+    require_named(hardware, host_memory, assume)
     size = None if host_memory is None else memory_bytes(host_memory)
     profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event, on_facts)
     if size is not None:
@@ -115,6 +117,16 @@ def hardware_for(
         if note.startswith((NOT_SAVED, NO_BF16)):
             on_event(Notice(text=note))
     return profile
+
+
+def require_named(
+    hardware: str | HardwareProfile | None, host_memory: MemoryAmount | None, assume: Collection[str]
+) -> None:
+    """Raise InvalidInput if this machine is described, which needs no description."""
+    if hardware is None and host_memory is not None:
+        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
+    if hardware is None and assume:
+        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
 
 
 def memory_budget_for(

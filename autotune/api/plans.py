@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from autotune import planning, search
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
-from autotune.api.machines import hardware_for, memory_budget_for
+from autotune.api.machines import hardware_for, memory_budget_for, require_named
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.api.plan_files import load_variants
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
@@ -240,10 +240,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     live = ("hardware", "host_memory", "assume", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
         raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
-    if options.get("host_memory") is not None and options.get("hardware") is None:
-        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
-    if options.get("assume") and options.get("hardware") is None:
-        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
+    require_named(options.get("hardware"), options.get("host_memory"), options.get("assume") or ())
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {

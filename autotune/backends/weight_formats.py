@@ -121,7 +121,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         stand_in="autotune.cost.quantized:stand_in_for_nf4",
         quantizing_slices=8,
         stored_dtype="uint8",
-        tolerance=0.6,
+        tolerance=0.7,
         tolerance_reason="4 bits: weights are wrong by about 10%",
         hides_dtype=True,
         can_offload=False,
@@ -129,6 +129,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     ),
 )
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the
-float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. Of products in 8 bits 2 to 5% and 7 to 16%;
-of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4 7.4, float8 6.5, LLM.int8 5, int8 and products in 8
-bits 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%, Chroma's 62% of nf4. Of products in 8 bits
+2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4 7.4, float8 6.5, LLM.int8 5,
+int8 and products in 8 bits 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's
+count)."""

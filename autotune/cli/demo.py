@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune.cli.output import print_out, show_events
+from autotune.cli.output import Progress, print_out, show_events
 
 
 def demo(
@@ -59,7 +59,8 @@ def _run(context: typer.Context, *words: object) -> None:
         Exit: it failed, with its status; it has said why.
     """
     root = context.find_root()
-    if status := root.command.main(_shown(words), prog_name=root.info_name, standalone_mode=False):
+    command = [*_loudness(), *_shown(words)]
+    if status := root.command.main(command, prog_name=root.info_name, standalone_mode=False):
         raise typer.Exit(status)
 
 
@@ -69,12 +70,17 @@ def _run_alone(*words: object) -> None:
     Raises:
         Exit: it failed, with its status; it has said why.
     """
-    process = subprocess.Popen([sys.executable, "-m", "autotune", *_shown(words)])
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *_loudness(), *_shown(words)])
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()
     if process.returncode:
         raise typer.Exit(process.returncode)
+
+
+def _loudness() -> list[str]:
+    """The options with which the demo itself was started."""
+    return ["--progress", Progress.form, *(["--verbose"] if Progress.is_verbose else [])]
 
 
 def _shown(words: Sequence[object]) -> list[str]:

@@ -108,7 +108,7 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
     """
     if cost.tables.kernel_of(candidate) != "cudnn":
         return 0.0
-    work, multiple = cost.workload, cost.tables.padded_to(candidate)
+    work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
     longest, shortest = work.max_text_tokens, (work.text_token_quantiles or (work.max_text_tokens,))[0]
     num_lengths = 0
     for bucket in work.buckets:

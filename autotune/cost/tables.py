@@ -238,7 +238,7 @@ class PassTables:
             stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
-            if caching.vae_device != "training":
+            if caching.vae_device != "training" and not self.model.family.max_controls:  # which previews encode here
                 alone = replace(alone, encode_transient_bytes=0)
             encoding = HOST_PROCESS_BYTES + self.encoder_size.bytes_at("cpu", caching)  # before the transformer comes
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))

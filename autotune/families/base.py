@@ -118,6 +118,8 @@ class Family(ABC):
     """Maximum number of control images of an item; if it is not 0, every item needs at least one."""
     separates_prompts: ClassVar[bool] = False
     """Whether the transformer takes each prompt of a batch by itself, at its own length."""
+    text_multiple: ClassVar[int] = 1
+    """Number of tokens of which the transformer itself pads each text to a multiple."""
     max_micro_batch_size: ClassVar[int | None] = None
     """Maximum number of samples in a forward pass; None for any."""
     casts_to_weight_dtype: ClassVar[bool] = False

@@ -40,7 +40,7 @@ class Chroma(Flux1Dev):
             num_parameters=8_899_983_424,
             license="apache-2.0",
             source=SOURCE,
-            note="trained at 512 px; chroma at 1,024",
+            note="trained at 512 px (--resolution 512); chroma at 1,024",
         ),
     )
     pipeline_class = "ChromaPipeline"

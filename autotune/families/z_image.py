@@ -63,6 +63,7 @@ class ZImage(Family):
     )
     size_multiple_px = VAE_FACTOR * 2
     separates_prompts = True
+    text_multiple = 32
     max_text_tokens = MAX_TEXT_TOKENS
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",

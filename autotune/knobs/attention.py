@@ -79,9 +79,10 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
 
 
 def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    """Whether the backend would be given masks in micro-batches of several."""
-    work = context.workload
-    is_masked = context.family.has_attention_mask(work.effective_batch_size, work.text_padding)
+    """Whether the backend would be given masks in micro-batches of several, because captions differ in length."""
+    work, family = context.workload, context.family
+    always = family.has_attention_mask(1, "exact")  # of the text alone
+    is_masked = not always and family.has_attention_mask(work.effective_batch_size, work.text_padding)
     return is_masked and not backend.refuses_masks
 
 

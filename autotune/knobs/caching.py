@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import Parts
-from autotune.hardware import process_overhead_bytes
+from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs.base import TuningContext
 from autotune.knobs.precision import encoder_element_bytes
 from autotune.schema import CachingSettings, Choice, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
@@ -193,6 +193,8 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     if settings.text_encoder_streamed and (weight_format, device) != ("none", "training"):
         what = "only unquantized encoders are streamed, and only to the training device"
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
+    if settings.vae_device == "cpu" and shares_host_memory(context.hardware.device.memory_kind):
+        return settings.changed(vae_device="training")  # the same memory
     return settings
 
 

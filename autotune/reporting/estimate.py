@@ -90,7 +90,7 @@ def _job(estimate: Estimate) -> list[str]:
     lines = [
         f"Job of {estimate.num_steps} steps: {seconds_text(job.total_seconds)}"
         f"{uncertainty_text(estimate.prediction.time_uncertainty)}",
-        *([f"  compile {seconds_text(job.compile_seconds)}"] if job.compile_seconds else []),
+        *([f"  compile, and plan attention, {seconds_text(job.compile_seconds)}"] if job.compile_seconds else []),
         f"  load {seconds_text(job.load_seconds)}, caches {seconds_text(job.cache_seconds)},"
         f" previews {seconds_text(job.preview_seconds)}, saves {seconds_text(job.save_seconds)}",
     ]

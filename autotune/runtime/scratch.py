@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -18,19 +19,21 @@ def make_scratch_folder(purpose: str) -> "tempfile.TemporaryDirectory[str]":
     """A new folder in the system's temporary one, for as long as this process, or a `with` block, lasts.
 
     The process holds a lock on it, which the system drops however the process dies. Process ids would not do:
-    containers that share a temporary folder see other ids.
+    containers that share a temporary folder see other ids. Other hosts may share one whose locks do not reach them:
+    only this host's folders are removed.
     """
-    _sweep(Path(tempfile.gettempdir()))
-    folder = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
+    own = f"{PREFIX}{platform.node()}-"
+    _sweep(Path(tempfile.gettempdir()), own)
+    folder = tempfile.TemporaryDirectory(prefix=f"{own}{purpose}-", ignore_cleanup_errors=True)
     descriptor = os.open(folder.name, os.O_RDONLY)
     weakref.finalize(folder, os.close, descriptor)
     _try_lock(descriptor)
     return folder
 
 
-def _sweep(place: Path) -> None:
-    """Remove this user's folders that no process holds."""
-    for path in place.glob(f"{PREFIX}*"):
+def _sweep(place: Path, own: str) -> None:
+    """Remove this user's folders that no process holds, of those whose names begin with `own`."""
+    for path in place.glob(f"{own}*"):
         with contextlib.suppress(OSError):  # another process removes it, or it is another user's
             _remove_abandoned(path)
 

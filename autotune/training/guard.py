@@ -72,7 +72,10 @@ class MemoryGuard:
             self._process.communicate()
             signal.signal(signal.SIGUSR2, self._previous)
         # Raised within a library, the shortage may arrive here as what that library, or a reader of files, made of it.
-        if self.shortage and isinstance(failure, Exception) and not isinstance(failure, HostMemoryShort):
+        causes = [failure]
+        while cause := causes[-1] and (causes[-1].__cause__ or causes[-1].__context__):
+            causes.append(cause)
+        if any(isinstance(cause, HostMemoryShort) for cause in causes[1:]):
             raise self._ended() from failure
 
     @property

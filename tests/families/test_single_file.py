@@ -90,7 +90,7 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
         autotune.plan(str(folder), str(images), base=str(folder))
 
 
-@pytest.mark.quick("flux1-dev")
+@pytest.mark.quick("flux1-dev", "chroma")
 @pytest.mark.parametrize(
     "name", ["flux1-dev", "chroma", "sdxl", "wan-2.1-14b", "z-image", "qwen-image", "qwen-image-2.1"]
 )

@@ -82,8 +82,8 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []
 
-    def watched(encoders: Encoders) -> Any:
-        pipeline = loaded(encoders)
+    def watched(encoders: Encoders, **options: bool) -> Any:
+        pipeline = loaded(encoders, **options)
         if not refs:
             refs.extend(weakref.ref(part) for part in (pipeline.text_encoder, pipeline.vae))
         return pipeline
