@@ -304,8 +304,8 @@ class Family(ABC):
         return latents
 
     def collate(self, samples: Sequence[Sample], token_multiple: int = 1) -> Batch:
-        """Stack every tensor; prompts are padded with zeros at the end to the longest, and where attention gets a mask
-        until they and the images are a multiple of `token_multiple` tokens.
+        """Stack every tensor; prompts are padded with zeros at the end to the longest, and if their lengths differ and
+        attention gets a mask until they and the images are a multiple of `token_multiple` tokens.
 
         If prompts differ in length, `prompt_mask` (batch, padded) is True on their own tokens. With
         `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so on.

@@ -108,4 +108,4 @@ FLUX_VAE: Mapping[str, Any] = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
-"""The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
+"""The autoencoder of FLUX.1, which Chroma and Kandinsky 5.0 Image use, too."""

@@ -293,7 +293,7 @@ def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> 
         message = "this adapter may be of FLUX, whose layers other programs call otherwise, or of another model"
         raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
     layout = LAYOUTS.get(found)
-    return None if layout and layout.is_of_comfyui and to == "kohya" else layout
+    return None if layout and layout.kohya_keeps_names and to == "kohya" else layout
 
 
 def _to_scalar(value: float) -> Tensor:

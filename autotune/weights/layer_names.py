@@ -26,7 +26,7 @@ class Layout:
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
     """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
-    is_of_comfyui: bool = False
+    kohya_keeps_names: bool = False
     """Whether kohya's scripts call the layers as diffusers does, and only ComfyUI otherwise."""
 
     @cached_property
@@ -245,7 +245,7 @@ LAYOUTS: Mapping[str, Layout] = {
     CHROMA_CLASS: Layout(CHROMA, {}),
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
-    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, is_of_comfyui=True),
+    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_keeps_names=True),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
 """By class in diffusers."""
@@ -293,7 +293,7 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
     """The dotted names of those in `kohya_names`, which have underscores for dots, that are any layout's."""
-    names = (layout.original_of if layout.is_of_comfyui else layout.parts_of for layout in LAYOUTS.values())
+    names = (layout.original_of if layout.kohya_keeps_names else layout.parts_of for layout in LAYOUTS.values())
     dotted = {name.replace(".", "_"): name for name in chain.from_iterable(names)}
     keys = [split_number(name) for name in kohya_names]
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]
