@@ -77,7 +77,7 @@ def measure_energy(steps: "StepRunner", device: str) -> dict[str, Any]:
         while len(taken) < 5 or (first and sum(taken) < METERED_SECONDS):
             taken.append(steps.timed_step()[1])
             with contextlib.suppress(Unavailable):
-                watts.append(RealSystem().query("nvml", "power_watts", int(index or 0)))
+                watts.append(float(str(RealSystem().query("nvml", "power_watts", int(index or 0)))))
         last = meter.read()
     joules = (last.joules - first.joules) / len(taken) if first and last else None
     by_power = statistics.fmean(watts) * statistics.fmean(taken) if watts else None
