@@ -12,7 +12,7 @@ RELAXED := --no-warn-unused-ignores $(addprefix --disable-error-code ,no-untyped
 help:
 	@echo "make demo      set up, then walk the whole journey on a small real model (two minutes)"
 	@echo "make test      set up, then run the tests"
-	@echo "make test-all  the same with those that are slow (half an hour)"
+	@echo "make test-all  the same with those that are slow"
 	@echo "make check     set up, then lint, types and import contracts"
 
 setup: $(READY)

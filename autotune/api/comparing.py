@@ -106,8 +106,7 @@ def compare(
         except NothingFits as error:
             found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
             continue
-        price = price_of.get(gpu.id)
-        found.append(compared_gpu(gpu, made, download_seconds=download_seconds, price_per_hour=price))
+        found.append(compared_gpu(gpu, made, download_seconds=download_seconds, price_per_hour=price_of.get(gpu.id)))
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
     selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
     return Comparison(

@@ -41,8 +41,7 @@ def job_script(
     Relative paths of the job count from the current folder, which the job must find on every node.
 
     Args:
-        plan: the plan's file.
-        cluster: what the job is for.
+        plan, cluster: the plan's file, and what the job is for.
         hardware: of a file with variants, the machine that the job will run on: as for `load_plan`.
         model, data, control, output: as for `train`; data, and control images of models that edit, are needed if the
             plan names none.
@@ -50,7 +49,8 @@ def job_script(
         over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
         nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
-        image, claim: container image with autotune in it; Kubernetes' volume claim that holds the current folder.
+        image, claim: container image with autotune in it, for Kubernetes and Docker; Kubernetes' persistent volume
+            claim that holds the current folder.
         path: file to write the text to as well, in a folder that is there.
 
     Raises:
@@ -66,8 +66,7 @@ def job_script(
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
     file, given = Path(plan), {"model": model, "control": control, "output": output}
     said: dict[str, str | tuple[str, ...]] = {name: str(value) for name, value in given.items() if value is not None}
-    if data is not None:
-        said["data"] = as_job_data(data)
+    said |= {} if data is None else {"data": as_job_data(data)}
     made = with_job(_variant(file, hardware), **said)
     said |= _own_optimizer(made, optimizer)
     subjects = () if over is None else read_subjects(Path(over))

@@ -193,8 +193,9 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     if settings.text_encoder_streamed and (weight_format, device) != ("none", "training"):
         what = "only unquantized encoders are streamed, and only to the training device"
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
-    if settings.vae_device == "cpu" and shares_host_memory(context.hardware.device.memory_kind):
-        return settings.changed(vae_device="training")  # the same memory
+    if "cpu" in (device, settings.vae_device) and shares_host_memory(context.hardware.device.memory_kind):
+        what = "the memory of the CPU is that of the training device here"
+        raise InvalidInput(what, hint="leave the pin of caching... to cpu out")
     return settings
 
 
