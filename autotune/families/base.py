@@ -210,8 +210,8 @@ class Family(ABC):
         return model
 
     def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
-        """Blocks by the name of what holds them, a list or a single block, in the order they run: of one list, all but
-        the first and the last are alike. Each can be checkpointed."""
+        """Blocks by the name of what holds them, a list or a single block, in the order they run. Each can be
+        checkpointed. Those of one list whose weights have the same names and shapes compute alike."""
         from torch import nn
 
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}

@@ -22,6 +22,7 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),
     "text_encoder_2": (OPEN_CLIP, "text_encoders.clip_g.transformer.", "text_encoders.t5xxl.transformer."),
+    "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
 }
 """What the names of each component begin with in a checkpoint that holds others, too: Stability's and ComfyUI's."""
 IGNORED = ("position_ids", "logit_scale", "spiece_model", "tekken_model")

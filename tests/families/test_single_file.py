@@ -51,7 +51,7 @@ def header_only(state: State, file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("family", ["flux1-dev", "chroma", "qwen-image", "sdxl", "wan-2.1", "z-image"])
+@pytest.mark.parametrize("family", ["flux1-dev", "chroma", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"])
 def test_a_file_and_a_base_are_the_model_that_the_folder_was(family: str, small_pipelines: Any, tmp_path: Path) -> None:
     small = small_pipelines(family)
     shutil.copytree(small.folder, tmp_path / "base")
@@ -92,7 +92,8 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
 
 @pytest.mark.quick("flux1-dev", "chroma")
 @pytest.mark.parametrize(
-    "name", ["flux1-dev", "chroma", "sdxl", "wan-2.1-14b", "z-image", "qwen-image", "qwen-image-2.1"]
+    "name",
+    ["flux1-dev", "chroma", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image", "qwen-image-2.1"],
 )
 def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Path) -> None:
     found = find_published(name)
