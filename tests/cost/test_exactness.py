@@ -69,6 +69,7 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     )
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(("name", "quantization"), [*((name, "none") for name in TINY), ("qwen-image", "torchao-int8")])
 def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
@@ -297,6 +298,7 @@ def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, ch
     assert predicted != plain.predict(candidate).allocated_memory_bytes
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(
     ("name", "share", "size"),
     [

@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
     assert "1 variable" not in " ".join(dataset.problem_summary)  # it is not left out
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
     source = tmp_path / "whole.mkv"

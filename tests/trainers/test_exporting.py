@@ -124,7 +124,7 @@ FROM_SCRIPT = {"allocator"}
 
 
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10)
 @given(
     blocks=st.integers(0, 59),
     swapped=st.integers(0, 40),

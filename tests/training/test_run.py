@@ -341,6 +341,7 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.quick("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later(
     bench: Bench, tmp_path: Path, number: int

@@ -96,7 +96,7 @@ def test_no_text_of_a_file_becomes_markup() -> None:
     assert not {"\u202e", "\x00"} & set(page.text), "and turns no writing around"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(), st.text())
 def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characters(text: str, value: str) -> None:
     page = Outline(document("t", h("p", text, title=value, id="it")))
