@@ -260,7 +260,11 @@ class Family(ABC):
         allowed = f"1 to {self.max_controls}" if self.max_controls else "none"
         if not min(1, self.max_controls) <= number <= self.max_controls:
             give = "give the images that belong to each with --control"
-            hint = give if self.max_controls else "leave --control out, or use a model for editing"
+            hint = (
+                give
+                if self.max_controls
+                else "leave --control out, or use a model for editing (of a single file: --base)"
+            )
             raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:

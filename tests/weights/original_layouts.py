@@ -13,7 +13,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
-def qwen_image(state: State) -> State:
+def as_diffusers(state: State) -> State:
     return dict(state)
 
 
@@ -313,8 +313,11 @@ def sd3(state: State) -> State:
 
 
 LAYOUTS: dict[str, Callable[[State], State]] = {
-    "qwen-image": qwen_image,
+    "qwen-image": as_diffusers,
+    "kandinsky5-image-lite": as_diffusers,
+    "kandinsky5-video-lite": as_diffusers,
     "flux1-dev": flux1,
+    "flux1-kontext": flux1,
     "chroma": chroma,
     "flux2-klein": flux2,
     "krea-2": krea2,
