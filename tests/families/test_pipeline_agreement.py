@@ -98,7 +98,7 @@ def _pack(family, pipeline, latents):
     return torch.nn.functional.pixel_unshuffle(latents[:, :, 0], family.patch).flatten(2).mT
 
 
-UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev")
+UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev", "sd3.5")
 """Families whose pipelines take latents (batch, channels, height, width)."""
 
 
