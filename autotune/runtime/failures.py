@@ -16,7 +16,7 @@ def explain_error(error: Exception) -> AutotuneError:
             f"{where}{error.strerror}", hint="check the path, its permissions, and the free space on its disk"
         )
     if is_out_of_memory(error):
-        hint = "close other programs that use memory, or raise the limit (ulimit -v)"
+        hint = "close other programs that use memory, or raise the limit (ulimit -v, -d)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
