@@ -261,7 +261,9 @@ def _compared(subject: RunSubject) -> list[Element]:
         ("images per second", *_pair(frozen.expected.images_per_second, report.images_per_second, "{:.3g}".format)),
         ("whole run", *_pair(subject.plan.job_seconds, report.total_seconds, seconds_text)),
     ]
-    figures = table(("", "promised", "measured", "difference"), rows, caption="Promised against measured")
+    figures = table(
+        ("", "promised", "measured", "difference"), rows, caption="What the plan promised, and what the run took."
+    )
     return [
         h(
             "div",
