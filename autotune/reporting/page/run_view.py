@@ -135,7 +135,7 @@ def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
     overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
     figure = chart(
         x,
-        Axis.over([norm for _, norm in norms], "norm", "{:.2g}".format),
+        Axis.over([norm for _, norm in norms], "norm", "{:.3g}".format),
         title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
         f"{spikes}; not finite: {nonfinite}{overflows}.",
         lines=[Line(norms, "smooth")],
