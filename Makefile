@@ -27,11 +27,12 @@ demo: $(READY)
 	@rm -rf demo
 	@$(BIN)/autotune demo --output demo
 
+# Three processes on two cores: some tests wait for others to die.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ''
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m ''
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""Predicted against real: peak memory and step time of some 125 configurations on this CPU.
+"""Predicted against real: peak memory and step time of some 150 configurations on this CPU.
 
-    python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
+    python benchmarks/cost_accuracy.py [--memory] [--output benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
 
 Memory: allocation events of PyTorch's profiler during a real optimizer step, plus what was resident before. Time: the
 process's own time on one core, the least of three steps. Rates are measured at the models' shapes first; then one trial
-per family (its first configuration) calibrates the others.
+per family (its first configuration) calibrates the others. `--memory` measures no time, so that a machine that others
+use will do.
 """
 
 import argparse
@@ -86,13 +87,14 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
 
 
 def candidates(family: Family, num_blocks: int) -> list[Candidate]:
-    """Ten that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
+    """Twelve that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
     last, half = num_blocks - 1, num_blocks // 2
     plans: list[tuple[int, int, dict[str, Any]]] = [
         (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last, {"quantization": "torchao-int8"}),
         (2, last, {"quantization": "bnb-nf4"}), (2, 0, {"quantization": "bnb-int8"}),
         (2, 1, {"selective_blocks": last - 1}),
-        (2, 0, {"quantization": "int8-matmul"}),
+        (2, 0, {"quantization": "int8-matmul"}), (2, half, {"quantization": "torchao-fp8"}),
+        (2, last, {"offloaded_inputs": half}),
     ]  # fmt: skip
     newer: dict[str, Any] = {}
     if family.modulation:
@@ -133,56 +135,61 @@ def workload_of(name: str) -> Workload:
     )
 
 
-def measure_family(name: str, hardware: HardwareProfile) -> list[dict[str, Any]]:
+def measure_family(name: str, hardware: HardwareProfile, *, with_time: bool) -> list[dict[str, Any]]:
     family, config, workload = FAMILIES[name], MID[name], workload_of(name)
-    known = measured(hardware, CostModel.build(hardware, workload, family, config))
-    predictor = CostModel.build(known, workload, family, config)
+    predictor = CostModel.build(hardware, workload, family, config)
+    if with_time:
+        predictor = CostModel.build(measured(hardware, predictor), workload, family, config)
     rows: list[dict[str, Any]] = []
     for candidate in candidates(family, workload.model.num_blocks):
         before = predictor.predict_uncalibrated(candidate)
-        truth = run(family, config, workload, candidate)
-        if not rows:
-            seconds, peak = (min(truth.step_seconds),), truth.peak_bytes
-            trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=peak)
-            predictor = predictor.with_calibration([trial])
-        after = predictor.predict(candidate)
-        rows.append(
-            {
-                "family": name,
-                "candidate": candidate.label(),
-                "peak_bytes": truth.peak_bytes,
-                "predicted_peak_bytes": before.allocated_memory_bytes,
-                "step_seconds": min(truth.step_seconds),
+        truth = run(family, config, workload, candidate, num_timed=3 if with_time else 0)
+        row = {"family": name, "candidate": candidate.label(), "peak_bytes": truth.peak_bytes}
+        row["predicted_peak_bytes"] = before.allocated_memory_bytes
+        if with_time:
+            seconds = min(truth.step_seconds)
+            if not rows:
+                peak = truth.peak_bytes
+                trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(seconds,), peak_memory_bytes=peak)
+                predictor = predictor.with_calibration([trial])
+            row |= {
+                "step_seconds": seconds,
                 "predicted_step_seconds_before": before.step_seconds,
-                "predicted_step_seconds": after.step_seconds,
-                "calibrated_on": len(rows) == 0,
+                "predicted_step_seconds": predictor.predict(candidate).step_seconds,
+                "calibrated_on": not rows,
             }
-        )
-        print(_line(rows[-1]), flush=True)
+        rows.append(row)
+        print(_line(row), flush=True)
     return rows
 
 
 def _line(row: dict[str, Any]) -> str:
     memory = row["predicted_peak_bytes"] / row["peak_bytes"] - 1
+    line = f"{row['family']:22} {row['candidate']:42} {row['peak_bytes'] / 1e6:8.1f} MB {100 * memory:+6.2f}%"
+    if "step_seconds" not in row:
+        return line
     before = row["predicted_step_seconds_before"] / row["step_seconds"] - 1
     after = row["predicted_step_seconds"] / row["step_seconds"] - 1
-    return (
-        f"{row['family']:22} {row['candidate']:42} {row['peak_bytes'] / 1e6:8.1f} MB {100 * memory:+6.2f}%"
-        f"  {row['step_seconds']:6.3f} s {100 * before:+6.1f}% -> {100 * after:+6.1f}%"
-    )
+    return f"{line}  {row['step_seconds']:6.3f} s {100 * before:+6.1f}% -> {100 * after:+6.1f}%"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are found."""
     memory = sorted(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
+    found = {
+        "num_configurations": len(rows),
+        "memory_mean_error": statistics.mean(memory),
+        "memory_p95_error": memory[math.ceil(0.95 * len(memory)) - 1],
+        "memory_max_error": memory[-1],
+    }
+    if "step_seconds" not in rows[0]:
+        return found
     classify = [r for r in rows if not r["calibrated_on"]]
     times = sorted(abs(r["predicted_step_seconds"] / r["step_seconds"] - 1) for r in classify)
     real = sorted(range(len(rows)), key=lambda i: rows[i]["step_seconds"])[:5]
     told = sorted(range(len(rows)), key=lambda i: rows[i]["predicted_step_seconds"])[:5]
     return {
-        "num_configurations": len(rows),
-        "memory_mean_error": statistics.mean(memory),
-        "memory_p95_error": memory[math.ceil(0.95 * len(memory)) - 1],
+        **found,
         "time_mean_error": statistics.mean(times),
         "time_p95_error": times[math.ceil(0.95 * len(times)) - 1],
         "top5_recall": len(set(real) & set(told)) / 5,
@@ -195,10 +202,11 @@ def main() -> None:
     default = Path(__file__).parent / "results" / f"cost_accuracy_{today}.json"
     parser.add_argument("--output", type=Path, default=default)
     parser.add_argument("families", nargs="*", default=list(MID), help="all by default")
+    parser.add_argument("--memory", action="store_true", help="measure no time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    hardware = probe()
-    rows = [row for name in arguments.families for row in measure_family(name, hardware)]
+    hardware, with_time = probe(), not arguments.memory
+    rows = [row for name in arguments.families for row in measure_family(name, hardware, with_time=with_time)]
     result = summary(rows)
     for key, value in result.items():
         print(f"{key:24}{value:.4g}")

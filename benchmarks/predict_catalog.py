@@ -10,6 +10,7 @@ whenever the cost model, the knobs, a family's defaults or the catalog change wh
 
 import json
 import sys
+from collections.abc import Mapping
 
 from autotune.runtime.quiet import silence_libraries
 
@@ -39,6 +40,15 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
     }
 
 
+def write(found: Mapping[str, Mapping[str, object]]) -> None:
+    """One line for each model and GPU, so that what changed can be read in a diff."""
+    models = []
+    for name, predictions in found.items():
+        lines = (f"  {json.dumps(gpu)}: {json.dumps(each)}" for gpu, each in predictions.items())
+        models.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    write_text_atomic(shipped_path(FILE), '{"models": {\n' + ",\n".join(models) + "\n}}\n")
+
+
 def main() -> None:
     models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
@@ -46,14 +56,13 @@ def main() -> None:
     done: dict[str, str] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
         family, model = models[name]
-        if twin := done.get(made_of := repr((family.name, model.config, model.parts))):
-            found[name] = found[twin]
-            continue
-        found[name], done[made_of] = {}, name
-        for gpu in load_catalog():
-            found[name][gpu.id] = predict(name, gpu)
-            print(name, gpu.id, found[name][gpu.id], file=sys.stderr)
-    write_text_atomic(shipped_path(FILE), json.dumps({"models": found}, indent=1) + "\n")
+        made_of = repr((family.name, model.config, model.parts))
+        if made_of not in done:
+            done[made_of] = name
+            found[name] = {gpu.id: predict(name, gpu) for gpu in load_catalog()}
+        found[name] = found[done[made_of]]
+        write({each: found[each] for each in models if each in found})
+        print(name, "done" if done[made_of] == name else f"as {done[made_of]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -21,6 +22,8 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 
 silence_libraries()
+hypothesis.settings.register_profile("same everywhere", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,8 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow."""
     for item in items:
         for marker in item.iter_markers("quick"):
-            if not set(marker.args) & {str(getattr(value, "name", value)) for value in item.callspec.params.values()}:
+            if not set(marker.args) & {_called(value) for value in item.callspec.params.values()}:
                 item.add_marker("slow")
+
+
+def _called(value: object) -> str:
+    return str(getattr(value, "name", getattr(value, "__name__", value)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,8 @@ def list_models(hardware: str | None = None, *, file: str | Path | None = None) 
 
     Args:
         hardware: a GPU of the catalog, to tell what it is predicted to do with each; `4090` and the like.
-        file: a file of ComfyUI, Kohya or Civitai; models of one architecture cannot be told apart by it.
+        file: a file of ComfyUI, Kohya or Civitai. Models of one architecture differ in nothing that is in it; the one
+            that its name fits best, for which it is taken, comes first.
 
     Raises InvalidInput if the catalog has no such GPU, or the file holds no known model; the message says what it is.
 
@@ -24,8 +25,8 @@ def list_models(hardware: str | None = None, *, file: str | Path | None = None) 
     summaries = summarize_models(gpu_named(hardware).id if hardware else None)
     if file is None:
         return summaries
-    hub_ids = [model.hub_id for _, model in recognize(open_single_file(Path(file)))]
-    return tuple(summary for summary in summaries if summary.hub_id in hub_ids)
+    by_id = {summary.hub_id: summary for summary in summaries}
+    return tuple(by_id[model.hub_id] for _, model in recognize(open_single_file(Path(file))))
 
 
 def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:

@@ -12,6 +12,7 @@ from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.api.plan_files import load_variants
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
+from autotune.hardware import with_assumed_packages
 from autotune.knobs import caching_choices
 from autotune.planning import (
     PlanRequest,
@@ -186,9 +187,11 @@ def _resolve_on_hardware(
     """The request on the machine that the options name: what can be wrong is looked at before a rate is measured, and
     as far as it can be before torch is imported. `tries`: whether trials are to follow."""
     limits, named, on_sound = _limits(options), options.get("hardware"), lambda: None
-    host_memory, assume, profile = options.get("host_memory"), options.get("assume") or (), None
+    host_memory, assume, profile = options.get("host_memory"), options.get("assume"), None
     if named is not None:
-        profile = hardware_for(named, host_memory=host_memory, assume=assume, on_event=on_event)
+        profile = hardware_for(named, host_memory=host_memory, assume=assume or (), on_event=on_event)
+        if assume is None and profile.origin == "catalog":
+            profile = _as_assumed_earlier(profile, options.get("earlier"), on_event)
     if profile is None and tries:
         on_sound = start_fork_server  # it imports for seconds, beside what is imported and predicted here
     on_event(StatusChanged(text="reading model and data"))
@@ -203,6 +206,18 @@ def _resolve_on_hardware(
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
     resolved = replace(resolved, request=_within_budget(request, profile, limits))
     return replace(resolved, request=_suited_to_trainer(resolved, profile, options)), profile
+
+
+def _as_assumed_earlier(
+    profile: HardwareProfile, earlier: TrainingPlan | str | Path | None, on_event: OnEvent
+) -> HardwareProfile:
+    """The card with the packages that an earlier plan's card was taken to have, if it can run them."""
+    names = _any_variant(earlier).frozen.hardware.assumed if earlier is not None else ()
+    try:
+        return with_assumed_packages(profile, names) if names else profile
+    except InvalidInput as error:
+        on_event(Notice(text=f"the earlier plan assumed {', '.join(names)}: {error.message}"))
+        return profile
 
 
 def _limits(options: PlanOptions) -> dict[str, int]:

@@ -187,22 +187,25 @@ def sample(
     """Sample pictures from a trained adapter through the model's stock pipeline; returns the files.
 
     Args:
-        run: output folder of a training run.
+        run: output folder of a training run; or a plan of this machine, whose model is shown without an adapter, which
+            makes images for prior preservation.
         prompt: what to show.
         count: number of pictures, each from another seed.
         seed: seed of the first picture.
         num_steps: denoising steps; the job's by default.
         control: control images, for edit models.
-        path: file to write, with a number added if there are several; in `run` by default. A video model writes an mp4;
-            a name that ends otherwise gets the first frame as a PNG.
+        path: file to write, with a number added if there are several; in or beside `run` by default. A video model
+            writes an mp4; a name that ends otherwise gets the first frame as a PNG.
         on_event: listener to progress.
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
+        DoesNotFit: the plan was made for another machine.
         AutotuneError: memory ran out.
 
     Example:
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
+        >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """
     on_event(StatusChanged(text="sampling"))
     wanted = SampleRequest(
@@ -210,4 +213,7 @@ def sample(
     )
     inputs = read_sample_inputs(Path(run), wanted, on_event)
     silence_progress_bars()
-    return training.sample_run(inputs, read_machine(), cache_path(ENCODED), on_event)
+    hardware = read_machine()
+    if inputs.adapter is None:
+        training.require_fit(training.hardware_misfits(inputs.plan, hardware))
+    return training.sample_run(inputs, hardware, cache_path(ENCODED), on_event)

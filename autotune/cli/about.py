@@ -8,7 +8,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import Json
-from autotune.cli.output import print_result, show_events
+from autotune.cli.output import print_remark, print_result, show_events
 
 
 def doctor(as_json: Json = False) -> None:
@@ -29,6 +29,8 @@ def models(
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted to do with each."""
     found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))
+    if file is not None and len(found) > 1:
+        print_remark(f"only its name tells these apart: without --base, {file.name} is taken for {found[0].name}")
 
 
 def fetch(

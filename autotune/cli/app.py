@@ -97,7 +97,7 @@ def main() -> None:
         explained = explain(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
-        _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
+        _fail("interrupted", Progress.after_interrupt, INTERRUPTED)
     sys.exit(status)
 
 

@@ -21,6 +21,7 @@ def demo(
     no_profiles: Annotated[bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")] = False,
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
+    Progress.after_interrupt = f"a demo begins anew: remove {output}, or name another folder with --output"
     autotune.warm_up()
     with show_events() as show:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))

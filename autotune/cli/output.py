@@ -23,6 +23,7 @@ class Progress:
 
     form: ClassVar[str] = "bar"
     is_verbose: ClassVar[bool] = False
+    after_interrupt: ClassVar[str] = "run the same command again: what was finished is kept"
 
 
 def show_events() -> AbstractContextManager[Listener]:

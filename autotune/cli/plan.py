@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -163,7 +164,7 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     except autotune.NoGpu as error:
         if error.elsewhere and not options.as_json:
             print_out(reporting.elsewhere_lines(error))
-        error.hint = error.advice(shlex.join(["autotune", *sys.argv[1:], "--hardware", error.gpu]))
+        error.hint = error.advice(shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu]))
         raise
     except autotune.PlanNotWritten as error:
         typer.echo(autotune.plan_text(error.plan))
@@ -202,3 +203,15 @@ def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] 
     if wrong is not None:
         raise typer.BadParameter(f"{wrong!r} is not KNOB=VALUE", param_hint=option)
     return tuple((name, value) for name, _, value in pairs) or None
+
+
+def _predictable(words: Sequence[str]) -> list[str]:
+    """The words of a command without an objective that only a measurement serves."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--objective=energy":
+            continue
+        if word == "--objective" and (value := next(rest, "energy")) == "energy":
+            continue
+        kept += [word, value] if word == "--objective" else [word]
+    return kept

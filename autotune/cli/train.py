@@ -128,7 +128,9 @@ def publish(
 
 
 def sample(
-    run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
+    run_folder: Annotated[
+        Path, typer.Argument(help="Output folder of a run; or a plan: its model as it is.", metavar="RUN|PLAN")
+    ],
     prompt: Annotated[str, typer.Option(help="What to show.")],
     count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the first picture.")] = 0,
@@ -137,10 +139,10 @@ def sample(
         list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN by default.")
+        Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
     ] = None,
 ) -> None:
-    """Sample from a trained adapter, through the model's stock pipeline."""
+    """Sample from a trained adapter, or a plan's model as it is, through the model's stock pipeline."""
     with show_events() as show:
         written = autotune.sample(
             run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (), path=output,

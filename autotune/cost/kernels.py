@@ -15,7 +15,8 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
-  (aten/src/ATen/TensorIterator.cpp, `compute_types`);
+  (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere (`autotune.quantization`,
+  CONVERTS_AS_IT_READS);
 - the backward pass of fused attention takes fp32 accumulators (aten/src/ATen/native/transformers/cuda: flash_attn,
   `mha_bwd`; mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it takes
   as much is an assumption, from its last kernel, which converts the query's gradient.
@@ -106,16 +107,17 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
     norm_rope, products = attention.KERNELS, quantization.PRODUCT_KERNELS
+    converts = quantization.CONVERTS_AS_IT_READS
     compiled, product = norm_rope["compiled"], products["meta"]
     try:
-        products["meta"] = _products_of(rules)
+        products["meta"], converts["meta"] = _products_of(rules), converts[rules]
         norm_rope["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
         for name, substitute in table.items():
             setattr(functional, name, substitute)
         with attention_backend("native"):
             yield
     finally:
-        norm_rope["compiled"], products["meta"] = compiled, product
+        norm_rope["compiled"], products["meta"], converts["meta"] = compiled, product, converts["cpu"]
         for name, original in originals.items():
             setattr(functional, name, original)
 

@@ -15,6 +15,7 @@ from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.trace.passes import (
     TracePass,
+    block_kinds,
     choose_traced,
     meta_batch,
     shorten,
@@ -144,13 +145,14 @@ class TracedModel:
         self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
         self.overheads = overheads
         self._resident = build_on_meta(family, config)
-        self.counts = self._counts(self._resident)
-        """Blocks of each kind in the full model."""
-        adapted = block_numbers(workload.adapted_blocks, sum(self.counts))
-        self.traced_counts, self.index, adapted_traced = choose_traced(self.counts, adapted)
-        """Blocks of each kind that are traced; for each block of the full model, the one that stands for it."""
+        kinds = block_kinds(family, self._resident)
+        self.num_blocks = sum(map(len, kinds))
+        """Of the full model."""
+        adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
+        self.picked, self.index, adapted_traced = choose_traced(kinds, adapted)
+        """Blocks of each list that are traced; for each block of the full model, the one that stands for it."""
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
-        shorten(family, self._resident, self.traced_counts)
+        shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
         self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
@@ -162,7 +164,7 @@ class TracedModel:
             return self._resident
         transformer = build_on_meta(self.family, self.config)
         knobs.take_layers(self.family, transformer)
-        shorten(self.family, transformer, self.traced_counts)
+        shorten(self.family, transformer, self.picked)
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
@@ -207,9 +209,6 @@ class TracedModel:
         if rules == self.rules:
             found.vae_cost = self.vae_cost
         return found
-
-    def _counts(self, transformer: Any) -> tuple[int, ...]:
-        return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())
 
     def masked(self, micro_batch_size: int) -> bool:
         """Whether attention gets a mask because captions differ in length."""

@@ -84,7 +84,7 @@ class PassTables:
 
     def __init__(self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None) -> None:
         self.model, self.hardware, self.workload, self.overheads = model, hardware, model.workload, overheads
-        self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
+        self._num_blocks, self._num_traced = model.num_blocks, sum(map(len, model.picked))
         self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)

@@ -7,6 +7,7 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.families.adapter import (
         ADAPTER_NAME,
+        adapter_shapes,
         add_adapter,
         block_numbers,
         choose_layers,

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -79,12 +80,34 @@ def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks
 def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
     """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by pattern."""
     known = family.target_sets.get(targets)
-    if isinstance(known, str):
-        return lambda name: re.fullmatch(known, name) is not None
     if known is not None:
-        return lambda name: any(name == end or name.endswith(f".{end}") for end in known)
+        return _peft_rule(known)
     patterns = [part.strip() for part in targets.split(",") if part.strip()]
     return lambda name: any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+
+
+def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
+    """What peft's `target_modules` means: an expression for whole names, or ends of names."""
+    if isinstance(chosen, str):
+        return lambda name: re.fullmatch(chosen, name) is not None
+    return lambda name: any(name == end or name.endswith(f".{end}") for end in chosen)
+
+
+def adapter_shapes(family: Family, transformer: "nn.Module", workload: Workload) -> Counter[tuple[int, ...]]:
+    """How many parameters of each shape `add_adapter` would add, without the seconds that it takes.
+
+    Raises InvalidInput as `choose_layers`.
+    """
+    is_chosen = _peft_rule(choose_layers(family, transformer, workload.targets, workload.adapted_blocks))
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for name, module in transformer.named_modules():
+        if is_chosen(name):
+            num_outputs, num_inputs, *kernel = module.weight.shape
+            shapes[workload.rank, num_inputs, *kernel] += 1
+            shapes[num_outputs, workload.rank, *(1 for _ in kernel)] += 1
+            if workload.adapter == "dora":  # the lengths of the outputs' weights
+                shapes[(1, num_outputs, *(1 for _ in kernel)) if kernel else (num_outputs,)] += 1
+    return shapes
 
 
 def add_adapter(

@@ -1,5 +1,6 @@
 """Building a family's transformer without weights, and what identifies its architecture."""
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,13 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
     """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or if it has no blocks."""
-    transformer = build_on_meta(family, config)
+    return _build_spec(family, json.dumps(config)).changed(name=name)
+
+
+@functools.lru_cache(maxsize=64)
+def _build_spec(family: Family, config: str) -> ModelSpec:
+    """Cached because it takes tenths of a second, and a command asks for it several times."""
+    transformer = build_on_meta(family, json.loads(config))
     num_blocks = len(family.blocks(transformer))
     if not num_blocks:
         message = f"the transformer's configuration builds a {family.transformer_class} without blocks"
@@ -38,7 +45,7 @@ def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpe
         architecture=digest_of({"class": family.transformer_class, "config": full}),
         num_parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         num_blocks=num_blocks,
-        name=name,
+        name=family.name,
     )
 
 

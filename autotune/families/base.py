@@ -213,8 +213,8 @@ class Family(ABC):
         return model
 
     def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
-        """Blocks by the name of what holds them, a list or a single block, in the order they run: of one list, all but
-        the first and the last are alike. Each can be checkpointed."""
+        """Blocks by the name of what holds them, a list or a single block, in the order they run. Each can be
+        checkpointed. Those of one list whose weights have the same names and shapes compute alike."""
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}
         return {name: list(part) if isinstance(part, nn.ModuleList) else [part] for name, part in parts.items()}
 
@@ -261,7 +261,11 @@ class Family(ABC):
         allowed = f"1 to {self.max_controls}" if self.max_controls else "none"
         if not min(1, self.max_controls) <= number <= self.max_controls:
             give = "give the images that belong to each with --control"
-            hint = give if self.max_controls else "leave --control out, or use a model for editing"
+            hint = (
+                give
+                if self.max_controls
+                else "leave --control out, or use a model for editing (of a single file: --base)"
+            )
             raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:

@@ -18,6 +18,7 @@ from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_21 import QwenImage21
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from autotune.families.sd35 import StableDiffusion35
 from autotune.families.sdxl import StableDiffusionXL
 from autotune.families.wan import Wan21, Wan22
 from autotune.families.wan22_14b import Wan22HighNoise
@@ -86,6 +87,7 @@ FAMILIES = Families(
     Krea2(),
     Chroma(),
     QwenImage21(),
+    StableDiffusion35(),
 )
 
 

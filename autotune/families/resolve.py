@@ -20,7 +20,7 @@ from autotune.families.noise import NoiseProcess
 from autotune.families.part_files import find_parts, named_parts, where_usually
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
-from autotune.families.single_file import SUFFIXES, find_config, open_single_file, recognize
+from autotune.families.single_file import SUFFIXES, find_config, named_expert, open_single_file, recognize
 from autotune.runtime import lazy_module
 from autotune.schema import ModelSpec, split_reference
 from autotune.weights import (
@@ -203,7 +203,7 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     if folder is None and known is None:
         raise InvalidInput(f"the base {base} is no folder, and not on this machine", hint=NAME_BASE)
     family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
-    family = family.with_expert(expert)
+    family = family.with_expert(expert or named_expert(file.stem, family))
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():
         configs.insert(0, public_config(read_config(path)))

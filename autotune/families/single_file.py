@@ -1,6 +1,7 @@
 """What a single file holds: of which family its DiT or UNet is, and of which configuration."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def open_single_file(path: Path) -> WeightSource:
 
 
 def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]:
-    """The published models whose architecture the file has; those of one architecture cannot be told apart.
+    """The published models whose architecture the file has; of one architecture, those that its name fits come first.
 
     Raises BadWeights if there is none; the message says what comes nearest.
     """
@@ -45,7 +46,26 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
                 found.append((family, model))
     if not found:
         raise BadWeights(f"{source.path} holds no model that is known: {_describe(source, refusals)}", hint=NOT_KNOWN)
-    return tuple(found)
+    return _by_name(source.path.stem, found)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", name.lower()))
+
+
+def _by_name(name: str, found: Sequence[tuple[Family, PublishedModel]]) -> tuple[tuple[Family, PublishedModel], ...]:
+    """Models of one architecture, whose tensors are called the same, by how well a file's name fits their own."""
+    told, own = _words(name), [_words(model.hub_id.partition("/")[2]) for _, model in found]
+    common = own[0].intersection(*own)
+    if not told & own[0].union(*own):
+        return tuple(found)
+    fits = [(-len(words & told - common), len(words - told - common)) for words in own]
+    return tuple(found[number] for number in sorted(range(len(found)), key=fits.__getitem__))
+
+
+def named_expert(name: str, family: Family) -> str | None:
+    """The expert of a family that a file's name tells of; None if it tells of none."""
+    return next((expert for expert in family.experts if _words(expert) <= _words(name)), None)
 
 
 def _may_be(source: WeightSource, family: Family) -> bool:

@@ -27,6 +27,9 @@ weights torchao quantized."""
 DEFAULT_DISK_BYTES = 90 * GIB
 """Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
 
+NO_SPILL = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
+"""What makes a driver on Windows and WSL fail instead of moving a GPU's memory to the host."""
+
 Severity = Literal["blocks", "hurts", "note"]
 """Worst first."""
 
@@ -195,8 +198,7 @@ def check_host(facts: DoctorFacts) -> Iterator[Finding]:
         yield Finding(severity="blocks", name="windows", what=what, fix=fix)
     if host.memory_model == "wsl":
         what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
-        fix = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
-        yield Finding(severity="hurts", name="wsl-spill", what=what, fix=fix)
+        yield Finding(severity="hurts", name="wsl-spill", what=what, fix=NO_SPILL)
     if host.available_memory_bytes < MIN_HOST_BYTES:
         what = (
             f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available: loading large models may be killed"

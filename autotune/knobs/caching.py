@@ -7,7 +7,7 @@ predicted to fit is taken, exact and fast ones first.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -29,6 +29,7 @@ WORKING_SHARE = 0.06
 """What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers, and their logits."""
 ROUNDED_SHARE = 0.04
 """What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted of transformers."""
+RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
 """Settings that are chosen together, or pinned together."""
 
@@ -110,8 +111,11 @@ def choose_caching(
     """
     pins = pins or {}
     pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
+    for name, value in exclusions:
+        _read_fields({name: value})
     if conflict := next(iter(_pairs(pins.items()) & excluded), None):
         raise InvalidInput(f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out")
+    pinned = _with_allowed_residency(pinned, excluded)
     places = _places(context, num_processes, pinned)
     ways = [way for way in _text_ways(context, places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
@@ -134,6 +138,13 @@ def choose_caching(
         else "the first that fits: exact before quantized, streamed last",
         rejected=tuple(Rejected(choice=choice, reason=why) for choice, why in refused if why),
     )
+
+
+def _with_allowed_residency(settings: CachingSettings, excluded: set[tuple[str, str]]) -> CachingSettings:
+    allowed = [value for value in RESIDENCIES if ("residency", value) not in excluded]
+    if not allowed:
+        raise InvalidInput("exclusions leave no residency of encoders", hint="leave one of --exclude caching... out")
+    return settings if settings.residency in allowed else settings.changed(residency=allowed[0])
 
 
 def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize) -> EncoderGpu | None:
@@ -163,20 +174,7 @@ def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
     """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be used on this machine."""
-    values: dict[str, object] = dict(pins)
-    if "text_encoder_streamed" in pins:
-        values["text_encoder_streamed"] = {"true": True, "false": False}.get(pins["text_encoder_streamed"].lower())
-    try:
-        settings = CachingSettings.model_validate(values)
-    except ValidationError as error:
-        known = ", ".join(PIN + name for name in CachingSettings.model_fields)
-        field, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        if field in ("text_encoder_device", "vae_device"):
-            what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
-            raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
-        if not field:
-            raise InvalidInput(message.removeprefix("Value error, "), hint="pin one of them, or both alike") from error
-        raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
+    settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
     if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
         others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
@@ -197,6 +195,24 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
         what = "the memory of the CPU is that of the training device here"
         raise InvalidInput(what, hint="leave the pin of caching... to cpu out")
     return settings
+
+
+def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
+    """The defaults with some fields, as text. Raises InvalidInput for what is no field, or no value of one."""
+    values: dict[str, object] = dict(pins)
+    if "text_encoder_streamed" in pins:
+        values["text_encoder_streamed"] = {"true": True, "false": False}.get(pins["text_encoder_streamed"].lower())
+    try:
+        return CachingSettings.model_validate(values)
+    except ValidationError as error:
+        known = ", ".join(PIN + name for name in CachingSettings.model_fields)
+        field, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        if field in ("text_encoder_device", "vae_device"):
+            what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
+            raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
+        if not field:
+            raise InvalidInput(message.removeprefix("Value error, "), hint="pin one of them, or both alike") from error
+        raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
 
 
 def describe_caching(caching: CachingSettings) -> str:

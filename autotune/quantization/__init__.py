@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.quantization.frozen_linear import CONVERTS_AS_IT_READS
     from autotune.quantization.layers import quantize_inside
     from autotune.quantization.product_layer import PRODUCT_KERNELS, Kernels
     from autotune.quantization.sizes import CPU_SLICE_BYTES, NESTED_BLOCK, NF4_BLOCK, SLICE_BYTES

@@ -1,10 +1,13 @@
-"""A frozen Linear on quantized weights that keeps nothing but those weights for its backward pass.
+"""A frozen Linear on weights of 8 bits that keeps nothing but those weights for its backward pass.
 
-The weights are torchao's, or plain float8 that each product casts to its own dtype: what diffusers calls layerwise
-casting, without hooks that hold a cast copy from the forward to the backward pass. torchao's own layers leave the
-dequantized copy of each product to autograd, so without checkpointing an int8 model needs more memory than a bf16 one.
-Here the backward pass dequantizes again: one more read of the stored weights, and bit for bit the same gradient of the
-input. The weights themselves get none: they are frozen.
+Weights are plain int8 or float8 with one scale per row, or float8 without scales: what diffusers calls layerwise
+casting, without hooks that hold a cast copy from the forward to the backward pass. Left to autograd, the copy of each
+product would be kept, too, and without checkpointing an int8 model would need more memory than a bf16 one. Here the
+backward pass casts again: one more read of the stored weights. The weights themselves get no gradient: they are frozen.
+
+A scale is applied where that moves fewest bytes. CUDA's kernels convert operands as they read them, so there int8 is
+cast and scaled at once: 3 bytes a weight in bf16. Nothing multiplies float8, and a CPU converts beforehand, so there a
+weight is only cast, and the product's output is scaled, together with its bias, or the gradient that comes in.
 """
 
 from typing import Any
@@ -13,64 +16,73 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FLOAT8 = torch.float8_e4m3fn
+from autotune.quantization.stored_rows import FLOAT8, as_stored, store_rows
+
+CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
+"""By kind of device, whether a kernel takes operands of several dtypes without copies of them."""
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, weight, bias)` for a weight of torchao's Int8Tensor or Float8Tensor, with one scale per row."""
+    """`linear(x, scale * stored, bias)`. Shapes: x (..., inputs), stored (outputs, inputs), scale (outputs,), in fp32,
+    or None for ones; bytes of float8 come as uint8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight.qdata, weight.scale)
-        if x.dtype == torch.float16:  # products with stored integers overflow before torchao scales them
-            return functional.linear(x, _scaled(weight.qdata, weight.scale, x.dtype), bias)
-        return functional.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(stored, scale)
+        if scale is None or _scales_weight(stored, x):
+            return functional.linear(x, _weight(stored, scale, x.dtype), bias)
+        out = functional.linear(x, _weight(stored, None, x.dtype))
+        scale = scale.to(out.dtype)
+        return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale, out=out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
-        if stored.dtype == torch.int8 and gradient.dtype != torch.float16:
-            # As torchao does: it multiplies by the stored integers and scales the outcome.
-            weight = stored.to(gradient.dtype)
-            gradient = gradient * scale.to(gradient.dtype).flatten()
-        else:
-            weight = _scaled(stored, scale, gradient.dtype)
-        return gradient.matmul(weight), None, None
+        if scale is not None and not _scales_weight(stored, gradient):
+            gradient, scale = gradient * scale.to(gradient.dtype), None
+        return gradient.matmul(_weight(stored, scale, gradient.dtype)), None, None, None
 
 
-def _scaled(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return stored.to(torch.float32).mul_(scale.reshape(-1, 1)).to(dtype)
+def _scales_weight(stored: Tensor, factor: Tensor) -> bool:
+    """Whether the weight is scaled, not what it is multiplied with. In fp16 products with unscaled numbers overflow."""
+    is_one_kernel = stored.dtype == torch.int8 and CONVERTS_AS_IT_READS[stored.device.type]
+    return is_one_kernel or factor.dtype == torch.float16
 
 
-class CastProduct(torch.autograd.Function):
-    """`linear(x, weight, bias)` for the bytes of a float8 weight, cast to the dtype of `x` in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(stored)
-        return functional.linear(x, stored.view(FLOAT8).to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        (stored,) = ctx.saved_tensors
-        return gradient.matmul(stored.view(FLOAT8).to(gradient.dtype)), None, None
+def _weight(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight that is stored in `dtype`, rounded once."""
+    if scale is None:
+        return as_stored(stored).to(dtype)
+    if stored.dtype == torch.int8:
+        return torch.mul(stored, scale.unsqueeze(1), out=torch.empty(stored.shape, dtype=dtype, device=stored.device))
+    return as_stored(stored).to(dtype).mul_(scale.unsqueeze(1))
 
 
 class FrozenLinear(nn.Linear):
     """A Linear whose weight is quantized. Made of a layer in place, by its class: to all others it stays a Linear."""
 
+    scale: Tensor | None
+
     def forward(self, input: Tensor) -> Tensor:
-        function = CastProduct if self.weight.dtype == torch.uint8 else FrozenProduct
-        product: Tensor = function.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        product: Tensor = FrozenProduct.apply(input, self.weight, self.scale, self.bias)  # type: ignore[no-untyped-call]
         return product
 
 
-def quantize_layerwise(layer: nn.Linear) -> None:
-    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448 is lost.
+def quantize_int8(layer: nn.Linear) -> None:
+    """Store the weight of `layer` as int8 with a scale per row."""
+    store_rows(layer, torch.int8)
+    layer.__class__ = FrozenLinear
 
-    Kept as bytes: peft would round the adapter of a layer whose weight has a floating dtype to that dtype.
-    """
+
+def quantize_float8(layer: nn.Linear) -> None:
+    """Store the weight of `layer` as float8 (e4m3) with a scale per row."""
+    store_rows(layer, FLOAT8)
+    layer.__class__ = FrozenLinear
+
+
+def quantize_layerwise(layer: nn.Linear) -> None:
+    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448 is lost."""
     layer.weight = nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
+    layer.register_parameter("scale", None)
     layer.__class__ = FrozenLinear

@@ -17,29 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.quantization.sizes import slice_bytes_of
+from autotune.quantization.stored_rows import FLOAT8, as_stored, quantize_rows, row_scales, store_rows
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
-"""Of each dtype that is multiplied."""
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Of rows of zeros, and of rows whose scale would underflow."""
 SIDE_MULTIPLE, MIN_ROWS = 16, 32
 """What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows (some cards refuse fewer
 than 32), `_scaled_mm` sides that 16 divides."""
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` (rows, columns) in `dtype`, and the scale of each row, in fp32 (rows, 1)."""
-    scale = _row_scales(x, dtype)
-    scaled = x / scale
-    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
-
-
 def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`quantize_rows` of `gradient` (rows, columns) times fp32 `columns`."""
     folded = gradient * columns
-    scale = _row_scales(folded, dtype)
+    scale = row_scales(folded, dtype)
     folded.div_(scale)
     return (folded.round_() if dtype == torch.int8 else folded).to(dtype), scale
 
@@ -49,11 +37,6 @@ def unscale(sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | N
     out = sums.float().mul_(rows)
     out = out if columns is None else out.mul_(columns)
     return (out if bias is None else out.add_(bias)).to(dtype)
-
-
-def _row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())  # abs() would take a copy
-    return largest.float().div_(LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
 
 
 class Kernels(NamedTuple):
@@ -120,7 +103,7 @@ class EightBitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(stored, scale)
-        weight = _as_multiplied(stored)
+        weight = as_stored(stored)
         left, rows = kernels_for(x).quantize_rows(x, weight.dtype)
         return multiply(left, rows, weight.t(), scale, bias, x.dtype)
 
@@ -128,7 +111,7 @@ class EightBitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
-        weight = _as_multiplied(stored)
+        weight = as_stored(stored)
         left, rows = kernels_for(gradient).quantize_folded(gradient, scale, weight.dtype)
         return multiply(left, rows, weight, None, None, gradient.dtype), None, None, None
 
@@ -144,31 +127,17 @@ class EightBitLinear(nn.Linear):
         return out if input.ndim == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
-def _as_multiplied(stored: Tensor) -> Tensor:
-    return stored.view(FLOAT8) if stored.dtype == torch.uint8 else stored
-
-
 def quantize_int8(layer: nn.Linear) -> None:
     """Let `layer` multiply in int8."""
     _quantize(layer, torch.int8)
 
 
 def quantize_float8(layer: nn.Linear) -> None:
-    """Let `layer` multiply in float8, e4m3; stored as bytes: peft rounds an adapter to a weight's floating dtype."""
+    """Let `layer` multiply in float8, e4m3."""
     _quantize(layer, FLOAT8)
 
 
 def _quantize(layer: nn.Linear, dtype: torch.dtype) -> None:
-    weight = layer.weight.data
-    if any(side % SIDE_MULTIPLE for side in weight.shape):
-        return
-    stored, scale = weight.new_empty(weight.shape, dtype=dtype), weight.new_empty(len(weight), dtype=torch.float32)
-    step = max(1, slice_bytes_of(weight) // (weight.shape[1] * weight.element_size()))
-    for start in range(0, 0 if weight.is_meta else len(weight), step):  # in slices: a whole takes several times itself
-        rows = slice(start, start + step)
-        stored[rows], scales = quantize_rows(weight[rows], dtype)
-        scale[rows] = scales.flatten()
-    stored = stored.view(torch.uint8) if dtype == FLOAT8 else stored
-    layer.weight = nn.Parameter(stored, requires_grad=False)
-    layer.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
-    layer.__class__ = EightBitLinear
+    if not any(side % SIDE_MULTIPLE for side in layer.weight.shape):
+        store_rows(layer, dtype)
+        layer.__class__ = EightBitLinear

@@ -157,6 +157,7 @@ UNLEARNED = meanings(
     files: datasets[].caption_ext=txt datasets[].caption_ext=.txt
     """
 )
+WEIGHTS, SD35_MEDIUM = "model.name_or_path", "stabilityai/stable-diffusion-3.5-medium"
 NO_FORMATS = ("model.quantize", "model.qtype", "model.quantize_te", "model.qtype_te")
 OLD = {"train.noise_scheduler": "ddpm", "sample.sampler": "ddpm"}
 MODELS = (
@@ -170,6 +171,11 @@ MODELS = (
         """,
     ),
     *(KnownModel("flux1-dev", keys, lacks=SWAP) for keys in ({"model.arch": "flux"}, {"model.is_flux": True})),
+    *(KnownModel("sd3.5", keys, lacks=SWAP) for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})),
+    *(
+        KnownModel("sd3.5-medium", {**keys, WEIGHTS: SD35_MEDIUM}, lacks=SWAP)
+        for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})
+    ),
     KnownModel("sdxl", {"model.arch": "sdxl"}, fixed=OLD, lacks=(*SWAP, *NO_FORMATS)),
     KnownModel("sdxl", {"model.is_xl": True}, fixed=OLD, lacks=(*SWAP, *NO_FORMATS)),
 )
@@ -193,7 +199,7 @@ TABLE = (MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED)
 AI_TOOLKIT = Trainer(
     *("ai-toolkit", "ai-toolkit", "27a03a91", _detect, *TABLE, _files),
     root=ROOT,
-    weights_keys=("model.name_or_path",),
+    weights_keys=(WEIGHTS,),
     gathered=("sample.samples[].prompt",),
     notes=("AdamW adds 1e-6 to its denominators, autotune 1e-8",),
     overheads=overheads.AI_TOOLKIT,

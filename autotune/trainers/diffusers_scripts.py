@@ -20,6 +20,7 @@ KREA_REST = (
 DEFAULT_TARGETS: Mapping[str, str] = {
     "flux1": f"{' '.join(f'attn.{name}' for name in JOINT.split())} {FLUX_MLP}",
     "flux2": "to_k to_q to_v to_out.0 to_qkv_mlp_proj single_transformer_blocks.0.attn.to_out",
+    "sd3.5": " ".join(f"attn.{name}" for name in JOINT.split()),
     "krea": f"img_in final_layer.linear to_q to_k to_v to_out.0 to_gate ff.up ff.down {KREA_REST}",
     "": "to_k to_q to_v to_out.0",
 }
@@ -44,8 +45,8 @@ def _write_quantization(ours: Values, context: Context) -> Values:
     written: dict[str, Any] = {"bnb_quantization_config_path": QUANTIZATION_FILE}
     if ours["quantization"] == "none":
         return {"bnb_quantization_config_path": None}
-    if context.family.name in ("flux1-dev", "sdxl"):
-        raise CannotExpress("its scripts for FLUX.1 and SDXL have no quantization; use --quality exact")
+    if context.family.name in ("flux1-dev", "sd3.5", "sdxl"):
+        raise CannotExpress("its scripts for FLUX.1, SD 3.5 and SDXL have no quantization; use --quality exact")
     if ours["quantization"] == "bnb-nf4":
         return written | {BNB + key: value for key, value in {**NF4, **NF4_COMPUTE}.items()}
     return written | {f"{BNB}load_in_8bit": True}
@@ -150,12 +151,19 @@ UNLEARNED = meanings(
     noise: do_edm_style_training
     the rate is multiplied by batch and processes: scale_lr
     products: do_fp8_training
+    loss: precondition_outputs
     schedule: lr_num_cycles=1 lr_power=1.0 mode_scale
     captions come from a column: caption_column image_column=image dataset_config_name
     """
 )
 SCRIPT, WEIGHTS = "train_dreambooth_lora_{}.py", "pretrained_model_name_or_path"
 Z_IMAGE, TURBO = {"script": SCRIPT.format("z_image")}, "Tongyi-MAI/Z-Image-Turbo"
+SD35: Mapping[str, Any] = {
+    "defaults": {SHIFT: 3.0, "weighting_scheme": "logit_normal"},
+    "fixed": {"precondition_outputs": 0, "max_sequence_length": 256},
+    "lacks": ("lora_alpha", "caption_dropout", "guidance_scale"),
+    "note": "unless precondition_outputs is 0, it weighs each loss by the square of the noise level",
+}
 KREA = {"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4}
 NO_DROPOUT = ("caption_dropout",)
 MODELS = (
@@ -168,6 +176,10 @@ MODELS = (
         lacks=("lora_alpha", "lora_layers", *NO_DROPOUT, "guidance_scale", "cache_latents", "weighting_scheme"),
         note="it tells the model how each image was cut, autotune that it is whole",
         kept=overheads.DIFFUSERS_SDXL,
+    ),
+    KnownModel("sd3.5", {"script": SCRIPT.format("sd3")}, **SD35),
+    KnownModel(
+        "sd3.5-medium", {"script": SCRIPT.format("sd3"), WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}, **SD35
     ),
     KnownModel("z-image", Z_IMAGE, {SHIFT: 6.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),
     KnownModel("z-image-turbo", {**Z_IMAGE, WEIGHTS: TURBO}, {SHIFT: 3.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),

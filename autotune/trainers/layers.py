@@ -29,6 +29,10 @@ LINEAR_LAYERS: Mapping[str, tuple[str, ...]] = {
         "single_transformer_blocks.0.{attn.{to_q,to_k,to_v},proj_mlp,proj_out}",
         "{x_embedder,context_embedder,proj_out,distilled_guidance_layer.{{in,out}_proj,layers.{0,1,2,3,4}.linear_{1,2}}}",
     ),
+    "SD3Transformer2DModel": (
+        f"transformer_blocks.0.{{{JOINT},attn2.{ATTENTION},{{ff,ff_context}}.net.{{0.proj,2}},norm1{{,_context}}.linear}}",
+        f"{{context_embedder,norm_out.linear,proj_out,time_text_embed.{{timestep,text}}_{EMBEDDER}}}",
+    ),
     "Kandinsky5Transformer3DModel": (
         f"{KANDINSKY_ATTENTION}_attention.{{to_query,to_key,to_value,out_layer}}",
         "{text,visual}_transformer_blocks.0.feed_forward.{in,out}_layer",
@@ -69,9 +73,10 @@ CONVOLUTIONS: Mapping[str, tuple[str, ...]] = {
     "UNet2DConditionModel": (
         "{conv_in,conv_out,down_blocks.0.downsamplers.0.conv,up_blocks.0.upsamplers.0.conv}",
         "{{{down,up}_blocks.0.resnets.0,mid_block.resnets.{0,1}}.conv{1,2},{down,up}_blocks.0.resnets.0.conv_shortcut}",
-    )
+    ),
+    "SD3Transformer2DModel": ("pos_embed.proj",),
 }
-"""Layers of a UNet that some trainers adapt too, and autotune does not."""
+"""Layers that some trainers adapt too, and autotune does not."""
 ORIGINAL_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Flux2Transformer2DModel": (
         (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"),
@@ -135,7 +140,7 @@ def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
 
 
 def convolutions(family: Family) -> frozenset[str]:
-    """Names of the convolutions of a UNet."""
+    """Names of the convolutions of a family's model."""
     return frozenset(name for text in CONVOLUTIONS.get(family.transformer_class, ()) for name in _expand(text))
 
 

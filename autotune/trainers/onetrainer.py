@@ -43,7 +43,7 @@ def _write_noise(ours: Values, context: Context) -> Values:
     return {"timestep_distribution": kind, "dynamic_timestep_shifting": by_resolution, **shift}
 
 
-TEXT_ENCODERS = tuple(f"text_encoder{number}.train" for number in ("", "_2"))
+TEXT_ENCODERS = tuple(f"text_encoder{number}.train" for number in ("", "_2", "_3"))
 RULES = (
     rules.targets(["layer_filter", "layer_filter_regex"], _selects, _write_targets, in_blocks=False),
     rules.batch(["batch_size"], "gradient_accumulation_steps", "launch.num_processes"),
@@ -108,6 +108,7 @@ DEFAULTS = rules.settings(
     learning_rate_warmup_steps=200 optimizer.optimizer="ADAMW" optimizer.weight_decay=0.01 clip_grad_norm=1.0
     timestep_distribution="UNIFORM" timestep_shift=1.0 dynamic_timestep_shifting=false train_dtype="FLOAT_16"
     loss_weight_fn="CONSTANT" loss_weight_strength=5.0 text_encoder.train=true text_encoder_2.train=true
+    text_encoder_3.train=true
     transformer.gradient_checkpointing=true transformer.weight_dtype="FLOAT_32" transformer.offload_fraction=0.0
     attention_mechanism="SDP" compile=false
     """
@@ -161,16 +162,19 @@ UNLEARNED = meanings(
     a folder counts otherwise: concepts[].balancing=1.0 concepts[].loss_weight=1.0 transformer.dropout_probability
     """
 )
+SD35, WEIGHTS = {"model_type": "STABLE_DIFFUSION_35"}, "base_model_name"
 MODELS = (
     KnownModel("qwen-image", {"model_type": "QWEN"}, lacks=TEXT_ENCODERS[1:]),
-    KnownModel("flux1-dev", {"model_type": "FLUX_DEV_1"}),
+    KnownModel("flux1-dev", {"model_type": "FLUX_DEV_1"}, lacks=TEXT_ENCODERS[2:]),
+    KnownModel("sd3.5", SD35),
+    KnownModel("sd3.5-medium", {**SD35, WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}),
     KnownModel("flux2-klein", {"model_type": "FLUX_2"}, lacks=TEXT_ENCODERS, assumes="of the [klein] models"),
     KnownModel("krea-2", {"model_type": "KREA_2"}, lacks=TEXT_ENCODERS),
     KnownModel("z-image", {"model_type": "Z_IMAGE"}, lacks=TEXT_ENCODERS),
     KnownModel(
         "sdxl",
         {"model_type": "STABLE_DIFFUSION_XL_10_BASE"},
-        lacks=("transformer.offload_fraction", "frames"),
+        lacks=("transformer.offload_fraction", "frames", *TEXT_ENCODERS[2:]),
         part=("unet.", "transformer."),
     ),
 )
@@ -190,7 +194,7 @@ def _files(values: Values, head: str) -> Mapping[str, str]:
 TABLE = (MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED)
 ONETRAINER = Trainer(
     *("onetrainer", "OneTrainer", "23df3832", _detect, *TABLE, _files),
-    weights_keys=("base_model_name",),
+    weights_keys=(WEIGHTS,),
     aliases={  # until version 10
         "gradient_checkpointing": "transformer.gradient_checkpointing",
         "layer_offload_fraction": "transformer.offload_fraction",

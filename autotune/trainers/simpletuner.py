@@ -151,7 +151,7 @@ FLAVORS = """
     z-image=z_image:base z-image-turbo=z_image:turbo|turbo-ostris-v2| krea-2=krea2:raw| krea-2-turbo=krea2:turbo
     flux2-klein=flux2:klein-4b flux2-klein-9b=flux2:klein-9b| wan-2.1=wan:t2v-480p-1.3b-2.1|
     wan-2.1-14b=wan:t2v-480p-14b-2.1 wan-2.2=wan:ti2v-5b-2.2 sdxl=sdxl:base-1.0| chroma-base=chroma:base|
-    chroma=chroma:hd
+    chroma=chroma:hd sd3.5=sd3:large sd3.5-medium=sd3:medium|
 """
 """Flavors of models in its family, that which it takes by default with nothing after the last bar."""
 

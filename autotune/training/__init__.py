@@ -6,6 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.training.adapter_file import save_trained
+    from autotune.training.card_memory import SPILL_FACTOR, allocator_retries
     from autotune.training.describe import (
         WorkloadOverrides,
         check_job,

@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.schema import OnEvent
+from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.metrics import Metrics
 from autotune.training.processes import Processes
@@ -27,5 +28,6 @@ class RunContext:
     """Why no further step may be taken, besides a signal; None while any may."""
     phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
     """Measures what a phase within training takes."""
+    card: CardMemoryWatch = field(default_factory=CardMemoryWatch)
     trace: Path | None = None
     """File to write a torch.profiler trace to; None for no trace."""

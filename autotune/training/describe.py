@@ -175,12 +175,12 @@ def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> No
     """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats one of them."""
     is_target, number = target_matcher(family, targets), 0
     for name, blocks in family.find_block_lists(transformer).items():
-        chosen = {
-            tuple(part for part, _ in block.named_modules() if is_target(f"{name}.{at}.{part}"))
-            for at, block in enumerate(blocks[1:-1], 1)
-        }
+        chosen: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+        for at, block in enumerate(blocks[1:-1], 1):
+            parts = tuple(part for part, _ in block.named_modules())
+            chosen.setdefault(parts, set()).add(tuple(part for part in parts if is_target(f"{name}.{at}.{part}")))
         number += len(blocks)
-        if len(chosen) > 1:
+        if any(len(each) > 1 for each in chosen.values()):
             hint = f"name the blocks apart from the layers: --blocks 0-{number - 1}"
             raise InvalidInput(f"{targets!r} names other layers in some blocks of {name} than in others", hint=hint)
 

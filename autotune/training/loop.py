@@ -201,8 +201,10 @@ class TrainingLoop:
             self.context.metrics.add(event)
         self.context.on_event(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
-        if warning := self.watch.check(event.memory_bytes, peak):
-            self._warn(warning)
+        computing = event.seconds - event.data_seconds
+        for warning in (self.watch.check(event.memory_bytes, peak), self.context.card.check(computing)):
+            if warning:
+                self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
@@ -234,6 +236,7 @@ class TrainingLoop:
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
         release_memory()
+        self.context.card.forget_retries()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")

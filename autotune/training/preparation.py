@@ -1,6 +1,6 @@
 """Everything that is checked before a run's long work: plan, machine, model, data, output folder and disk."""
 
-from collections import Counter
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 
 from autotune.data import SplitDataset
-from autotune.families import ResolvedModel, add_adapter, build_on_meta, fetch_model, is_on_hub
+from autotune.families import ResolvedModel, adapter_shapes, add_adapter, build_on_meta, fetch_model, is_on_hub
 from autotune.knobs import TuningContext, optimizer_bytes
 from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
@@ -114,15 +114,16 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     optimizer's state and the average of steps."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
-    adapter = add_adapter(model.family, transformer, workload, torch.float32)
+    shapes = adapter_shapes(model.family, transformer, workload)
+    adapter_bytes = sum(math.prod(shape) * count for shape, count in shapes.items()) * 4
     if job.from_adapter is not None:  # before any long work
+        add_adapter(model.family, transformer, workload, torch.float32)
         starting_values(Path(job.from_adapter), transformer, model.family)
-    adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(
         1, job.checkpoint_every(epoch_size, workload.effective_batch_size) * job.checkpoints_keep_every
     )
-    state_bytes, _ = optimizer_bytes(workload.optimizer, Counter(tuple(parameter.shape) for parameter in adapter))
+    state_bytes, _ = optimizer_bytes(workload.optimizer, shapes)
     checkpoint_bytes = adapter_bytes * (1 + bool(workload.ema_decay)) + state_bytes
     num_checkpoints = job.checkpoints_total_limit + 1 + num_permanent
     return adapter_bytes * (1 + job.keep_best) + checkpoint_bytes * num_checkpoints

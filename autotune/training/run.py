@@ -31,6 +31,7 @@ from autotune.schema import (
     ignore_event,
 )
 from autotune.training.adapter_file import SAVE_DTYPES, export_trained, judge_adapter, save_trained
+from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.context import RunContext
 from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, comparison_file, preview_file
@@ -115,6 +116,8 @@ class _Run:
         self.budget_bytes = hardware.device.budget_bytes
         self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
+        expected = plan.frozen.expected
+        self.card = CardMemoryWatch.of_device(processes.device, hardware, expected.step_seconds)
         self.warnings: list[str] = []
         self.adapter_file = ADAPTER_FILE
         self.metrics: Metrics | None = None
@@ -161,6 +164,7 @@ class _Run:
                 budget_bytes=self.budget_bytes,
                 stop_reason=lambda: self.guard.stop_reason,
                 phase=self.watch.phase,
+                card=self.card,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):

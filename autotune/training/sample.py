@@ -1,4 +1,5 @@
-"""`autotune sample`: images and clips from a trained adapter, loaded as the plan says: it fits if training did."""
+"""`autotune sample`: images and clips from a trained adapter, or from a plan's model as it is, loaded as the plan says:
+it fits if training did."""
 
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from autotune.training.sample_inputs import SampleInputs
 def sample_run(
     inputs: SampleInputs, hardware: HardwareProfile, cache_folder: Path, on_event: OnEvent = ignore_event
 ) -> list[Path]:
-    """Sample images from the adapter of a run and return the files written.
+    """Sample images from the adapter of a run, or from a plan's model without one, and return the files written.
 
     Raises:
         OSError: an image could not be written.
@@ -41,13 +42,14 @@ def sample_run(
     encoders.release()
     transformer, _ = load_transformer(model, settings, device)
     sampler.attach(transformer)
-    sampler.load_adapter(inputs.adapter)
+    if inputs.adapter:
+        sampler.load_adapter(inputs.adapter)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
         path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
-        frames, facts = sampler.sample(preview), preview.facts(plan, adapter="with")
+        frames, facts = sampler.sample(preview), preview.facts(plan, adapter="with" if inputs.adapter else "without")
         if path.suffix == ".mp4":
             save_clip(frames, path, facts, model.family.defaults.frames_per_second)
         else:

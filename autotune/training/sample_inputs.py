@@ -28,8 +28,8 @@ class SampleRequest:
     control_paths: tuple[Path, ...] = ()
     """Control images, for edit models."""
     output: Path | None = None
-    """File to write, with a number added if there are several; None for one in the run's folder. A clip is an .mp4; any
-    other name gets its first frame as a PNG."""
+    """File to write, with a number added if there are several; None for one in the run's folder or beside the plan. A
+    clip is an .mp4; any other name gets its first frame as a PNG."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,31 @@ class SampleInputs:
     request: SampleRequest
     plan: TrainingPlan
     model: ResolvedModel
-    adapter: Path
+    adapter: Path | None
+    """None to show the model as it is."""
     file: Path
     """To write, as `SampleRequest.output`."""
 
 
-def read_sample_inputs(folder: Path, request: SampleRequest, on_event: OnEvent = ignore_event) -> SampleInputs:
-    """Read what sampling from the adapter in a run's folder takes; a model of the hub is fetched.
+def read_sample_inputs(run: Path, request: SampleRequest, on_event: OnEvent = ignore_event) -> SampleInputs:
+    """Read what sampling from the adapter in a run's folder takes, or from the model of a plan file; a model of the hub
+    is fetched.
 
     Raises:
         InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is missing or too many.
+        InvalidPlan: the file is no plan.
         AutotuneError: the model cannot be fetched, or the file cannot be written.
     """
-    adapter = folder / ADAPTER_FILE
-    if not adapter.is_file() or not (folder / RUN_PLAN_FILE).is_file():
-        raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
+    folder = run.parent if run.is_file() else run
+    adapter = None if run.is_file() else run / ADAPTER_FILE
+    if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
+        raise InvalidInput(f"{run} holds no trained adapter", hint="name the output folder of `autotune train`")
     missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
-    read_header(adapter)
-    plan = read_plan(folder / RUN_PLAN_FILE)
+    if adapter:
+        read_header(adapter)
+    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
     bucket = plan.frozen.workload.largest_bucket
     file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
     require_writable(file)

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 
 from autotune.runtime import is_out_of_memory
 from autotune.schema import Outcome, TrialResult
-from autotune.training import QualityMissed
+from autotune.training import SPILL_FACTOR, QualityMissed
 
-SPILL_FACTOR = 3.0
-"""A step this many times slower than expected has left the device's memory: spilling costs 5 to 20 times, a wrong
-prediction that was right about other settings seldom 3."""
 NEAR_BUDGET = 0.85
 """Share of the budget: settings that need less do not spill."""
 CLEARLY_SLOWER = 1.25

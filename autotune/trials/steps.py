@@ -30,6 +30,7 @@ from autotune.training import (
     Noising,
     StepOutcome,
     TrainingModel,
+    allocator_retries,
     apply_settings,
     live_tensors,
     load_model,
@@ -134,7 +135,7 @@ class StepRunner:
     def __init__(self, loaded: LoadedModel, workload: Workload, candidate: Candidate) -> None:
         model = self.model = loaded.model
         self.loaded, self.workload, self.candidate = loaded, workload, candidate
-        self.retries_before = _allocator_retries(model.device)
+        self.retries_before = allocator_retries(model.device)
         apply_settings(model, candidate)
         for parameter, value in zip(model.adapter, loaded.initial, strict=True):
             parameter.data.copy_(value)
@@ -188,7 +189,7 @@ class StepRunner:
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
-            allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
+            allocator_retries=allocator_retries(self.model.device) - self.retries_before,
             host_memory_bytes=host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
@@ -256,7 +257,3 @@ class StepRunner:
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None
-
-
-def _allocator_retries(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0

@@ -3,6 +3,7 @@
 source = view_part(open_weights(file), "vae", vae)      # as `single_file.view_as` does for the DiT or UNet
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,8 +23,20 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),
     "text_encoder_2": (OPEN_CLIP, "text_encoders.clip_g.transformer.", "text_encoders.t5xxl.transformer."),
+    "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
 }
 """What the names of each component begin with in a checkpoint that holds others, too: Stability's and ComfyUI's."""
+NESTED = re.compile(
+    r"(?P<side>encoder|decoder)\.(?P<way>down|up)samples\.(?P<stage>\d+)\.(?P=way)samples\.(?P<number>\d+)\.(?P<part>.+)"
+)
+"""A layer of the VAE of Wan 2.2, whose stages hold their blocks and then the one that changes the size."""
+NESTED_LAYERS = {
+    "residual.0.": "norm1.",
+    "residual.2.": "conv1.",
+    "residual.3.": "norm2.",
+    "residual.6.": "conv2.",
+    "shortcut.": "conv_shortcut.",
+}
 IGNORED = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
 """Endings of what is no weight of a text encoder."""
 HEADS = ("text_projection", "lm_head")
@@ -70,7 +83,18 @@ def _ldm_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
 
 
 def _wan_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    return diffusers_conversion("AutoencoderKLWan")(state, config)
+    """Wan 2.1's by diffusers' conversion; of what Wan 2.2 nests in each stage the stages by a map of our own."""
+    nested = {name: match for name in state if (match := NESTED.match(name))}
+    found = diffusers_conversion("AutoencoderKLWan")({n: each for n, each in state.items() if n not in nested}, config)
+    return {**found, **{_unnest(match): state[name] for name, match in nested.items()}}
+
+
+def _unnest(name: re.Match[str]) -> str:
+    stage, way, number, part = name["stage"], name["way"], name["number"], name["part"]
+    for original, layer in NESTED_LAYERS.items():
+        if part.startswith(original):
+            return f"{name['side']}.{way}_blocks.{stage}.resnets.{number}.{layer}{part.removeprefix(original)}"
+    return f"{name['side']}.{way}_blocks.{stage}.{way}sampler.{part}"
 
 
 def _flux2_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -96,6 +120,8 @@ VAES: Mapping[str, Conversion] = {
     "AutoencoderKL": _ldm_vae,
     "AutoencoderKLWan": _wan_vae,
     "AutoencoderKLQwenImage": _wan_vae,
+    "AutoencoderKLQwenImage21": _wan_vae,
     "AutoencoderKLFlux2": _flux2_vae,
 }
-"""How the authors' names become diffusers', by class; Qwen-Image's VAE is laid out as Wan's."""
+"""How the authors' names become diffusers', by class: Qwen-Image's VAE is laid out as Wan 2.1's, that of Qwen-Image 2.1
+as Wan 2.2's, with a dimension of time of size 1."""

@@ -8,12 +8,13 @@ published width.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from autotune.errors import InvalidInput
-from autotune.weights.layer_names import Layout
+from autotune.weights.layer_names import Layout, split_number
 from autotune.weights.lora_layer import LoraLayer
 
 MLP_RATIO = 4
@@ -34,7 +35,8 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
             raise InvalidInput(message, hint="choose the format diffusers") from error
         parts = layout.parts(original)
         if original not in joined:
-            joined[original] = layer if len(parts) == 1 else _join([layers.get(part) for part in parts], parts)
+            alone = len(parts) == 1
+            joined[original] = _turn(layer, original, layout) if alone else _join([layers.get(p) for p in parts], parts)
     return joined
 
 
@@ -43,8 +45,14 @@ def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, L
     split: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)
-        split |= {parts[0]: layer} if len(parts) == 1 else _split(layer, parts)
+        split |= {parts[0]: _turn(layer, name, layout)} if len(parts) == 1 else _split(layer, parts)
     return split
+
+
+def _turn(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
+    """The layer with the halves of its rows exchanged, if it is one of `layout.turned`."""
+    is_turned = split_number(original)[0] in layout.turned and len(layer.up) == 2 * layer.down.shape[1]
+    return replace(layer, up=layer.up.roll(layer.down.shape[1], 0)) if is_turned else layer
 
 
 def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:

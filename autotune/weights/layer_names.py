@@ -14,7 +14,7 @@ from itertools import chain
 from autotune.schema import AdapterFormat
 
 Parts = tuple[str, ...]
-BLOCK = re.compile(r"(^blocks|(?:transformer|double|single|layerwise|refiner)_blocks)([._])(\d+)(?=[._])")
+BLOCK = re.compile(r"(^blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])")
 """The number of a repeated block; of a UNet, of a repeated block within a stage."""
 
 
@@ -26,6 +26,8 @@ class Layout:
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
     """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
+    turned: frozenset[str] = frozenset()
+    """The authors' layers that, if they have two rows for each input, make shifts before scales, diffusers' after."""
     kohya_keeps_names: bool = False
     """Whether kohya's scripts call the layers as diffusers does, and only ComfyUI otherwise."""
 
@@ -238,7 +240,38 @@ SDXL: Mapping[str, Parts] = {
 }
 """Of the published UNet, with two layers a stage; its convolutions are left out."""
 
+SD3: Mapping[str, Parts] = {
+    **_within(
+        {"joint_blocks.#": "transformer_blocks.#"},
+        {
+            "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "x_block.attn.proj": ("attn.to_out.0",),
+            "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+            "x_block.attn2.proj": ("attn2.to_out.0",),
+            "x_block.mlp.fc1": ("ff.net.0.proj",),
+            "x_block.mlp.fc2": ("ff.net.2",),
+            "x_block.adaLN_modulation.1": ("norm1.linear",),
+            "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "context_block.attn.proj": ("attn.to_add_out",),
+            "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+            "context_block.mlp.fc2": ("ff_context.net.2",),
+            "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+        },
+    ),
+    **_one(
+        t_embedder__mlp__0="time_text_embed.timestep_embedder.linear_1",
+        t_embedder__mlp__2="time_text_embed.timestep_embedder.linear_2",
+        y_embedder__mlp__0="time_text_embed.text_embedder.linear_1",
+        y_embedder__mlp__2="time_text_embed.text_embedder.linear_2",
+        context_embedder="context_embedder",
+        final_layer__linear="proj_out",
+    ),
+}
+SD3_TURNED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
+"""In the last block, whose text ends there: it has no gates and no feed-forward part."""
+
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
+SD3_CLASS = "SD3Transformer2DModel"
 LAYOUTS: Mapping[str, Layout] = {
     "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
     FLUX1_CLASS: Layout(FLUX1, {}),
@@ -246,20 +279,21 @@ LAYOUTS: Mapping[str, Layout] = {
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
     "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_keeps_names=True),
+    SD3_CLASS: Layout(SD3, {}, SD3_TURNED),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
 """By class in diffusers."""
 KEPT_NAMES = frozenset({"QwenImageTransformer2DModel", "Kandinsky5Transformer3DModel", "ZImageTransformer2DModel"})
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
-NUM_FLUX1_DOUBLE_BLOCKS = 19
-"""In the published model, by its configuration."""
+NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
+"""In the published models, of Stable Diffusion 3.5 in the large one, by their configurations."""
 
 
 def find_class(layers: Iterable[str]) -> str | None:
     """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None if they may be.
 
-    Stable Diffusion 3 has all names of FLUX.1's double blocks, Qwen-Image those of their attention, in layers as wide.
-    Chroma's layers are told to be FLUX.1's, which other programs call the same.
+    Stable Diffusion 3.5 has all names of FLUX.1's double blocks, Qwen-Image those of their attention. Chroma's layers
+    are told to be FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
     others = {name: layout for name, layout in LAYOUTS.items() if name != CHROMA_CLASS}
@@ -269,7 +303,11 @@ def find_class(layers: Iterable[str]) -> str | None:
         return ""
     if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)):
         return fitting[0]
-    return None if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS else ""
+    if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS:
+        return None
+    if max(numbers) >= NUM_SD3_BLOCKS:
+        return ""
+    return SD3_CLASS if SD3_CLASS in fitting and any(".ff" in name for name in names) else None
 
 
 def can_write(to: AdapterFormat, transformer: str) -> bool:

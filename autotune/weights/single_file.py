@@ -70,17 +70,18 @@ def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
     """The DiT or UNet of a single file under the names of `model`, a diffusers model, which may be on meta.
 
     Its shapes are not checked: `load_into` and `check_source` do. A file that has the model's own names is taken as it
-    is, but for a prefix and scales.
+    is, but for a prefix and scales, and so is one of a class that diffusers has no conversion for.
 
     Raises:
         KeyMismatch: the file holds another model.
-        BadWeights: it is stored in a way that is not understood, or diffusers has no conversion for the class.
+        BadWeights: it is stored in a way that is not understood.
     """
     (file,) = source.files
     tensors, scales = split_scales(file, take_prefix(file, PREFIXES))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     kind = type(model).__name__
-    conversion = None if shapes.keys() <= tensors.keys() else diffusers_conversion(kind)
+    has_own_names = shapes.keys() <= tensors.keys() or not has_conversion(kind)
+    conversion = None if has_own_names else diffusers_conversion(kind)
     return make_view(source, tensors, scales, shapes, kind, cast(Any, model).config, conversion)
 
 
@@ -121,12 +122,9 @@ def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> s
     """
     (file,) = source.files
     tensors, _ = split_scales(file, take_prefix(file, PREFIXES))
-    try:
-        names: Iterable[str] = _convert(source, tensors, kind, config, diffusers_conversion(kind))
-    except KeyMismatch:
-        raise
-    except BadWeights:
-        names = tensors
+    names: Iterable[str] = tensors
+    if has_conversion(kind):
+        names = _convert(source, tensors, kind, config, diffusers_conversion(kind))
     return {name.partition(".")[0] for name in names}
 
 
@@ -163,12 +161,17 @@ def _scale_shapes(stored: TensorEntry) -> tuple[tuple[int, ...], ...]:
     return (), (1,), (1,) * len(stored.shape), rows, rows + (1,) * (len(stored.shape) - 1)
 
 
-def diffusers_conversion(kind: str) -> Conversion:
-    """diffusers' own, for models of a class. Raises BadWeights if there is none."""
+def has_conversion(kind: str) -> bool:
+    """Whether diffusers converts single files of models of this class."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    if kind not in SINGLE_FILE_LOADABLE_CLASSES:
-        raise BadWeights(f"diffusers reads no single file as a {kind}", hint="use a folder in the diffusers layout")
+    return kind in SINGLE_FILE_LOADABLE_CLASSES
+
+
+def diffusers_conversion(kind: str) -> Conversion:
+    """diffusers' own, for models of a class that it has one for."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
     function = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
     return lambda state, config: function(checkpoint=state, config=config)
 

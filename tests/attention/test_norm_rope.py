@@ -42,7 +42,7 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     batch=st.integers(1, 3),

@@ -11,6 +11,7 @@ from autotune.families.registry import FAMILIES, get_family
 from autotune.schema.candidate import Candidate
 from autotune.trials.gradients import _gradients, _plain_transformer, relative_error
 from tests.builders import BITSANDBYTES
+from tests.kinds import KINDS
 from tests.trials.test_parity import request_of
 
 DECLARED = [name for name, family in FAMILIES.items() if family.attention_layouts]
@@ -56,6 +57,7 @@ def test_families_declare_their_attention_or_say_why_not():
     assert len(DECLARED) >= 6
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("kernels", ["fused", "compiled"])
 @pytest.mark.parametrize("name", DECLARED)
 def test_adapter_gradients_are_the_stock_processors(plain, name, kernels):

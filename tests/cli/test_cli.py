@@ -277,6 +277,19 @@ def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
     assert process.stderr.startswith("error: interrupted\nhint: ")
 
 
+def test_an_interrupted_demo_does_not_advise_what_its_folder_refuses() -> None:
+    code = (
+        "import sys, autotune\n"
+        "def stop(*_): raise KeyboardInterrupt\n"
+        "autotune.warm_up, autotune.make_demo = (lambda: None), stop\n"
+        "sys.argv = ['autotune', 'demo', '--output', 'here']\n"
+        "from autotune.cli import main; main()"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 130
+    assert "hint: a demo begins anew: remove here, or name another folder" in process.stderr
+
+
 def test_the_home_of_nobody_is_a_folder_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert autotune_here(capfd, "profiles", "list", "--store", "~nobody-here/x").returncode == 0
     process = autotune_here(capfd, "estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")

@@ -83,6 +83,7 @@ WRONG = {
     "check nope.yaml": "there is no plan at nope.yaml",
     "job-script nope.yaml --for slurm": "there is no plan at nope.yaml",
     "sample IMAGES --prompt x": "holds no trained adapter",
+    "sample garbage.yaml --prompt x": "not YAML",
     "sample FINISHED --prompt x --control nope.png": "there is no control image nope.png",
     "publish IMAGES me/x": "is not the output folder of a run",
     "fetch --model qwen-imgae": "neither a folder nor a known model",

@@ -19,7 +19,7 @@ candidates = st.builds(
 pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=10)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pairs, candidates)
 def test_what_is_learned_is_the_regressions_posterior(known: list[tuple[Candidate, float]], asked: Candidate) -> None:
     learned = fit(Posterior(0.25), NOISE["time"], [candidate for candidate, _ in known], [each for _, each in known])
@@ -33,7 +33,7 @@ def test_what_is_learned_is_the_regressions_posterior(known: list[tuple[Candidat
     assert 0 <= learned.uncertainty(asked) <= Posterior(0.25).uncertainty(asked) + 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pairs, pairs)
 def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(
     first: list[tuple[Candidate, float]], second: list[tuple[Candidate, float]]

@@ -17,6 +17,7 @@ DEPTHS = {
     "qwen-image": {"num_layers": 9},
     "flux1-dev": {"num_layers": 4, "num_single_layers": 6},
     "kandinsky5-image-lite": {"num_visual_blocks": 9},
+    "sd3.5": {"num_layers": 10, "dual_attention_layers": tuple(range(5))},
 }
 
 
@@ -28,6 +29,8 @@ DEPTHS = {
         ("kandinsky5-image-lite", "cpu", "all"),
         ("qwen-image", "cpu", "2-6"),
         ("flux1-dev", "cuda", "2-3,5"),
+        ("sd3.5", "cpu", "all"),
+        ("sd3.5", "cuda", "3-7"),
     ],
 )
 def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monkeypatch):
@@ -47,24 +50,25 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
         blocks = BlockTables([plain, plain, mixed], grads)
         return compose(blocks, np.array([[k, 0, 0]]), accumulates=False).peak_bytes[0]
 
-    total = sum(full.counts)
+    total = full.num_blocks
     for model in (short, full):
         model.traced("fp32", "none", kernel, 2, 0)
         model.traced.cache_clear()  # the first pass fills the modules' caches of positions
     for k in (1, total - 2):
         direct = peak(full, k, (k, k))
-        assert peak(short, k, (0, sum(short.traced_counts) - 1)) == pytest.approx(direct, rel=2e-3), k
+        assert peak(short, k, (0, sum(map(len, short.picked)) - 1)) == pytest.approx(direct, rel=2e-3), k
     assert peak(short, 0, (0, 0)) == peak(full, 0, (0, 0))
 
 
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.sets(st.integers(0, 179)))
-def test_every_block_is_stood_for_by_one_of_its_kind(counts, adapted):
-    traced, index, numbers = choose_traced(counts, adapted)
-    assert len(index) == sum(counts)
+@given(st.lists(st.lists(st.sampled_from("aaab"), max_size=60), min_size=1, max_size=3), st.sets(st.integers(0, 179)))
+def test_every_block_is_stood_for_by_one_of_its_kind(kinds, adapted):
+    picked, index, numbers = choose_traced(kinds, adapted)
+    every = [(place, *one) for place, own in enumerate(kinds) for one in enumerate(own)]
+    traced = [(place, at, kinds[place][at]) for place, own in enumerate(picked) for at in own]
+    assert len(index) == len(every)
     assert index == sorted(index)
-    assert set(index) == set(range(sum(traced)))
-    assert [i in numbers for i in index] == [number in adapted for number in range(sum(counts))]
-    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    traced_kinds = [kind for kind, count in enumerate(traced) for _ in range(count)]
-    assert [traced_kinds[i] for i in index] == kinds
-    assert choose_traced(counts)[0] == tuple(min(count, 3) for count in counts)
+    assert set(index) == set(range(len(traced)))
+    assert [i in numbers for i in index] == [number in adapted for number in range(len(every))]
+    assert [(traced[i][0], traced[i][2]) for i in index] == [(place, kind) for place, _, kind in every]
+    alike = [["a"] * len(own) for own in kinds]
+    assert [len(own) for own in choose_traced(alike)[0]] == [min(len(own), 3) for own in kinds]

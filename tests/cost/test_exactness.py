@@ -69,6 +69,7 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     )
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(("name", "quantization"), [*((name, "none") for name in TINY), ("qwen-image", "torchao-int8")])
 def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
@@ -96,7 +97,7 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_
     transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization, norm_rope=norm_rope))
     batch = batches(family, TINY[name], own.workload, candidate_of("fp32"))[0]
     noise, sigmas = torch.randn_like(batch["latents"]), torch.rand(2)
-    shorten(family, transformer, own.model.traced_counts)
+    shorten(family, transformer, own.model.picked)
     known = {t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))}
     saved: dict[int, weakref.ref] = {}
 
@@ -165,6 +166,8 @@ def _live_caches(transformer):
         ("chroma", 0.0, "none"),
         ("chroma", 0.5, "none"),
         ("flux1-kontext", 0.5, "none"),
+        ("sd3.5", 0.0, "none"),
+        ("sd3.5", 0.5, "none"),
         ("qwen-image-2.1", 0.0, "none"),
         ("qwen-image-2.1", 0.5, "none"),
         ("wan-2.1", 0.0, "none"),
@@ -297,6 +300,7 @@ def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, ch
     assert predicted != plain.predict(candidate).allocated_memory_bytes
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(
     ("name", "share", "size"),
     [
@@ -306,6 +310,7 @@ def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, ch
         ("flux1-dev", 1.0, 2),
         ("kandinsky5-image-lite", 0.0, 2),
         ("kandinsky5-video-lite", 0.5, 1),
+        ("sd3.5", 0.5, 2),
     ],
 )
 def test_modulation_ahead_is_exact(name, share, size, monkeypatch):

@@ -94,15 +94,16 @@ def test_quantized_weights_take_what_their_formats_say(card):
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
 
-def test_a_cast_takes_nothing_but_the_layer_and_costs_no_scaling(card):
+def test_a_cast_takes_nothing_but_the_layer_and_what_float8_scales_costs_passes_over_outputs(card):
     int8, fp8, cast = (
         card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q))
         for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
     )
     load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
-    assert load[2] < min(load[:2]) - 7 * card.model.storage("bf16", "torchao-int8").largest_layer_bytes
-    assert cast.step_time.dequantization_seconds <= int8.step_time.dequantization_seconds
-    assert cast.step_seconds < min(int8.step_seconds, fp8.step_seconds)
+    assert load[2] < min(load[:2]) - 3 * card.model.storage("bf16", "torchao-int8").largest_layer_bytes
+    dequantization = [prediction.step_time.dequantization_seconds for prediction in (int8, fp8, cast)]
+    assert dequantization == pytest.approx([dequantization[2]] * 3, rel=0.1)  # int8 reads a scale a row, too
+    assert cast.step_seconds <= int8.step_seconds < fp8.step_seconds
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])

@@ -65,6 +65,17 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "flux2-klein": {**FLUX2, "guidance_embeds": False},
     "flux2-dev": FLUX2,
+    "sd3.5": {
+        "num_layers": 5,
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": 16,
+        "pos_embed_max_size": 32,
+        "dual_attention_layers": (0, 1, 2),
+        "qk_norm": "rms_norm",
+    },
     "sdxl": {
         **UNET,
         "block_out_channels": (32, 64, 64),

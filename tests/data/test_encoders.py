@@ -70,6 +70,7 @@ def test_a_vae_elsewhere_encodes_pixels_there_and_looks_at_control_images_where_
         assert small.family.encode_pixels(encoders.load_pipeline(with_text=False), pixels).device.type == "meta"
 
 
+@pytest.mark.quick(*KINDS)
 def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
     encoders = encoders_of(small, EXACT["streamed"])
     pipeline = encoders.load_pipeline()

@@ -1,5 +1,7 @@
 """Videos become clips at the model's rate, decoded one frame at a time, and what is wrong with one is named."""
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from autotune.data import video
 from autotune.data.check import check_dataset
 from autotune.data.dataset import read_dataset, scan_dataset
 from autotune.data.encode import open_pixels
@@ -86,7 +89,7 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
     assert "1 variable" not in " ".join(dataset.problem_summary)  # it is not left out
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
     source = tmp_path / "whole.mkv"
@@ -123,6 +126,22 @@ def test_an_animation_with_too_many_pixels_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("autotune.data.video.MAX_ANIMATION_PIXELS", 12 * 64 * 64 - 1)
     (problem,) = scan_dataset(tmp_path, FIVE).problems
     assert (problem.kind, "too many: make it a video" in problem.message) == ("broken", True)
+
+
+def test_a_clip_is_read_with_few_frames_of_the_file_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, alive, most = write_video(tmp_path / "a.mp4", 200), weakref.WeakSet[object](), 0
+
+    def counted(path: Path, start: float | None) -> Iterator[object]:
+        nonlocal most
+        for frame in decoded(path, start):
+            alive.add(frame)
+            most = max(most, len(alive))
+            yield frame
+
+    decoded = video._video_frames
+    monkeypatch.setattr(video, "_video_frames", counted)
+    assert open_pixels([path], 32, 32, ClipSpan(0.0, 81, 16)).shape == (3, 81, 32, 32)
+    assert 0 < most <= 3
 
 
 def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(tmp_path: Path) -> None:

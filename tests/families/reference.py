@@ -170,7 +170,17 @@ def qwen_image_21(transformer, noisy, sigma, sample: Tensors):
     return torch.einsum("pc->cp", out[0, text:]).reshape(channels, 1, height, width)
 
 
+def sd3(transformer, noisy, sigma, sample: Tensors):
+    return transformer(
+        hidden_states=noisy[None, :, 0],
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        pooled_projections=sample["pooled_prompt_embeds"][None],
+        timestep=torch.tensor([1000 * sigma]),
+    ).sample[0][:, None]
+
+
 PREDICTIONS = {
+    "sd3.5": sd3,
     "chroma": chroma,
     "flux1-kontext": flux_kontext,
     "qwen-image-2.1": qwen_image_21,

@@ -83,6 +83,7 @@ def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:
     assert caught.value.hint == "leave --expert out"
 
 
+@pytest.mark.quick("low-noise")
 @pytest.mark.parametrize("expert", ["high-noise", "low-noise"])
 def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
     small_pipelines: Any, tmp_path: Path, expert: str

@@ -12,7 +12,7 @@ sides = st.integers(1, 6).map(lambda half: 2 * half)
 
 
 @given(st.integers(1, 3), st.integers(1, 5), sides, sides)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_unpack_undoes_pack_and_tokens_hold_one_patch(size, channels, height, width):
     latents = torch.arange(size * channels * height * width).view(size, channels, 1, height, width)
     tokens = pack(latents)
@@ -22,7 +22,7 @@ def test_unpack_undoes_pack_and_tokens_hold_one_patch(size, channels, height, wi
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_collate_pads_and_masks_only_where_lengths_differ(lengths):
     samples = [
         {

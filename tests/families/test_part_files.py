@@ -1,5 +1,6 @@
 """The other parts of a model in a single file: in files of their own, in the same checkpoint, or nowhere."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,45 @@ def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(small_pipelines: Any,
     shutil.copy(tmp_path / "encoder" / "config.json", base / "text_encoder")
     parts = {"base": str(base), **file_parts(str(vae), [str(tmp_path / "encoder")])}
     check_same(resolve_model(model_reference(str(file), parts)), whole)
+
+
+def flat(state: State) -> State:
+    """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
+    return {re.sub(r"^model\.language_model\.", "model.", name): tensor for name, tensor in state.items()}
+
+
+def with_head(state: State) -> State:
+    """The whole language model of Qwen3 or Qwen3-VL, of which these pipelines take what is below the head."""
+    return {**within(state, "model."), "lm_head.weight": torch.ones(2, 2)}
+
+
+def with_tokenizer(state: State) -> State:
+    return {**state, "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+
+
+ENCODERS = {
+    "qwen-image": flat,
+    "z-image": with_head,
+    "krea-2": with_head,
+    "flux2-klein": dict,
+    "qwen-image-2.1": dict,
+    "chroma": with_tokenizer,
+    "wan-2.1": with_tokenizer,
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_text_encoder_under_the_names_that_comfyui_has_is_that_of_the_folder(
+    family: str, small_pipelines: Any, tmp_path: Path
+) -> None:
+    whole = small_pipelines(family).folder
+    state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
+    file = write(state, tmp_path / "encoder.safetensors")
+    loaded, expected = (
+        load_component(whole, "text_encoder", dtype=torch.float32, weights=path).state_dict() for path in (file, None)
+    )
+    assert loaded.keys() == expected.keys()
+    assert [name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(small_pipelines: Any, tmp_path: Path) -> None:

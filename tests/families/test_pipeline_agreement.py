@@ -9,6 +9,7 @@ from autotune.families import qwen_image_edit
 from autotune.families.noise import FlowMatching
 from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS, NO_GUIDANCE, mask_padding
+from tests.kinds import KINDS
 
 AREA = 64 * 64
 
@@ -97,10 +98,11 @@ def _pack(family, pipeline, latents):
     return torch.nn.functional.pixel_unshuffle(latents[:, :, 0], family.patch).flatten(2).mT
 
 
-UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev")
+UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev", "sd3.5")
 """Families whose pipelines take latents (batch, channels, height, width)."""
 
 
+@pytest.mark.quick(*KINDS)
 def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, monkeypatch):
     family, pipeline = small.family, small.pipeline
     # The encoder sees 8-bit images: round the pixels likewise.
@@ -129,6 +131,7 @@ def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, m
     torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick(*KINDS)
 def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
     """With a transformer that predicts nothing, the pipeline decodes the very latents it was given."""
     family, pipeline = small.family, small.pipeline

@@ -16,7 +16,7 @@ sides = st.integers(1, 4096)
 
 
 @given(sides, sides)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
@@ -28,7 +28,7 @@ def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, he
 
 
 @given(sides, sides)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_video_positions_scale_as_in_the_pipeline(height, width):
     stock = build_empty_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
     assert FAMILIES["kandinsky5-video-lite"]._rope_scale(height, width) == stock

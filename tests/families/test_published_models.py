@@ -44,6 +44,9 @@ NUM_BLOCKS = {
     "wan-2.2": 30,
     "wan-2.2-14b": 40,
     "sdxl": 86,
+    "sd3.5": 38,
+    "sd3.5-medium": 24,
+    "sd3.5-turbo": 38,
     "z-image": 34,
     "z-image-turbo": 34,
 }

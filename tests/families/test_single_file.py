@@ -51,7 +51,10 @@ def header_only(state: State, file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("family", ["flux1-dev", "chroma", "qwen-image", "sdxl", "wan-2.1", "z-image"])
+@pytest.mark.parametrize(
+    "family",
+    ["flux1-dev", "flux1-kontext", "chroma", "qwen-image", "qwen-image-2.1", "sd3.5", "sdxl", "wan-2.1", "z-image"],
+)
 def test_a_file_and_a_base_are_the_model_that_the_folder_was(family: str, small_pipelines: Any, tmp_path: Path) -> None:
     small = small_pipelines(family)
     shutil.copytree(small.folder, tmp_path / "base")
@@ -92,7 +95,19 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
 
 @pytest.mark.quick("flux1-dev", "chroma")
 @pytest.mark.parametrize(
-    "name", ["flux1-dev", "chroma", "sdxl", "wan-2.1-14b", "z-image", "qwen-image", "qwen-image-2.1"]
+    "name",
+    [
+        "flux1-dev",
+        "chroma",
+        "sd3.5",
+        "sd3.5-medium",
+        "sdxl",
+        "wan-2.1-14b",
+        "z-image",
+        "qwen-image",
+        "qwen-image-2.1",
+        "kandinsky5-image-lite",
+    ],
 )
 def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Path) -> None:
     found = find_published(name)
@@ -107,6 +122,27 @@ def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Pat
         assert [each.name for each in listed] == ["flux1-dev", "flux1-kontext"]  # no file tells them apart
         offline = resolve_model(str(tmp_path / "model.safetensors"))
         assert (offline.folder, offline.base, offline.spec.name) == (None, model.hub_id, "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("flux1-dev", {"flux1-dev-kontext_fp8_scaled": ("flux1-kontext", None), "flux1-dev-fp8": ("flux1-dev", None)}),
+        (
+            "wan-2.1-14b",
+            {"wan2.2_t2v_low_noise_14B_fp8": ("wan-2.2-14b", "low-noise"), "wan2.1_t2v_14B": ("wan-2.1", None)},
+        ),
+    ],
+)
+def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
+    name: str, files: dict[str, tuple[str, str | None]], tmp_path: Path
+) -> None:
+    found = find_published(name)
+    assert found
+    state = LAYOUTS[found[0].name](dict(build_on_meta(found[0], found[1].config).state_dict()))
+    for file, expected in files.items():
+        taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
+        assert (taken.name, taken.expert) == expected
 
 
 @pytest.mark.parametrize(

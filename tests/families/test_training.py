@@ -19,6 +19,7 @@ from tests.families.small import CAPTIONS, NO_GUIDANCE, Small
 from tests.kinds import KINDS
 
 
+@pytest.mark.quick(*KINDS)
 def test_loss_and_gradients_equal_an_independent_computation(small):
     transformer, parameters = small.adapted()
     samples = [small.sample(caption) for caption in CAPTIONS]
@@ -37,6 +38,7 @@ def test_loss_and_gradients_equal_an_independent_computation(small):
         assert float((gradient - parameter.grad).norm()) <= tolerance * float(parameter.grad.norm()) + 1e-8
 
 
+@pytest.mark.quick(*KINDS)
 def test_adapter_loads_in_the_stock_pipeline_without_unmapped_keys(small, tmp_path, caplog):
     for targets in ("attention", "all-linear"):
         transformer, parameters = small.adapted(targets)
@@ -104,7 +106,7 @@ def _catch(caught, decode, vae, latents, *args, **kwargs):
     return decode(vae, latents, *args, **kwargs)
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image", "sdxl")
 def test_overfitting_one_image_brings_samples_closer_to_it(small, short_prompts, learnable_image, monkeypatch):
     """Distances are between latents: the small pipelines' VAEs are random, so their pixels say little."""
     frames = small.bucket.num_frames

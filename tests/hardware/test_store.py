@@ -65,7 +65,7 @@ def test_saved_is_read_back_equal(name, tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["p.json"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data())
 def test_any_damage_is_noticed(tmp_path, data):
     path = tmp_path / "p.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autotune.api.jobs import job_script
@@ -102,16 +102,25 @@ def test_a_duration_is_that_many_seconds(seconds: int) -> None:
     assert max(hours - 17, minutes, rest) < 60
 
 
-@settings(deadline=None)
+@settings(max_examples=25)  # reading YAML is slow
+@example(".", "plan.yaml")
 @given(PATHS, PATHS)
 def test_no_path_changes_the_shape_of_a_manifest(folder: str, plan: str) -> None:
     root = PurePosixPath("/") / folder
-    job = JobFile(root, root / plan, root / "out", image="lora:1", claim="team")
+    output = root / "out"
+    job = JobFile(root, root / plan, output, image="lora:1", claim="team")
     for nodes in (1, 2):
         manifest = yaml.safe_load(kubernetes_manifest(JobNeeds.of_plan(PLAN, num_nodes=nodes), job))
         spec = manifest["spec"]["pytorchReplicaSpecs"]["Worker"] if nodes > 1 else manifest["spec"]
         container = spec["template"]["spec"]["containers"][0]
-        assert container["command"] == ["autotune", "train", str(root / plan), "--output", f"{root}/out", "--resume"]
+        assert container["command"] == [
+            "autotune",
+            "train",
+            str(root / plan),
+            "--output",
+            str(root / "out"),
+            "--resume",
+        ]
         assert container["workingDir"] == str(root)
     call = slurm_script(JobNeeds.of_plan(PLAN), job).partition("srun --kill-on-bad-exit=1 ")[2]
     assert shlex.split(call.rpartition(" || status=$?\nif")[0]) == job.command

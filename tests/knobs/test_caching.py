@@ -187,6 +187,16 @@ def test_the_vaes_place_is_pinned_and_excluded_apart_from_the_text_encoders() ->
         choose_caching(on(48, kind="integrated"), QWEN, exclusions=[("vae_device", "training")])
 
 
+def test_residency_is_excluded_as_other_settings_are_and_what_is_none_is_refused() -> None:
+    assert choose_caching(on(30), QWEN, exclusions=[("residency", "release")])[0].residency == "keep"
+    assert choose_caching(on(30), QWEN, exclusions=[("residency", "keep")])[0].residency == "release"
+    with pytest.raises(InvalidInput, match="leave no residency"):
+        choose_caching(on(30), QWEN, exclusions=[("residency", "keep"), ("residency", "release")])
+    for wrong in (("residency", "sometimes"), ("no_such_field", "x"), ("vae_device", "gpu")):
+        with pytest.raises(InvalidInput):
+            choose_caching(on(30), QWEN, exclusions=[wrong])
+
+
 def test_pins_choose_among_what_a_machine_has() -> None:
     assert caching_choices(on(48, others=(44,)))["caching.vae_device"] == ("training", "cuda:1", "cpu")
     assert caching_choices(on(48, kind="integrated"))["caching.vae_device"] == ("training",)

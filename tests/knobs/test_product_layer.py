@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune.quantization import product_layer
+from autotune.quantization import stored_rows
 from autotune.quantization.layers import quantize_inside
-from autotune.quantization.product_layer import FLOAT8, PLAIN, PRODUCT_KERNELS, EightBitLinear
+from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear
+from autotune.quantization.stored_rows import FLOAT8
 from tests.profiled import peak_allocated_bytes
 
 FORMATS = ("int8-matmul", "fp8-matmul")
@@ -31,10 +32,10 @@ def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach(), gradient
 
 
-def rounded(x: Tensor, weight_format: str) -> Tensor:
+def rounded(x: Tensor, weight_format: str, scales: torch.dtype = torch.float32) -> Tensor:
     """Rows as they are when they have gone through 8 bits, in fp64."""
     largest = 127 if weight_format == "int8-matmul" else 448
-    scale = (x.abs().amax(-1, keepdim=True) / largest).double()
+    scale = (x.abs().amax(-1, keepdim=True) / largest).to(scales).double()
     ratio = x.double() / scale
     return (ratio.round() if largest == 127 else ratio.float().to(FLOAT8).double()) * scale
 
@@ -48,7 +49,7 @@ def test_outputs_and_gradients_are_products_of_rounded_rows(weight_format: str, 
     scale = layer.scale.double()[:, None]
     stored = layer.weight.view(FLOAT8) if layer.weight.dtype == torch.uint8 else layer.weight
     weight = plain.weight * torch.linspace(0.01, 10, 96)[:, None]
-    assert torch.equal(stored.double() * scale, rounded(weight, weight_format))
+    assert torch.equal(stored.double() * scale, rounded(weight, weight_format, torch.bfloat16))
     out, gradient = run(layer, x)
     expected = rounded(x, weight_format) @ (stored.double() * scale).t() + (plain.bias.double() if bias else 0)
     torch.manual_seed(2)
@@ -140,7 +141,7 @@ def test_a_compiler_traces_it_whole(weight_format: str) -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_quantizing_takes_the_result_and_some_slices(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slice_bytes, layer = 1 << 18, nn.Linear(1024, 4096, dtype=torch.bfloat16, bias=False)
-    monkeypatch.setattr(product_layer, "slice_bytes_of", lambda _: slice_bytes)
+    monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _: slice_bytes)
     transform, stored = quantize_inside([layer], weight_format), (4 << 20) + 4 * 4096
     assert transform is not None
     assert peak_allocated_bytes(lambda: transform("", layer)) - stored < 4.1 * slice_bytes

@@ -144,7 +144,7 @@ pins = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cards, families, pins, st.floats(0.3, 1), st.floats(0.3, 1))
 def test_more_memory_and_fewer_pins_together_give_no_slower_plan(
     hardware: HardwareProfile, family: str, pinned: Any, one: float, other: float

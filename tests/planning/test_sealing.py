@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api.plans import list_choices
 from autotune.errors import DoesNotFit
 from autotune.hardware.catalog import with_assumed_packages
 from autotune.hardware.probing import with_budget
@@ -18,6 +19,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, with_job, write_plan
 from autotune.schema.trial import TrialResult
 from tests import builders
+from tests.events import notices_to
 from tests.planning.formula import KEPT_BYTES
 from tests.planning.machines import answer, make_plan, request, surroundings
 
@@ -109,6 +111,11 @@ def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_
     plan = make_plan(asked, with_assumed_packages(hardware_named("nvidia-rtx-4090"), ["flash-attn"]))
     assert plan.frozen.hardware.assumed == ("flash-attn",)
     assert any("assumed: flash-attn installed" in line for line in explain_lines(plan))
+    assert "flash" in list_choices(earlier=plan, hardware="nvidia-rtx-4090").choices["attention"]
+    notes: list[str] = []
+    there = list_choices(earlier=plan, hardware="nvidia-t4", pins={}, on_event=notices_to(notes.append))
+    assert "flash" not in there.choices["attention"]
+    assert any("the earlier plan assumed flash-attn: flash-attn does not run on" in note for note in notes)
     lacking = Capability(name="attention.flash", available=False, reason="package: flash_attn is not installed")
     here = HERE.changed(capabilities=(*HERE.capabilities, lacking))
     with pytest.raises(DoesNotFit, match="attention flash: package: flash_attn is not installed"):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
@@ -166,7 +166,6 @@ VALUES = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([{}, launched(), in_slurm(), in_pod(), in_pod(**PODS)]),
     st.dictionaries(st.sampled_from(NAMES), st.none() | VALUES, max_size=4),
@@ -189,7 +188,6 @@ def test_whatever_the_environment_a_launch_is_consistent_or_refused(
         assert (again.rank, again.world_size, again.address) == (launch.rank, launch.world_size, launch.address)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_every_task_of_a_slurm_step_has_a_place_of_its_own(tasks: list[int]) -> None:
     world_size, launches = sum(tasks), []
@@ -208,7 +206,6 @@ def test_every_task_of_a_slurm_step_has_a_place_of_its_own(tasks: list[int]) -> 
     assert len({(launch.address, launch.port, launch.world_size) for launch in launches if launch}) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_port_of_a_slurm_job_is_one_that_linux_does_not_hand_out(job: int) -> None:
     launch = read_launch(in_slurm(SLURM_JOB_ID=job))
@@ -238,7 +235,6 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
         first_host(text)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 50)), min_size=1, max_size=6), st.data())
 def test_tasks_of_a_node_are_those_of_the_expanded_list(runs: list[tuple[int, int]], data: st.DataObject) -> None:
     text = ",".join(f"{number}(x{times})" if times > 1 else str(number) for number, times in runs)

@@ -1,7 +1,7 @@
 """No message tells a password, whatever was typed in place of a URL."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.runtime.urls import describe_url, is_clear_url, quote_error
@@ -60,7 +60,6 @@ def test_a_library_is_quoted_whole_or_not_at_all(url: str | None, said: str, is_
 MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
 
 
-@settings(deadline=None)
 @given(st.lists(MARKS, min_size=5, max_size=5), st.sampled_from(["https://", "https:/", "s3://", "", "postgresql://"]))
 def test_no_password_is_shown_wherever_marks_stand_in_it(marks: list[str], scheme: str) -> None:
     first, second, third, fourth, fifth = marks

@@ -74,7 +74,7 @@ def refusal(path: Path, text: str) -> InvalidPlan:
 job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     model=job_text,
     data=st.none() | job_text,
@@ -97,7 +97,7 @@ def test_any_job_reads_back_as_it_was_written(
     assert read_plan(path) == plan
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
 def test_arbitrary_text_raises_nothing_but_the_typed_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"

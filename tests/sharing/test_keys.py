@@ -154,7 +154,7 @@ def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},

@@ -229,7 +229,7 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
         record(trials=(capped, *TRIALS))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))

@@ -153,7 +153,7 @@ ODD = st.sampled_from([None, True, False, -1, 0, 1.5, float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(odd=st.lists(ODD | st.lists(ODD, max_size=3), min_size=1, max_size=5), data=st.data())
 def test_odd_values_are_refused_by_name_or_accounted_for(name: str, odd: list[Any], data: st.DataObject) -> None:
     document = read_document(CONFIGS / name)

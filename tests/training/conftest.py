@@ -18,6 +18,7 @@ from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
+from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.context import RunContext
 from autotune.training.folder import compute_run_key
@@ -61,6 +62,7 @@ class Bench:
         budget_bytes: int = 2**60,
         preview: Callable[[int], None] = lambda step: None,
         held_out: int = 0,
+        card: CardMemoryWatch | None = None,
     ) -> TrainingLoop:
         """Run until the end, or until the process would have been killed in the given step; resumes what is there.
 
@@ -84,7 +86,10 @@ class Bench:
         ) as checkpoints:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
-            context = RunContext(Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes)
+            context = RunContext(
+                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes,
+                card=card or CardMemoryWatch(),
+            )  # fmt: skip
             loop = TrainingLoop(plan, self.trained, training, checkpoint, context, validation)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()

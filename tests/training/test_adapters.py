@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from autotune.errors import InvalidInput
-from autotune.families.adapter import add_adapter, block_numbers, choose_layers
+from autotune.families.adapter import adapter_shapes, add_adapter, block_numbers, choose_layers
 from autotune.families.architecture import build_on_meta
 from autotune.families.registry import get_family
 from autotune.schema.plan import TrainingPlan
@@ -21,6 +22,9 @@ from autotune.training.loop import TrainingLoop
 from autotune.training.model import load_model
 from autotune.training.start import start_from
 from autotune.weights.adapters import read_adapter
+from tests.builders import workload
+from tests.cost.tiny_models import TINY
+from tests.kinds import KINDS
 from tests.training.conftest import CPU, Bench
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -29,6 +33,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "blocks": {"adapted_blocks": "1", "targets": "to_q,*.to_out.0"},
     "average": {"ema_decay": 0.9},
 }
+
+
+@pytest.mark.quick(*KINDS)
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_the_shapes_of_an_adapter_are_known_without_making_it(name: str, adapter: str) -> None:
+    family = get_family(name)
+    for targets in ("attention", "all-linear"):
+        asked = workload(targets=targets, adapter=adapter, rank=4)
+        transformer = build_on_meta(family, TINY[name])
+        expected = adapter_shapes(family, transformer, asked)
+        made = add_adapter(family, transformer, asked, torch.float32)
+        assert expected == Counter(tuple(parameter.shape) for parameter in made)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.errors import KeyMismatch, ShapeMismatch
 from tests.events import steps_to
+from tests.kinds import KINDS
 from tests.training.conftest import CPU, Bench, Killed
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
 
@@ -118,6 +119,7 @@ def relative_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> f
     return (difference / sum(float(b.double().square().sum()) for b in other)) ** 0.5
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_gradients_are_those_of_resident_layers(
     family_bench: Bench, checkpointed: int, short_windows: int, fetches: list[int]

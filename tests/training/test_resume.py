@@ -43,7 +43,7 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
     plan = bench.plan(num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1)
     whole = bench.loop(plan, tmp_path / "whole")
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=6)
     @given(kills=st.lists(st.integers(1, STEPS), max_size=3), every=st.integers(1, 3))
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -61,6 +61,7 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
     check()
 
 
+@pytest.mark.quick("flip", "state")
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
 def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_path: Path, damage: str) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=1)

@@ -190,10 +190,16 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
 
 
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
-    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path
 ) -> None:
     preview = Preview(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
+    plain = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
+    write_plan(tmp_path / "plan.yaml", bench.plan())
+    (as_it_is,) = sample_run(
+        read_sample_inputs(tmp_path / "plan.yaml", SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
+    )
+    assert (as_it_is.parent, Image.open(as_it_is).tobytes()) == (tmp_path, plain.tobytes())
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
     (written,) = sample_run(read_sample_inputs(run[0], SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
@@ -341,6 +347,7 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.quick("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later(
     bench: Bench, tmp_path: Path, number: int

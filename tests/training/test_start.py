@@ -11,6 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
 from autotune.families.architecture import build_on_meta
 from autotune.families.resolve import resolve_model
+from autotune.schema.job import Job
 from autotune.training.adapter_file import update_norm
 from autotune.training.start import start_from, starting_values
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
@@ -56,6 +57,7 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
     report = autotune.train(plan, output=str(tmp_path / "second"), **goes_on)  # type: ignore[arg-type]
     assert {tensor.dtype for tensor in load_file(tmp_path / "second" / name).values()} == {torch.bfloat16}
     second = read_adapter(tmp_path / "second" / name).layers
+    assert Job.model_fields["save_dtype"].default == "bf16", "as peers save, unless said"
     assert report.adapter == "kohya_lora_weights.safetensors"
     for_kohya = tmp_path / "second" / report.adapter
     assert all(key.startswith("lora_unet_transformer_blocks_") for key in load_file(for_kohya))

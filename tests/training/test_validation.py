@@ -128,7 +128,7 @@ def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(benc
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert [event.step for event in expected if event.validation_loss is not None] == [2, 4, 5]
 
-    @settings(max_examples=4, deadline=None)
+    @settings(max_examples=4)
     @given(kills=st.lists(st.integers(1, STEPS), min_size=1, max_size=2), every=st.integers(1, 3))
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:

@@ -71,6 +71,7 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
+@pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kinds_of_blocks_go_together_and_change_no_bit(family: str) -> None:
     child = ChildState()

@@ -13,7 +13,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
-def qwen_image(state: State) -> State:
+def as_diffusers(state: State) -> State:
     return dict(state)
 
 
@@ -269,13 +269,60 @@ def qwen_image_21(state: State) -> State:
     return made
 
 
+SD3_NAMES = [
+    (r"^pos_embed\.pos_embed$", "pos_embed"),
+    (r"^pos_embed\.proj\.", "x_embedder.proj."),
+    (r"^time_text_embed\.timestep_embedder\.linear_1\.", "t_embedder.mlp.0."),
+    (r"^time_text_embed\.timestep_embedder\.linear_2\.", "t_embedder.mlp.2."),
+    (r"^time_text_embed\.text_embedder\.linear_1\.", "y_embedder.mlp.0."),
+    (r"^time_text_embed\.text_embedder\.linear_2\.", "y_embedder.mlp.2."),
+    (r"^norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+    (r"^proj_out\.", "final_layer.linear."),
+    (r"^transformer_blocks\.", "joint_blocks."),
+    (r"\.attn\.to_add_out\.", ".context_block.attn.proj."),
+    (r"\.attn\.norm_added_([qk])\.", r".context_block.attn.ln_\1."),
+    (r"\.(attn2?)\.to_out\.0\.", r".x_block.\1.proj."),
+    (r"\.(attn2?)\.norm_([qk])\.", r".x_block.\1.ln_\2."),
+    (r"\.norm1\.linear\.", ".x_block.adaLN_modulation.1."),
+    (r"\.norm1_context\.linear\.", ".context_block.adaLN_modulation.1."),
+    (r"\.ff\.net\.0\.proj\.", ".x_block.mlp.fc1."),
+    (r"\.ff\.net\.2\.", ".x_block.mlp.fc2."),
+    (r"\.ff_context\.net\.0\.proj\.", ".context_block.mlp.fc1."),
+    (r"\.ff_context\.net\.2\.", ".context_block.mlp.fc2."),
+]
+SD3_FUSED = {"to_q": ("to_q", "to_k", "to_v"), "add_q_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+
+
+def sd3(state: State) -> State:
+    """Shifts come before scales where diffusers has them after: in the last layer, and in the last block's text."""
+    last = f"transformer_blocks.{_numbers(state, 'transformer_blocks')[-1]}.norm1_context."
+    made: State = {}
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"(.*\.attn2?)\.(to_[qkv]|add_[qkv]_proj)\.(.*)", name):
+            if parts := SD3_FUSED.get(match[2]):
+                stream = "x_block" if match[2] == "to_q" else "context_block"
+                place = f"{match[1]}.qkv.{match[3]}".replace(".attn", f".{stream}.attn")
+                joined = torch.cat([state[f"{match[1]}.{part}.{match[3]}"] for part in parts])
+                made[_renamed(place, SD3_NAMES)] = joined
+        elif name.startswith((last, "norm_out.")):
+            scale, shift = tensor.chunk(2)
+            made[_renamed(name, SD3_NAMES)] = torch.cat([shift, scale])
+        else:
+            made[_renamed(name, SD3_NAMES)] = tensor
+    return made
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
-    "qwen-image": qwen_image,
+    "qwen-image": as_diffusers,
+    "kandinsky5-image-lite": as_diffusers,
+    "kandinsky5-video-lite": as_diffusers,
     "flux1-dev": flux1,
+    "flux1-kontext": flux1,
     "chroma": chroma,
     "flux2-klein": flux2,
     "krea-2": krea2,
     "qwen-image-2.1": qwen_image_21,
+    "sd3.5": sd3,
     "sdxl": sdxl_unet,
     "wan-2.1": wan,
     "wan-2.2": wan,

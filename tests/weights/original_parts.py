@@ -36,6 +36,34 @@ def wan_vae(state: State) -> State:
     return {_renamed(name, WAN): tensor for name, tensor in state.items()}
 
 
+WAN22_STAGE = re.compile(r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)sampler)\.")
+
+
+def wan22_vae(state: State) -> State:
+    """Each stage holds its residual blocks and then the layer that changes the size, all by number."""
+    return {_renamed(_nested(name, state), WAN): tensor for name, tensor in state.items()}
+
+
+def _nested(name: str, state: State) -> str:
+    match = WAN22_STAGE.match(name)
+    if match is None:
+        return name
+    side, way, stage, number = match.groups()
+    blocks = {each.split(".")[4] for each in state if each.startswith(f"{side}.{way}_blocks.{stage}.resnets.")}
+    place = f"{side}.{way}samples.{stage}.{way}samples.{number or len(blocks)}."
+    return place + _renamed(name.removeprefix(match[0]), WAN22_BLOCK)
+
+
+WAN22_BLOCK = [(rf"^{name}\.", f"{place}.") for name, place in WAN_RESIDUAL.items()]
+
+
+def qwen_image_21_vae(state: State) -> State:
+    """Wan 2.2's with a dimension of time of size 1 in what was a convolution of time, too."""
+    flat = re.compile(r"\.(resample\.1|to_qkv|proj)\.")
+    named = wan22_vae(state)
+    return {name: each if each.ndim != 4 or flat.search(name) else each.unsqueeze(2) for name, each in named.items()}
+
+
 LDM = [
     (r"encoder\.down_blocks\.(\d)", r"encoder.down.\1"),
     (r"\.resnets\.", ".block."),

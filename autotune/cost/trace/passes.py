@@ -1,12 +1,12 @@
 """Trace one micro-batch's forward and backward pass of a family's real transformer without data.
 
 The model is the real class with the real adapter, checkpointing and quantization, on the meta device, shortened to
-three blocks of each kind: the first (whose input needs no gradient), one from the middle, and the last; and if a part
-of the blocks is adapted, of each row of those that are and of those that are not. All blocks between are alike, so
-`composition` repeats the middle one to any depth.
+three blocks of each row of blocks that are alike: the first (whose input needs no gradient), one from the middle, and
+the last; and if a part of the blocks is adapted, of each row of those that are and of those that are not. All blocks
+between are alike, so `composition` repeats the middle one to any depth.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,7 +27,7 @@ else:
     torch = lazy_module("torch")
 
 TRACED_BLOCKS = 3
-"""Of each kind and row: first, middle, last."""
+"""Of each row: first, middle, last."""
 
 
 @dataclass(frozen=True)
@@ -47,41 +47,52 @@ class TracePass:
 
 
 def choose_traced(
-    counts: Sequence[int], adapted: Collection[int] | None = None
-) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """Which blocks are traced: of each kind, and of each row of blocks of it that are adapted or not, at most three.
+    kinds: Sequence[Sequence[Hashable]], adapted: Collection[int] | None = None
+) -> tuple[tuple[tuple[int, ...], ...], list[int], list[int]]:
+    """Which blocks are traced: of each row of blocks that are alike, and all adapted or all not, at most three.
 
     Args:
-        counts: blocks of each kind.
+        kinds: of each list of blocks, what each block is: those of one kind are alike.
         adapted: numbers of the adapted blocks; None for all.
 
     Returns:
-        how many blocks of each kind are traced; for each block of the full model, the traced one that stands for it;
-        and the numbers of the traced ones that are adapted.
+        for each list the numbers, within it, of the blocks that are traced; for each block of the full model, the
+        traced one that stands for it; and which of the traced ones are adapted.
     """
-    traced: list[int] = []
+    picked: list[tuple[int, ...]] = []
     index: list[int] = []
     numbers: list[int] = []
-    start = 0
-    for count in counts:
-        before = sum(traced)
-        for is_adapted, row in groupby(range(start, start + count), lambda n: adapted is None or n in adapted):
-            length = len(list(row))
-            have = min(length, TRACED_BLOCKS)
-            stands = range(length) if length <= have else (0, *[1] * (length - 2), have - 1)
-            index += [before + at for at in stands]
+    start = before = 0
+    for own in kinds:
+        of_list: list[int] = []
+        keys = [(kind, adapted is None or start + place in adapted) for place, kind in enumerate(own)]
+        for (_, is_adapted), row in groupby(range(len(own)), keys.__getitem__):
+            places = list(row)
+            length, have = len(places), min(len(places), TRACED_BLOCKS)
+            index += [before + at for at in (range(length) if length <= have else (0, *[1] * (length - 2), have - 1))]
             numbers += range(before, before + have) if is_adapted else ()
+            of_list += places if length <= have else (*places[: have - 1], places[-1])
             before += have
-        traced.append(before - sum(traced))
-        start += count
-    return tuple(traced), index, numbers
+        picked.append(tuple(of_list))
+        start += len(own)
+    return tuple(picked), index, numbers
 
 
-def shorten(family: Family, transformer: "nn.Module", counts: Sequence[int]) -> None:
-    """Leave so many blocks of each list."""
-    for (name, blocks), count in zip(family.find_block_lists(transformer).items(), counts, strict=True):
-        if len(blocks) > count:
-            transformer.set_submodule(name, transformer.get_submodule(name)[:count])  # type: ignore[index]
+def block_kinds(family: Family, transformer: "nn.Module") -> list[list[Hashable]]:
+    """What each block of each list is: the names and shapes of its weights."""
+    return [
+        [tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters()) for block in blocks]
+        for blocks in family.find_block_lists(transformer).values()
+    ]
+
+
+def shorten(family: Family, transformer: "nn.Module", picked: Sequence[Sequence[int]]) -> None:
+    """Leave these blocks of each list."""
+    from torch import nn
+
+    for (name, blocks), places in zip(family.find_block_lists(transformer).items(), picked, strict=True):
+        if len(blocks) > len(places):
+            transformer.set_submodule(name, nn.ModuleList(blocks[place] for place in places))
 
 
 def meta_batch(

@@ -96,7 +96,7 @@ def test_no_text_of_a_file_becomes_markup() -> None:
     assert not {"\u202e", "\x00"} & set(page.text), "and turns no writing around"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(), st.text())
 def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characters(text: str, value: str) -> None:
     page = Outline(document("t", h("p", text, title=value, id="it")))
@@ -258,6 +258,7 @@ def test_an_axis_holds_its_values_in_order_with_ticks_on_it(values: list[float],
     assert len(axis.ticks()) <= 7
 
 
+@settings(deadline=None)  # on a busy machine
 @given(st.integers(1, 5000))
 def test_a_long_line_is_thinned_to_what_a_screen_shows(number: int) -> None:
     points = [(float(i), float(i)) for i in range(number)]

@@ -1,0 +1,123 @@
+"""Watches the memory of a card that has its own, for what no error tells: memory that the driver moved to the host, an
+allocator that ran out and started over, and reserved memory that grows."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from autotune.hardware import NO_SPILL, shares_host_memory
+from autotune.schema import HardwareProfile
+from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, leak_bytes_per_step
+
+SPILL_FACTOR = 3.0
+"""A step this many times slower than expected has left the device's memory: spilling costs 5 to 20 times, a wrong
+prediction that was right about other settings seldom 3."""
+NEAR_FULL = 0.9
+"""Share of a card's memory, taken by whomever, above which slow steps may be slow for want of it."""
+SPILL_STEPS = 5
+"""Steps that must be slow in their median: one alone waits for a disk or another program."""
+MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --reserve 2GiB"
+
+
+@dataclass(frozen=True)
+class CardReading:
+    """What a card and torch's allocator say of memory now."""
+
+    used_share: float
+    """Of the card's memory, taken by this process and others."""
+    reserved_bytes: int
+    """What the allocator holds of it, for tensors or in reserve."""
+    allocator_retries: int
+    """How often so far it ran out, gave back what it had in reserve, and asked again."""
+
+
+def allocator_retries(device: torch.device) -> int:
+    """How often the allocator of a device ran out and started over so far; 0 for devices that do not count."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
+def card_reader(device: torch.device) -> Callable[[], CardReading | None]:
+    """A function that reads the memory of a CUDA device; of any other it reads None."""
+
+    def read() -> CardReading | None:
+        if device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        return CardReading(1 - free / total, torch.cuda.memory_reserved(device), allocator_retries(device))
+
+    return read
+
+
+class CardMemoryWatch:
+    """Checks a card's memory after each step; each warning is given once."""
+
+    def __init__(
+        self,
+        read: Callable[[], CardReading | None] = lambda: None,
+        planned_seconds: float = float("inf"),
+        *,
+        can_spill: bool = False,
+    ) -> None:
+        """`planned_seconds` is what a step should take; `can_spill` whether the driver moves memory to the host."""
+        self.read, self.planned_seconds, self.can_spill = read, planned_seconds, can_spill
+        self._seconds: deque[float] = deque(maxlen=SPILL_STEPS)
+        self._window: list[int] = []
+        self._floors: list[int] = []
+        self._told: set[str] = set()
+        self._known_retries = 0
+        self.forget_retries()
+
+    @classmethod
+    def of_device(cls, device: torch.device, hardware: HardwareProfile, planned_seconds: float) -> "CardMemoryWatch":
+        """The watch of a run's device."""
+        if shares_host_memory(hardware.device.memory_kind):
+            return cls()
+        can_spill = hardware.host.memory_model in ("wsl", "windows")
+        return cls(card_reader(device), planned_seconds, can_spill=can_spill)
+
+    def check(self, step_seconds: float) -> str | None:
+        """A warning after a step of so many seconds without waiting for data, or None."""
+        reading = self.read()
+        if reading is None:
+            return None
+        self._seconds.append(step_seconds)
+        checks = {"retries": self._retries, "spill": self._spill, "reserved": self._growth}
+        found = {name: warning for name, find in checks.items() if (warning := find(reading))}
+        new = [warning for name, warning in found.items() if name not in self._told]
+        self._told |= found.keys()
+        return "; ".join(new) or None
+
+    def forget_retries(self) -> None:
+        """Take the retries so far for known: memory ran out, which is told already."""
+        reading = self.read()
+        self._known_retries = reading.allocator_retries if reading else 0
+
+    def _retries(self, reading: CardReading) -> str | None:
+        known, self._known_retries = self._known_retries, reading.allocator_retries
+        if reading.allocator_retries <= known:
+            return None
+        return f"the allocator ran out of memory and started over: steps wait for it, and may fail; {MORE_TO_SPARE}"
+
+    def _spill(self, reading: CardReading) -> str | None:
+        is_full = len(self._seconds) == SPILL_STEPS and reading.used_share >= NEAR_FULL
+        ratio = statistics.median(self._seconds) / self.planned_seconds
+        if not (self.can_spill and is_full and ratio >= SPILL_FACTOR):
+            return None
+        why = f"with {reading.used_share:.0%} of the card's memory taken the driver moves memory to the host"
+        return f"steps take {ratio:.1f} times what was planned: {why}; {NO_SPILL}, and {MORE_TO_SPARE}"
+
+    def _growth(self, reading: CardReading) -> str | None:
+        self._window.append(reading.reserved_bytes)
+        if len(self._window) < WINDOW_STEPS:
+            return None
+        self._floors = [*self._floors, min(self._window)][-NUM_WINDOWS:]
+        self._window = []
+        if not (slope := leak_bytes_per_step(self._floors)):
+            return None
+        return (
+            f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is told too, it is fragmented: "
+            "plan again with --pin allocator=expandable"
+        )
