@@ -104,6 +104,17 @@ def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("card", "quantization"), [("5080", "torchao-int8"), ("5090", "none")])
+def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_block_swap(
+    card: str, quantization: str
+) -> None:
+    exact = {"modulation": "ahead", "norm_rope": "compiled", "offloaded_inputs": 59}
+    settings = {"hardware": card, "quantization": quantization, "checkpointed_blocks": 59, "resolution": "1024"}
+    found = [estimate("qwen-image", **settings, **levers).fits for levers in (exact, {"modulation": "resident"})]
+    assert found == [True, False]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "model"), [("t4", "wan-2.1"), ("2080 ti", "sdxl")])
 def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: str) -> None:
     hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)

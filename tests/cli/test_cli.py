@@ -199,7 +199,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
     others = {"--help", "--upgrade", "--index-url", "--install", "--logdir"}  # of pip, wsl, tensorboard
     others |= {"--nproc-per-node", "--nnodes", "--signal"}  # of torchrun, sbatch
     others |= {"--memory", "--build-arg", "--ipc", "--no-deps", "--rm", "--runtime", "--target", "--user"}  # of docker
-    others |= {"--isolation", "--storage-driver"}  # of buildah
+    others |= {"--isolation", "--storage-driver", "--pull-never", "--variant", "--include"}  # of buildah, debootstrap
     known = options_under(typer.main.get_command(app)) | others
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
