@@ -212,7 +212,7 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
 
 @pytest.mark.slow
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
-    """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only shared out."""
+    """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only sharded."""
     card = hardware_named("nvidia-rtx-4090")
     workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))

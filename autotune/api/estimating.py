@@ -10,7 +10,7 @@ from autotune.api.options import choose_optimizer
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput
-from autotune.families import read_parts, resolve_model
+from autotune.families import Family, ResolvedModel, read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext, require_choice
 from autotune.runtime import collect_rarely
 from autotune.schema import (
@@ -78,29 +78,37 @@ def estimate(
         >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
     """
-    for name, value in settings.items():
-        require_choice(name, value)
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
-    usual_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
+    if effective_batch_size is None:
+        effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
-        size_px=None if resolution is None else image_size(resolution),
-        num_frames=num_frames,
-        text_tokens=text_tokens,
-        rank=rank,
-        targets=targets or "attention",
-        adapted_blocks=adapted_blocks,
-        adapter=adapter,
-        ema_decay=ema_decay,
-        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
-        effective_batch_size=usual_batch if effective_batch_size is None else effective_batch_size,
-    )
-    check_overrides(resolved.family, overrides)
+        size_px=None if resolution is None else image_size(resolution), num_frames=num_frames, text_tokens=text_tokens,
+        rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter, ema_decay=ema_decay,
+        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options), effective_batch_size=effective_batch_size,
+    )  # fmt: skip
+    _check(resolved.family, overrides, settings)
     profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
-    context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
-    candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
-    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
-    return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
+    made = _predictor(resolved, profile, overrides, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
+    return estimate_candidate(*made, num_steps=num_steps, price_per_hour=price_per_hour)
+
+
+def _check(family: Family, overrides: WorkloadOverrides, settings: Mapping[str, str | int]) -> None:
+    for name, value in settings.items():
+        require_choice(name, value)
+    check_overrides(family, overrides)
+
+
+def _predictor(
+    model: ResolvedModel,
+    profile: HardwareProfile,
+    overrides: WorkloadOverrides,
+    checkpointed_blocks: int | None,
+    **settings: str | int,
+) -> tuple[CostModel, Candidate]:
+    context = TuningContext(profile, model.family, describe_workload(model, None, overrides))
+    candidate = _candidate(context, checkpointed_blocks, **settings)
+    return CostModel.build(profile, context.workload, model.family, model.config, read_parts(model)), candidate
 
 
 def _candidate(context: TuningContext, checkpointed_blocks: int | None, **settings: str | int) -> Candidate:

@@ -72,9 +72,8 @@ def job_script(
     subjects = () if over is None else read_subjects(Path(over))
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
     job = _job_file(made, file, said, image, claim)
-    if over is not None:
-        place = PurePosixPath(os.path.abspath(over))  # noqa: PTH100  as written, links and all
-        job = replace(job, over=place, num_subjects=len(subjects))
+    if over is not None:  # the list's path as written, links and all
+        job = replace(job, over=PurePosixPath(os.path.abspath(over)), num_subjects=len(subjects))  # noqa: PTH100
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
     text = write(JobNeeds.of_plan(longest, num_nodes=nodes, hours=hours), job)
     if path is not None:

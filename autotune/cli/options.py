@@ -8,6 +8,7 @@ class Options:
 def command(asked: Options, job: JobOptions) -> None: ...
 """
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -216,8 +217,6 @@ def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
 
 def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """Values by name of texts such as `betas=(0.9, 0.99)`; None if there are none. Raises BadParameter for others."""
-    import ast
-
     values: dict[str, Any] = {}
     for text in texts or ():
         name, sign, value = text.partition("=")

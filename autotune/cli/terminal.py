@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -47,6 +48,10 @@ from autotune.reporting import (
 
 QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
+
+
+NOTE_MARGIN = 40
+"""Columns that the bar of trials takes beside what is tried."""
 
 
 class PlainConsole(Console):
@@ -136,7 +141,8 @@ class EventDisplay:
             case RunStarted():
                 self._start_run(event.plan)
             case TrialStarted():
-                self._update("trials", self.num_trials, None, event.candidate.label())
+                label = shorten(event.candidate.label(), err.width - NOTE_MARGIN, placeholder=" …")
+                self._update("trials", self.num_trials, None, label)
             case TrialFinished():
                 self._trial(event.result)
             case StepFinished():

@@ -3,11 +3,15 @@
 from typing import TYPE_CHECKING
 
 from autotune.families import Family, add_adapter
+from autotune.runtime import lazy_module
 from autotune.schema import AdapterPractice, Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 
 def add_adapter_as_practiced(
@@ -22,8 +26,6 @@ def add_adapter_as_practiced(
     peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a device, casts the
     adapter instead; here its weights do that themselves, whenever they are read.
     """
-    import torch
-
     if practice is None:
         add_adapter(family, transformer, workload, dtype)
         return
@@ -35,7 +37,6 @@ def add_adapter_as_practiced(
 
 def _cast_when_read(transformer: "nn.Module", dtype: "torch.dtype") -> None:
     from peft.tuners.lora import LoraLayer
-    from torch import nn
     from torch.nn.utils import parametrize
 
     class Cast(nn.Module):

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from autotune.runtime import lazy_module
+
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy_module("torch")
 
 PRODUCTS = ("linear", "conv2d", "conv3d", "scaled_dot_product_attention")
 IN_FP32 = ("layer_norm", "group_norm", "mse_loss")
@@ -24,8 +28,7 @@ def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
     They are replaced by name, for autocast knows no meta device, and a function mode would be suspended while
     `backward` recomputes a checkpoint.
     """
-    import torch
-    from torch.nn import functional
+    functional = torch.nn.functional
 
     table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(IN_FP32, torch.float32)}
     originals = {name: getattr(functional, name) for name in table}
@@ -39,8 +42,6 @@ def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
 
 
 def _casting(function: Callable[..., Any], dtype: "torch.dtype") -> Callable[..., Any]:
-    import torch
-
     def cast(value: Any) -> Any:
         is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
         return value.to(dtype) if is_other else value

@@ -29,10 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autotune import attention, quantization
 from autotune.backends import ATTENTION_BACKENDS, cuda_kernel
+from autotune.runtime import lazy_module
 from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy_module("torch")
 
 DeviceRules = Literal["cpu", "cuda"]
 
@@ -54,7 +57,7 @@ CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "c
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 
 SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
-"""Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a thirtieth of a
+"""Elementwise kernels that a CPU computes for longer than it moves their bytes: a quarter to a thirtieth of a
 copy's rate. The probe measures them, and conversions of stored weights, by themselves. `narrow`: broadcasts and sums
 over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorized."""
 NARROW = 4
@@ -93,7 +96,8 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     Whatever backend this process last trained with, the model calls the function that is replaced.
     """
     from diffusers.models.attention_dispatch import attention_backend
-    from torch.nn import functional
+
+    functional = torch.nn.functional
 
     table: dict[str, Callable[..., Any]] = {}
     if kernel != "math":
@@ -119,8 +123,6 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
 
 
 def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
-    import torch
-
     aten = torch.ops.aten
 
     def attend(
@@ -157,8 +159,6 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
 
 
 def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
-    import torch
-
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -189,8 +189,6 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
 def _joined_norm_rope(
     streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
 ) -> "torch.Tensor":
-    import torch
-
     lengths, first = [stream.shape[1] for stream in streams], streams[0]
     out = torch.empty(first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device)
     for stream, target in zip(streams, torch.split(out, lengths, dim=1), strict=True):
@@ -201,15 +199,11 @@ def _joined_norm_rope(
 def _norm_rope_backward(
     gradient: "torch.Tensor", streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
 ) -> "list[torch.Tensor]":
-    import torch
-
     parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
     return [part * stream for part, stream in zip(parts, streams, strict=True)]  # reads both and writes one
 
 
 def _products_of(rules: DeviceRules) -> "quantization.Kernels":
-    import torch
-
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
@@ -227,15 +221,11 @@ def _products_of(rules: DeviceRules) -> "quantization.Kernels":
 def _fused_dropout(
     input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> "torch.Tensor":
-    import torch
-
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
 def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":
     """LLM.int8's rows of activations, one scale each."""
-    import torch
-
     half = x.to(torch.float16)
     if rules == "cuda":
         return half.to(torch.int8)
@@ -247,8 +237,6 @@ def int8_product(
     rows: "torch.Tensor", stored: "torch.Tensor", bias: "torch.Tensor | None", dtype: "torch.dtype", rules: DeviceRules
 ) -> "torch.Tensor":
     """The product of LLM.int8's rows with a stored weight, scaled by both."""
-    import torch
-
     sums = torch._int_mm(rows, stored.t())
     if rules == "cuda":
         out = sums.to(torch.float16)
@@ -263,8 +251,6 @@ def int8_product(
 def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
     """What a CPU takes for a moment to convert operands of a pointwise operation to their common dtype, or factors in
     float8, and to hold the result of one that works in place until it is converted back."""
-    import torch
-
     if operation is torch.ops.aten._scaled_mm.default:  # emulated: copies in fp32, of the second factor two
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
     operands = [tensor for tensor in inputs if tensor.ndim]

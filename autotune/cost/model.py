@@ -26,11 +26,16 @@ from autotune.cost.trace.passes import (
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, block_numbers, build_on_meta
 from autotune.knobs import Checkpointing, NormRope, Selective, encoder_precision, region_offsets, torch_dtype
-from autotune.runtime import is_out_of_memory
+from autotune.runtime import is_out_of_memory, lazy_module
 from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
 
 if TYPE_CHECKING:
+    import diffusers
+    import torch
     from torch import nn
+else:
+    diffusers = lazy_module("diffusers")
+    torch = lazy_module("torch")
 
 
 ALLOCATORS = ("default", "expandable")
@@ -238,8 +243,6 @@ class TracedModel:
 
     def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
         """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
-        import torch
-
         batch = meta_batch(self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype)
         noise = torch.empty_like(batch["latents"])
         kernel = kernel_for("native", self.rules, self.masked(1))
@@ -287,9 +290,6 @@ class TracedModel:
 
     def _vae_cost(self, precision: str) -> VaeCost:
         """The family's autoencoder for the largest bucket, traced; nothing for a model whose parts are unknown."""
-        import diffusers
-        import torch
-
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket

@@ -34,10 +34,10 @@ LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
 launch."""
 RECOMPUTED_LAUNCHES = 3
 """Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors are packed and
-unpacked in Python. Small models of all families on a processor: 2.9 to 3.5 times the probe's rate."""
+unpacked in Python. Small models of all families on a CPU: 2.9 to 3.5 times the probe's rate."""
 LAUNCHES_OF = {"dequantization.uint8": 8}
 """The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next to none backward
-(small models of all families on a processor)."""
+(small models of all families on a CPU)."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""

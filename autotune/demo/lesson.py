@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -14,7 +14,12 @@ from autotune.demo.judge import score_image
 from autotune.demo.picture import draw_picture
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, SIZE_PX, Scene, draw_centered
 from autotune.families import get_family
-from autotune.runtime import atomic_write, silence_progress_bars, write_text_atomic
+from autotune.runtime import atomic_write, lazy_module, silence_progress_bars, write_text_atomic
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 NEW_SHAPE = "heart"
 TAUGHT_COLORS, TAUGHT_GROUNDS = ("red", "blue", "green", "orange"), ("white", "gray", "black")
@@ -102,8 +107,6 @@ def write_images(folder: Path, scenes: Sequence[Scene], images: Sequence[Image.I
 
 def load_pipeline(folder: Path) -> Any:
     """The stock pipeline in a folder, in fp32, without progress bars."""
-    import torch
-
     silence_progress_bars()
     return get_family("qwen-image").load_pipeline(folder, torch_dtype=torch.float32)
 
@@ -112,8 +115,6 @@ def sample_images(
     pipeline: Any, captions: Sequence[str], first_seed: int, guidance: float = GUIDANCE
 ) -> list[Image.Image]:
     """One image per caption, each from its own seed. Captions of one length need no mask."""
-    import torch
-
     images: list[Image.Image] = []
     for start in range(0, len(captions), 40):
         part = list(captions[start : start + 40])
@@ -132,8 +133,6 @@ def sample_images(
 
 def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
     """The images as the VAE gives them back: the best that the model can show."""
-    import torch
-
     pixels = pipeline.image_processor.preprocess(list(images))
     with torch.no_grad():
         latents = pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode()

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
+from autotune.runtime import lazy_module
 from autotune.schema import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 ADAPTER_NAME = "default"
 
@@ -48,8 +52,6 @@ def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks
     Raises:
         InvalidInput: there are no such layers.
     """
-    from torch import nn
-
     own = family.blocks(transformer)
     numbers = block_numbers(blocks, len(own))
     if targets in family.target_sets and numbers is None:
@@ -126,7 +128,6 @@ def add_adapter(
 
     Raises InvalidInput if the model has no such layers.
     """
-    import torch
     from peft import LoraConfig
 
     from autotune.families.low_rank import make_lean
@@ -155,8 +156,6 @@ def add_adapter(
 
 def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
     """The layers that draw random numbers in a training step: none without an adapter with dropout."""
-    from torch import nn
-
     return [
         module for module in transformer.modules() if isinstance(module, nn.Dropout) and module.training and module.p
     ]

@@ -3,12 +3,20 @@
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune import weights
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
+from autotune.runtime import lazy_module
 from autotune.schema import ModelSpec, digest_of
+
+if TYPE_CHECKING:
+    import diffusers
+    import torch
+else:
+    diffusers = lazy_module("diffusers")
+    torch = lazy_module("torch")
 
 CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
 
@@ -46,8 +54,6 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
 
     Raises InvalidInput if the class refuses the configuration.
     """
-    import diffusers
-    import torch
     from diffusers.models.modeling_utils import no_init_weights
 
     getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's

@@ -22,11 +22,18 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.modulation import ModulationLayers
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket, TextPadding, pad_text
 
 if TYPE_CHECKING:
+    import diffusers
+    import torch
     from PIL import Image
     from torch import Tensor, nn
+else:
+    diffusers = lazy_module("diffusers")
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 Sample = dict[str, "Tensor"]
 """One training item: `latents` and whatever the transformer is conditioned on, no batch dimension."""
@@ -50,8 +57,6 @@ def unwrap_model(transformer: "nn.Module") -> Any:
 
 def build_empty_pipeline(pipeline_class: str) -> Any:
     """A stock pipeline without components: for what its constructor sets, such as its prompt template."""
-    import diffusers
-
     stock = getattr(diffusers, pipeline_class)
     parameters = inspect.signature(stock).parameters.values()
     return stock(**{each.name: None for each in parameters if each.default is each.empty})
@@ -202,8 +207,6 @@ class Family(ABC):
 
     def build_transformer(self, config: Config) -> "nn.Module":
         """Build the transformer with random weights, on torch's current default device and dtype."""
-        import diffusers
-
         cls = getattr(diffusers, self.transformer_class)
         known = {k: v for k, v in config.items() if not k.startswith("_") and k not in self.obsolete_config}
         model: nn.Module = cls(**known)
@@ -212,8 +215,6 @@ class Family(ABC):
     def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
         """Blocks by the name of what holds them, a list or a single block, in the order they run. Each can be
         checkpointed. Those of one list whose weights have the same names and shapes compute alike."""
-        from torch import nn
-
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}
         return {name: list(part) if isinstance(part, nn.ModuleList) else [part] for name, part in parts.items()}
 
@@ -269,8 +270,6 @@ class Family(ABC):
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """Load the pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
-        import diffusers
-
         pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -316,8 +315,6 @@ class Family(ABC):
 
         Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
-        import torch
-
         others = [name for name in samples[0] if name != "prompt_embeds"]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
         prompts = [sample["prompt_embeds"] for sample in samples]
@@ -371,8 +368,6 @@ class Family(ABC):
             seed: seed of the noise, drawn on the CPU: the same picture on every device.
             controls: control images, if the family takes them.
         """
-        import torch
-
         with torch.no_grad():
             images = pipeline(
                 width=bucket.width_px,

@@ -10,10 +10,14 @@ from autotune.families.latents import encode_image
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
@@ -107,8 +111,6 @@ class Flux1Dev(Family):
         return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.

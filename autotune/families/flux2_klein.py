@@ -12,10 +12,14 @@ from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.packing import ATTENTION
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
@@ -130,17 +134,13 @@ class Flux2Klein(Family):
         return [TEXT_TOKENS] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        from torch.nn.functional import pixel_unshuffle
-
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()
         mean, std = self._statistics(vae)
-        return ((pixel_unshuffle(latents, 2).to(pixels.dtype) - mean) / std)[0, :, None]
+        return ((torch.nn.functional.pixel_unshuffle(latents, 2).to(pixels.dtype) - mean) / std)[0, :, None]
 
     def decodable(self, latents: "Tensor") -> "Tensor":
-        from torch.nn.functional import pixel_shuffle
-
-        return pixel_shuffle(latents[:, :, 0], 2)
+        return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
     def _statistics(self, vae: Any) -> "tuple[Tensor, Tensor]":
         """Mean and deviation of each channel (1, channels, 1, 1), which the autoencoder keeps in a batch norm."""
@@ -149,8 +149,6 @@ class Flux2Klein(Family):
         return norm.running_mean.view(1, -1, 1, 1), variance.sqrt().view(1, -1, 1, 1)
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         prompt = batch["prompt_embeds"]
         rows, columns = noisy.shape[3], noisy.shape[4]
         # A position is (time, row, column, place in the text).

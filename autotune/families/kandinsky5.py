@@ -23,11 +23,15 @@ from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
@@ -122,8 +126,6 @@ class Kandinsky5(Family):
         return [min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS) for length in lengths]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         if "prompt_mask" not in batch:
             return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
@@ -138,8 +140,6 @@ class Kandinsky5(Family):
     def _predict_one_length(
         self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
     ) -> "Tensor":
-        import torch
-
         _, _, frames, height, width = noisy.shape
         visual = noisy.permute(0, 2, 3, 4, 1)
         if unwrap_model(transformer).visual_cond:

@@ -4,8 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.runtime import lazy_module
+
 if TYPE_CHECKING:
     from torch import nn
+else:
+    nn = lazy_module("torch.nn")
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,6 @@ class ModulationLayers:
 
     def layer_names(self, owner: str, module: "nn.Module") -> tuple[str, str]:
         """Names of the owner's activation and of its modulation layer."""
-        from torch import nn
-
         kinds = {type(child): f"{owner}.{name}" for name, child in module.named_children()}
         return kinds[nn.SiLU], kinds[nn.Linear]
 

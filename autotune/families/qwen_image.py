@@ -11,11 +11,15 @@ from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 BLOCK = r"transformer_blocks\.\d+"
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
@@ -98,8 +102,6 @@ class QwenImage(Family):
         return encode_standardized(pipeline.vae, pixels)
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         images = with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         velocity: Tensor = transformer(

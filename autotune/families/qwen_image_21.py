@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.latents import encode_standardized
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 LATENT_PX = 16
 """Pixels per latent, along each side; each latent is a token."""
@@ -119,13 +123,9 @@ class QwenImage21(Family):
         return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        import torch
-
         return encode_standardized(pipeline.vae, torch.cat([pixels, torch.ones_like(pixels[:1])]))  # opaque
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
             # Padding would count as text, and move the image away from it: diffusers' own test of batches allows 2e-3.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune import weights
 from autotune.errors import InvalidInput, suggest_nearest
@@ -21,6 +21,7 @@ from autotune.families.part_files import find_parts, named_parts, where_usually
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
 from autotune.families.single_file import SUFFIXES, find_config, named_expert, open_single_file, recognize
+from autotune.runtime import lazy_module
 from autotune.schema import ModelSpec, split_reference
 from autotune.weights import (
     BadWeights,
@@ -34,6 +35,11 @@ from autotune.weights import (
     read_model_index,
     snapshot_in_cache,
 )
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
@@ -305,8 +311,6 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     if folder is None:
         specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
         return next((each.parts for each, spec in specs if spec == model.spec), None)
-    import torch
-
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
         weights.build_empty_component(folder, "vae", dtype=torch.float32)

@@ -11,10 +11,14 @@ from autotune.families.latents import encode_image
 from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_chat_tokens
+from autotune.runtime import lazy_module
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""
@@ -97,8 +101,6 @@ class ZImage(Family):
         return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        import torch
-
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         # It counts time from noise to image, and so predicts the velocity's negative.
         velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]

@@ -13,14 +13,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from huggingface_hub import constants
 
 from autotune.hardware.nvidia import DriverSource, NvmlSource, Query
 from autotune.hardware.system import Unavailable
+from autotune.runtime import lazy_module
 from autotune.weights import has_gds
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")  # only a probe of the device needs it; the doctor must not load it
 
 
 class RealSystem:
@@ -58,14 +64,7 @@ class RealSystem:
             raise Unavailable(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
 
 
-def _torch() -> Any:
-    import torch  # only a probe of the device needs it; the doctor must not load it
-
-    return torch
-
-
 def _torch_kind() -> str:
-    torch = _torch()
     if torch.version.hip is not None:
         return "rocm"
     if torch.cuda.is_available():
@@ -76,7 +75,7 @@ def _torch_kind() -> str:
 def _cuda() -> Any:
     if _torch_kind() != "cuda":
         raise Unavailable("torch sees no CUDA device")
-    return _torch().cuda
+    return torch.cuda
 
 
 def _property(name: str) -> Query:
@@ -86,9 +85,9 @@ def _property(name: str) -> Query:
 TORCH_QUERIES: Mapping[str, Query] = {
     "kind": lambda _: _torch_kind(),
     "count": lambda _: _cuda().device_count(),
-    "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
+    "cuda": lambda _: _require(torch.version.cuda, "this torch is built without CUDA"),
     "cudnn": lambda _: _require(cudnn_version(), "no cuDNN"),
-    "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
+    "recommended_bytes": lambda _: torch.mps.recommended_max_memory(),
     "name": _property("name"),
     "capability": lambda index: _cuda().get_device_capability(index),
     "sm_count": _property("multi_processor_count"),
@@ -111,7 +110,7 @@ def cudnn_version() -> str | None:
 
     torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed from 1000 to 10000 with cuDNN 9.
     """
-    number = _torch().backends.cudnn.version()
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if number is None:
         return None
     base = 10_000 if number >= 90_000 else 1000

@@ -7,10 +7,14 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs import norm_rope
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext, unavailable_reason
+from autotune.runtime import lazy_module
 from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+else:
+    torch = lazy_module("torch")
 
 STARTUP_SECONDS = 60.0
 """Seconds to compile one kind of block, forward and backward, for one shape, until a trial has measured them: they
@@ -70,8 +74,6 @@ class CompiledBlock:
     """torch.compile's."""
 
     def __init__(self, block: "nn.Module") -> None:
-        import torch
-
         self._plain: Callable[..., Any] = block._call_impl
         self._for_first = torch.compile(self._plain, backend=self.backend)
         self._for_others = torch.compile(self._plain, backend=self.backend, dynamic=True)
@@ -79,11 +81,8 @@ class CompiledBlock:
         self._first: tuple[object, ...] | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        from torch import Tensor
-        from torch.utils._pytree import tree_leaves
-
-        leaves = tree_leaves((inputs, named))
-        stream = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        leaves = torch.utils._pytree.tree_leaves((inputs, named))
+        stream = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
         if self._is_adapted and not stream.requires_grad:
             return self._plain(*inputs, **named)
         shapes = tuple(getattr(leaf, "shape", leaf) for leaf in leaves)

@@ -9,9 +9,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError
+from autotune.runtime import lazy_module
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 PAGE_BYTES = 4096
 REGION_ALIGNMENT_BYTES = 256
@@ -39,8 +43,6 @@ class HostRegion:
     """
 
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
-        import torch
-
         self.num_bytes = num_bytes
         pages = -(-num_bytes // PAGE_BYTES)
         whole = torch.empty((pages + 1) * PAGE_BYTES, dtype=torch.uint8)  # no page is shared with another region
@@ -52,8 +54,6 @@ class HostRegion:
 
 
 def _lock(memory: "Tensor", num_bytes: int) -> None:
-    import torch
-
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if code:
@@ -65,6 +65,4 @@ def _lock(memory: "Tensor", num_bytes: int) -> None:
 
 
 def _unlock(memory: "Tensor") -> None:
-    import torch
-
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

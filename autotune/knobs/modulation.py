@@ -7,6 +7,7 @@ coming draws at a time, on the device, layer by layer. Steps get the results; th
 from functools import cache
 from typing import TYPE_CHECKING
 
+from autotune import families
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, Workload
@@ -72,9 +73,7 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
     """A modulation layer that the set of adapted layers has, by peft's rule; None if it has none."""
-    from autotune.families import build_on_meta, target_matcher
-
     assert family.modulation is not None
-    is_adapted = target_matcher(family, targets)
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    is_adapted = families.target_matcher(family, targets)
+    model = families.build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)

@@ -7,6 +7,7 @@ what diffusers' operations do. Where gradients turn out wrong, the next in line 
 
 from typing import TYPE_CHECKING
 
+from autotune import attention
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext, parity_capability, unavailable_reason
 from autotune.schema import Candidate, Choice, HardwareProfile
@@ -57,9 +58,7 @@ class NormRope(Knob):
         return Parity(choice, 0.01, reason) if choice != "stock" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        from autotune.attention import use_kernels
-
-        use_kernels(transformer, family.attention_layouts, str(choice))
+        attention.use_kernels(transformer, family.attention_layouts, str(choice))
 
 
 def _is_known_wrong(choice: str, hardware: HardwareProfile) -> bool:

@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.runtime import lazy_module
 from autotune.schema import ADAMW, Choice, OptimizerChoice, OptionValue
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 OPTIMIZERS: Mapping[str, str] = {
     "adamw": "torch.optim:AdamW",
@@ -98,8 +103,6 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     if not hasattr(package, attribute):
         raise InvalidInput(f"{module} has no {attribute}", hint="name a class of it: package:Class")
     found = getattr(package, attribute)
-    import torch
-
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise InvalidInput(f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}")
     return found
@@ -168,9 +171,6 @@ def optimizer_bytes(choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], in
 
 @cache
 def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], int], ...]) -> int:
-    import torch
-    from torch import nn
-
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape, _ in shapes for _ in range(2)]
     for parameter in parameters:

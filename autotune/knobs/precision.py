@@ -3,10 +3,13 @@
 from typing import TYPE_CHECKING
 
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.runtime import lazy_module
 from autotune.schema import Choice, HardwareProfile
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy_module("torch")
 
 BF16_TOLERANCE = 0.1
 """Relative error of bf16 gradients, against fp32."""
@@ -64,8 +67,6 @@ def _fastest_matmul(context: TuningContext, dtype: str) -> float:
 
 def torch_dtype(precision: str) -> "torch.dtype":
     """The dtype that a precision names."""
-    import torch
-
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from autotune import quantization
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
@@ -50,9 +51,7 @@ class Quantization(Knob):
         return Parity(choice, entry.tolerance, entry.tolerance_reason) if entry and entry.tolerance else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        from autotune.quantization import quantize_inside
-
-        quantize = quantize_inside(family.blocks(transformer), str(choice))
+        quantize = quantization.quantize_inside(family.blocks(transformer), str(choice))
         if quantize is None:
             return
         for name, module in list(transformer.named_modules()):

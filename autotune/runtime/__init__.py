@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         launch,
         started_by_launcher,
     )
-    from autotune.runtime.lazy import lazy_exports
+    from autotune.runtime.lazy import lazy_exports, lazy_module
     from autotune.runtime.memory import (
         allocated_bytes,
         device_peak_bytes,

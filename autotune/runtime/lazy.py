@@ -1,4 +1,4 @@
-"""How a package exports its face: each name is loaded when it is first accessed (PEP 562).
+"""How a package exports its face: each name is loaded when it is first accessed (PEP 562); libraries, too.
 
 A package's `__init__.py` lists its face once:
 
@@ -9,6 +9,13 @@ A package's `__init__.py` lists its face once:
 
 Type checkers read the imports; at run time the same lines say where each name lives. So importing a package costs next
 to nothing, and one that needs torch loads it only when something of it is used.
+
+A module that must not load a library as it is imported, but uses it in its functions, names it the same way:
+
+    if TYPE_CHECKING:
+        import torch
+    else:
+        torch = lazy_module("torch")
 """
 
 import ast
@@ -16,6 +23,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from autotune.runtime.garbage import collect_rarely
 
@@ -39,6 +47,21 @@ def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], li
         return getattr(importlib.import_module(module), original)
 
     return get, lambda: names, names
+
+
+class _LazyModule(ModuleType):
+    """Stands for a module until something of it is used. It is for reading: what is set on it, others do not see."""
+
+    def __getattr__(self, name: str) -> object:
+        if "_module" not in self.__dict__:
+            with collect_rarely():
+                self._module = importlib.import_module(self.__name__)  # waits while another thread imports it
+        return getattr(self._module, name)
+
+
+def lazy_module(name: str) -> ModuleType:
+    """A library, or a module of one, that is imported when something of it is first used."""
+    return _LazyModule(name)
 
 
 def _homes(tree: ast.Module) -> dict[str, tuple[str, str]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cost import CostModel, time_doubt
 from autotune.knobs import KNOBS, TuningContext
+from autotune.runtime import lazy_module
 from autotune.schema import Candidate
 from autotune.search.space import SearchSpace
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
+else:
+    np = lazy_module("numpy")
 
 MAX_STEP = 0.05
 """Most by which neighbors on a frontier differ in memory, as a share of the activations of a pass that keeps all; less
@@ -56,8 +59,6 @@ def with_mixtures(space: SearchSpace, cost: CostModel) -> SearchSpace:
 
 def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted `choices` by knob."""
-    import numpy as np
-
     plain = base.changed(**dict.fromkeys(NAMES, 0))
     admitted = {name: _without_conflict(name, choices[name], base, cost.context) for name in NAMES}
     passes, swapped = _passes(admitted, cost.workload.model.num_blocks), _spread(admitted["swapped_blocks"])
@@ -79,8 +80,6 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
 
 def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> "Integers":
     """The numbers of one knob that can go with the other knobs' values, if enough blocks recompute."""
-    import numpy as np
-
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(NAMES, 0), **deep, name: 1})
     is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
@@ -91,8 +90,6 @@ def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
     """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone, each with as few and
     with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as fine a
     step."""
-    import numpy as np
-
     levels = [_spread(admitted[name]) for name in NAMES[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
@@ -112,16 +109,12 @@ def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
 
 def _spread(numbers: "Integers") -> "Integers":
     """At most `NUM_STEPS` of them, ends included."""
-    import numpy as np
-
     chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))]
     return chosen
 
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
     """Mixtures that have the same terms in calibration: that use the same means, if more or less of them."""
-    import numpy as np
-
     whole, selective, offloaded, swapped = (mixtures.numbers > 0).T
     means = (whole | selective) + 2 * selective + 4 * offloaded + 8 * swapped
     for value in np.unique(means):
@@ -130,8 +123,6 @@ def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
 
 def _frontier(mixtures: Mixtures) -> Mixtures:
     """Those that no other beats in memory and time, by growing memory and shrinking time."""
-    import numpy as np
-
     ordered = mixtures[np.lexsort((mixtures.seconds, mixtures.num_bytes))]
     before = np.minimum.accumulate(np.concatenate([[np.inf], ordered.seconds[:-1]]))
     return ordered[ordered.seconds < before]
@@ -139,8 +130,6 @@ def _frontier(mixtures: Mixtures) -> Mixtures:
 
 def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
     """From the largest on, the smallest that is within a step, or the next if none is."""
-    import numpy as np
-
     at = len(frontier.num_bytes) - 1
     chosen = [at]
     while at > 0:
@@ -152,8 +141,6 @@ def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
     """Each group less what another group beats in memory and, beyond what is doubtful of their ratio, in time."""
-    import numpy as np
-
     first = [plain.changed(**dict(zip(NAMES, map(int, group.numbers[0]), strict=True))) for group in groups]
     left = []
     for one, group in zip(first, groups, strict=True):

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from autotune.runtime import lazy_module
 from autotune.weights.errors import CorruptFile, HeaderTooLarge, MissingWeights, PickledWeights, TruncatedFile
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy_module("torch")
 
 MAX_HEADER_BYTES = 16 << 20
 """A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into up to 3 GB."""
@@ -80,8 +83,6 @@ class TensorEntry:
     @property
     def torch_dtype(self) -> "torch.dtype":
         """The dtype in torch; imports torch."""
-        import torch
-
         dtype: torch.dtype = getattr(torch, DTYPES[self.dtype][0])
         return dtype
 

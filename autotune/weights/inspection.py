@@ -2,11 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from autotune.runtime import lazy_module
 from autotune.schema import Frozen, NaturalInt
 from autotune.weights.files import TensorEntry, WeightFile
 from autotune.weights.loaders import read_tensor
 from autotune.weights.sources import open_weights
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 PIECE_ELEMENTS = 1 << 22
 """Values that are checked at a time, so that widening fp8 to check it takes little memory."""
@@ -73,8 +80,6 @@ def inspect_file(
 
 
 def _count_nonfinite(file: WeightFile, entry: TensorEntry) -> tuple[int, int]:
-    import torch
-
     if not (entry.torch_dtype.is_floating_point or entry.torch_dtype.is_complex):
         return 0, 0
     num_nan = num_inf = 0

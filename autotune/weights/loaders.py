@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from safetensors import safe_open
 
 from autotune.errors import InvalidInput
+from autotune.runtime import lazy_module
 from autotune.weights.errors import TruncatedFile
 from autotune.weights.files import CHECK_FILE_SIZE, TensorEntry, WeightFile, read_header
 from autotune.weights.sources import WeightSource
@@ -27,6 +28,8 @@ from autotune.weights.sources import WeightSource
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
@@ -136,8 +139,6 @@ def _allocate(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
     A large one gets memory pages of its own, which are freed with it; a heap would keep what was freed below a small
     allocation.
     """
-    import torch
-
     if entry.size_bytes < OWN_PAGES_BYTES:
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
@@ -190,7 +191,6 @@ def _has_cuda_runtime() -> bool:
 
     It asks for `libcudart.so` alone, which only a toolkit has, so it is first given the library that torch has loaded.
     """
-    import torch
     from fastsafetensors import ParallelLoader, cpp  # noqa: F401  # the loader must import, too
 
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -212,8 +212,6 @@ def has_gds() -> bool:
 
 
 def _with_index(device: "torch.device") -> str:
-    import torch
-
     is_indexed = device.type != "cuda" or device.index is not None
     return str(device) if is_indexed else f"cuda:{torch.cuda.current_device()}"
 
@@ -239,6 +237,4 @@ def load_file(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
     Raises what `files.read_header` raises for a file that is absent, pickled or damaged.
     """
     file = read_header(path)
-    import torch
-
     return dict(PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))), file.metadata

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli import terminal
 from autotune.cli.app import _with_loudness_first
 from autotune.cli.output import Progress
 from autotune.cli.plan import _ending
@@ -13,7 +14,7 @@ from autotune.knobs import KNOBS
 from autotune.reporting.run import step_text
 from autotune.reporting.text import smoothed
 from autotune.schema.candidate import Candidate
-from autotune.schema.events import RunStarted
+from autotune.schema.events import RunStarted, TrialStarted
 from autotune.schema.plan import TrainingPlan
 from tests.cli.test_cli import autotune
 from tests.planning.golden import FOLDER
@@ -103,6 +104,21 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     loss = smoothed([step.loss for step in steps[:50]])[-1]
     promise = plan.frozen.expected.required_memory_bytes / 2**30
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
+
+
+def test_the_bar_of_trials_keeps_its_name_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal.PlainConsole(stderr=True)
+    console.size, console._force_terminal = (80, 25), True
+    monkeypatch.setattr(terminal, "err", console)
+    with show_events() as show, console.capture():
+        show(TrialStarted(candidate=with_everything_unusual(golden_plan()).frozen.settings))
+        with console.capture() as captured:
+            console.print(show.progress.get_renderable())
+    (line,) = captured.get().splitlines()
+    assert line.startswith("trials ")
+    assert "batch 7" in line
+    assert "…" in line
+    assert len(line) <= 80
 
 
 def test_spikes_and_the_loss_on_held_out_images_are_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,47 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 SYNTAX = re.compile(r"^ {4}(?:\$ )?(autotune .*)$")
 RUN = ("autotune doctor", "autotune probe --list")
 """Documented commands that need neither data nor a model nor time, and so are run as they stand. The real command line
-parses the others; what they do is run by the tests of each command, on small data, and by the journey."""
+parses all others; `RUN_BY` says which tests run them, on small data of their own."""
+RUN_BY = {
+    "audit": "trainers/test_audits.py",
+    "check": "test_journey.py",
+    "compare": "planning/test_comparison.py",
+    "diff": "planning/test_commands.py",
+    "doctor": "cli/test_start.py",
+    "estimate": "test_planning_elsewhere.py",
+    "export-config": "trainers/test_exporting.py",
+    "import-config": "trainers/test_configured_plans.py",
+    "job-script": "jobs/test_job_script.py",
+    "models": "reporting/test_models.py",
+    "plan": "planning/test_commands.py",
+    "probe": "hardware/test_commands.py",
+    **{f"profiles {name}": "sharing/test_commands.py"
+       for name in ("diff", "export", "list", "prune", "pull", "push", "show", "verify")},
+    "publish": "",  # it uploads: test_publishing.py calls its function against a hub on this machine
+    "report": "cli/test_start.py",
+    "sample": "schema/test_schema_1.py",
+    "train": "test_journey.py",
+    "weights convert": "weights/test_convert.py",
+    "weights inspect": "weights/test_inspection.py",
+}  # fmt: skip
+"""By command the file of tests that runs it."""
+SHELL = re.compile(
+    r"^ {4}(?:\$ )?(?:[A-Z]+=\S+ )?"
+    r"(git|pip|make|docker|sbatch|kubectl|sudo|tensorboard|optuna-dashboard|python3) "
+)
+NOT_RUN = {
+    "git": "needs a repository elsewhere; sharing/ has local ones",
+    "pip": "installs; the hosted workflow installs the wheel into a clean environment",
+    "make": "runs the tests, or the demo, which conftest.py runs",
+    "docker": "needs Docker; a workflow builds and checks the image, jobs/ reads the compose file",
+    "sbatch": "needs SLURM; jobs/ runs the script by itself",
+    "kubectl": "needs a cluster; jobs/ validates the manifest",
+    "sudo": "changes the machine",
+    "tensorboard": "a server of another project; training/test_metrics.py reads the curves as it does",
+    "optuna-dashboard": "planning/test_dashboard.py starts its server on a study of its own",
+    "python3": "sets up an environment; `make` does that before every test",
+}
+"""Other programs on the pages, and why no test runs them as they stand."""
 
 
 def commands() -> list[tuple[str, str]]:
@@ -62,6 +102,24 @@ def test_every_command_of_the_documentation_is_understood(page: str, line: str) 
     if "," in line.split("  ", maxsplit=1)[0] or " PLAN|" in line:  # a list of commands, or a form
         pytest.skip("it is not one command")
     parse(words_of(line))
+
+
+def subcommand(line: str) -> str:
+    """`plan`, `profiles push`."""
+    first, *rest = words_of(line)
+    return f"{first} {rest[0]}" if first in ("data", "profiles", "weights") else first
+
+
+@pytest.mark.parametrize("command", sorted({subcommand(line) for _, line in commands()}))
+def test_every_documented_command_is_run_by_a_test(command: str) -> None:
+    assert command in RUN_BY, "name the tests that run it"
+    if file := RUN_BY[command]:
+        assert re.search(rf"""["' ]{command.rsplit(maxsplit=1)[-1]}["' ]""", (ROOT / "tests" / file).read_text())
+
+
+def test_other_programs_on_the_pages_are_known_not_to_run() -> None:
+    found = {match[1] for page in PAGES for line in page.read_text().splitlines() if (match := SHELL.match(line))}
+    assert found == set(NOT_RUN)
 
 
 @pytest.mark.parametrize("line", RUN)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.cost.autocast import under_autocast
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.families import Batch, Family
+from autotune.runtime import lazy_module
 from autotune.schema import Workload
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autotune.cost.trace.recorder import Recorder, Segment
+else:
+    torch = lazy_module("torch")
 
 TRACED_BLOCKS = 3
 """Of each row: first, middle, last."""
@@ -103,7 +106,6 @@ def meta_batch(
     token_multiple: int = 1,
 ) -> Batch:
     """A collated batch of the right shapes on the meta device; with `masked`, captions differ in length."""
-    import torch
 
     def sample(tokens: int) -> dict[str, torch.Tensor]:
         shapes = family.sample_shapes(config, workload.largest_bucket, tokens, workload.num_control_images)
@@ -133,8 +135,6 @@ def trace_pass(
         autocast: the precision of products under autocast; None without.
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
-    import torch
-
     from autotune.cost.trace.recorder import Recorder, Segment, summarize
     from autotune.families import denoising_loss
 
@@ -177,8 +177,6 @@ def trace_pass(
 
 def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> "Segment":
     """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and does."""
-    import torch
-
     from autotune.cost.trace.recorder import Recorder, summarize
 
     recorder = Recorder(rules)
@@ -193,8 +191,6 @@ def trace_inference(call: Callable[[], object], module: "nn.Module", rules: Devi
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
     """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized ones have several."""
-    import torch
-
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from (getattr(tensor, name) for name in names) if names else (tensor,)
@@ -206,8 +202,6 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int])
 
     Bytes of each block's first input are put into `inputs`.
     """
-    import torch
-
     seen: set[int] = set()
     begun: set[int] = set()
 

@@ -28,7 +28,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import MOST_KNOWN, PLAIN, called, key_of, on_meta, tensors_in
+from autotune.cost.trace.shapes import MAX_KNOWN, PLAIN, called, key_of, on_meta, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +185,7 @@ def _charge_of(call: Call) -> tuple[Work, int]:
 
 def _remember(key: Hashable | None, charge: tuple[Work, int]) -> None:
     if key is not None:
-        if len(_charges) >= MOST_KNOWN:
+        if len(_charges) >= MAX_KNOWN:
             _charges.clear()
         _charges[key] = charge
 

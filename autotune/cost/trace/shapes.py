@@ -18,7 +18,7 @@ _known: dict[Hashable, tuple[_Result | None, ...]] = {}
 """(shape, strides, dtype) of each tensor in the result, by function and what it was called with; None for no tensor.
 Of functions that write into their first argument and return it: nothing."""
 _kinds: dict[Any, str] = {}
-MOST_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
+MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
@@ -41,7 +41,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashab
     out = func(*args, **kwargs)
     results = () if kind == "in place" else out if isinstance(out, tuple) else (out,)
     if all(item is None or _fresh(item, args) for item in results):
-        if len(_known) >= MOST_KNOWN:
+        if len(_known) >= MAX_KNOWN:
             _known.clear()
         _known[key] = tuple(item if item is None else (item.shape, item.stride(), item.dtype) for item in results)
     return out

@@ -6,12 +6,15 @@ h("p", "Loss ", h("b", loss), class_="note")
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from xml.etree.ElementTree import Element, tostring
 
 from autotune.reporting.text import printable_lines
+
+MIN_STACKED = 5
+"""Cells of a row from which it is too wide for a narrow screen."""
 
 Child = Element | str | int | float | None | Iterable["Child"]
 
@@ -50,12 +53,16 @@ def image_source(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def table(
-    head: Iterable[Child], rows: Iterable[Iterable[Child]], *, caption: str, class_: str | None = None
-) -> Element:
-    """A table that scrolls by itself on a narrow screen. The first cell of a row names it."""
+def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str, class_: str | None = None) -> Element:
+    """A table whose rows, if they are of many cells, are written below each other on a narrow screen, and that scrolls
+    by itself otherwise. The first cell of a row names it."""
     lines = [
-        h("tr", (h("th", first, scope="row"), *(h("td", cell) for cell in rest))) for first, *rest in map(list, rows)
+        h(
+            "tr",
+            h("th", first, scope="row"),
+            (h("td", cell, data_label=name) for cell, name in zip(rest, head[1:], strict=True)),
+        )
+        for first, *rest in map(list, rows)
     ]
     whole = h(
         "table",
@@ -64,7 +71,8 @@ def table(
         h("tbody", lines),
         class_=class_,
     )
-    return h("div", whole, class_="scroll", tabindex=0, role="region", aria_label=caption)
+    style = "scroll stacks" if len(head) >= MIN_STACKED else "scroll"
+    return h("div", whole, class_=style, tabindex=0, role="region", aria_label=caption)
 
 
 def document(title: str, *body: Child) -> str:

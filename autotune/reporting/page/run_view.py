@@ -135,7 +135,7 @@ def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
     overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
     figure = chart(
         x,
-        Axis.over([norm for _, norm in norms], "norm", "{:.2g}".format),
+        Axis.over([norm for _, norm in norms], "norm", "{:.3g}".format),
         title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
         f"{spikes}; not finite: {nonfinite}{overflows}.",
         lines=[Line(norms, "smooth")],
@@ -261,7 +261,9 @@ def _compared(subject: RunSubject) -> list[Element]:
         ("images per second", *_pair(frozen.expected.images_per_second, report.images_per_second, "{:.3g}".format)),
         ("whole run", *_pair(subject.plan.job_seconds, report.total_seconds, seconds_text)),
     ]
-    figures = table(("", "promised", "measured", "difference"), rows, caption="Promised against measured")
+    figures = table(
+        ("", "promised", "measured", "difference"), rows, caption="What the plan promised, and what the run took."
+    )
     return [
         h(
             "div",

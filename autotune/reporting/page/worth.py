@@ -82,7 +82,7 @@ def worth_table(subject: PlanSubject, points: list[Point]) -> Element:
         (
             f"{worth.title}: {worth.value}",
             _speed_cell(worth),
-            f"{'+' if worth.memory_bytes >= 0 else '−'}{memory_text(abs(worth.memory_bytes))}",
+            f"{'+' if worth.memory_bytes >= 0 else '-'}{memory_text(abs(worth.memory_bytes))}",
             worth.point.outcome,
             h("span", describe_changes(worth.point.candidate, subject.settings), class_="soft"),
         )
