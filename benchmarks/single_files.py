@@ -20,7 +20,14 @@ from pathlib import Path
 
 from weights import MIB, MemorySampler, describe_machine, in_fresh_process, in_turn, save, spread, touch
 
-WAYS = ("folder, safetensors", "folder, pread", "file bf16", "file fp8 scaled", "from_single_file")
+WAYS = (
+    "folder, safetensors",
+    "file bf16, safetensors",
+    "folder, pread",
+    "file bf16, pread",
+    "file fp8 scaled, safetensors",
+    "from_single_file",
+)
 CONFIG = {"num_layers": 1, "guidance_embeds": True}
 FIRST_GB, BLOCK_GB = 0.80, 0.283
 """In bf16: everything but the single-stream blocks, and each of these."""
@@ -65,9 +72,9 @@ def load(way, folder, num_blocks):
         path = folder.parent / "file bf16.safetensors"
         return FluxTransformer2DModel.from_single_file(str(path), config=str(folder), torch_dtype=torch.bfloat16)
     model = build(num_blocks)
-    is_file = way.startswith("file")
-    source = open_weights(folder.parent / f"{way}.safetensors" if is_file else folder)
-    loader = "pread" if is_file else way.partition(", ")[2]
+    place, _, loader = way.partition(", ")
+    is_file = place != "folder"
+    source = open_weights(folder.parent / f"{place}.safetensors" if is_file else folder)
     policy = from_pretrained_dtypes(model, torch.bfloat16)
     load_into(model, view_as(source, model) if is_file else source, loader=loader, dtype_policy=policy)
     return model

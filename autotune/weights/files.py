@@ -76,6 +76,11 @@ class TensorEntry:
         """(offset from the beginning of the file, number of bytes) of each run of its bytes, in order."""
         return ((self.start, self.size_bytes),)
 
+    @property
+    def is_mappable(self) -> bool:
+        """Whether its bytes lie in the file in one piece, as they are."""
+        return True
+
     def finished(self, stored: "torch.Tensor") -> "torch.Tensor":
         """The tensor that the stored one stands for."""
         return stored

@@ -78,9 +78,27 @@ class MappedLoader:
 
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
         for file in source.files:
+            if source.is_view:
+                yield from _mapped_views(file, device)
+                continue
             with safe_open(file.path, framework="pt", device=str(device)) as opened:
                 for entry in file.entries:
                     yield entry.name, opened.get_tensor(entry.name)
+
+
+def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
+    """Rows of stored tensors where they lie in a map of the file; what has to be computed is read."""
+    with file.path.open("rb") as opened:
+        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
+        for entry in file.entries:
+            if not (entry.is_mappable and entry.size_bytes):
+                yield entry.name, entry.finished(_read(opened.fileno(), file, entry).to(device))
+                continue
+            ((offset, size),) = entry.extents
+            if offset + size > len(pages):
+                raise TruncatedFile(f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE)
+            stored = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=offset)
+            yield entry.name, stored.view(entry.torch_dtype).view(entry.shape).to(device)
 
 
 class PreadLoader:

@@ -60,6 +60,10 @@ class TensorView(TensorEntry):
     def extents(self) -> tuple[tuple[int, int], ...]:
         return self.pieces
 
+    @property
+    def is_mappable(self) -> bool:
+        return self.scale is None and not self.is_turned and len(self.pieces) == 1
+
     def finished(self, stored: Tensor) -> Tensor:
         if self.scale is None:
             return stored.T.contiguous() if self.is_turned else stored

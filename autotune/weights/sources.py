@@ -33,7 +33,7 @@ class WeightSource:
     """The folder or file that the user named."""
     files: tuple[WeightFile, ...]
     is_view: bool = False
-    """Whether tensors are other than the stored ones: parts of them or scaled. Only the loader `pread` reads these."""
+    """Whether tensors are other than the stored ones: parts of them or scaled. `fastsafetensors` cannot read these."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
@@ -44,6 +44,10 @@ class WeightSource:
     def metadata(self) -> dict[str, str]:
         """Metadata of all files together."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether a memory map gives the tensor without a copy."""
+        return self.locations[name][1].is_mappable
 
     def select(self, keep: Callable[[str], bool]) -> "WeightSource":
         """The tensors whose names `keep` accepts; files without any are left out."""

@@ -74,7 +74,7 @@ def load_into(
                 filler.fill(slot, tensor.to(dtype))
                 if transform or dtype != tensor.dtype or target.type != "cpu":
                     converted_bytes += tensor.nbytes
-                    if loader == MappedLoader.name and target.type == "cpu":
+                    if loader == MappedLoader.name and target.type == "cpu" and source.is_mapped(stored):
                         converted.append(tensor)  # which holds no memory: its pages are the file's
             del tensor  # or its memory would be held while the next one is read
             if converted_bytes >= TRIM_EVERY_BYTES:
@@ -109,13 +109,13 @@ def stream_tensors(
     with closing(get_loader(loader, device).stream(source, device)) as stream:
         for name, tensor in stream:
             yield name, tensor.to(dtype_policy(name, tensor.dtype))
-            if loader == MappedLoader.name:
+            if loader == MappedLoader.name and source.is_mapped(name):
                 drop_mapped_pages(tensor)
 
 
 def _loader_for(source: WeightSource, loader: str) -> str:
     """The loader that is asked for, if it can read the source."""
-    return PreadLoader.name if source.is_view else loader
+    return PreadLoader.name if source.is_view and loader != MappedLoader.name else loader
 
 
 def _return_memory(converted: list[Tensor]) -> None:
