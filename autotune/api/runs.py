@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -200,6 +201,7 @@ def sample(
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
+        InvalidPlan: the file is no plan.
         DoesNotFit: the plan was made for another machine.
         AutotuneError: memory ran out.
 
@@ -211,9 +213,9 @@ def sample(
     wanted = SampleRequest(
         prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
     )
-    inputs = read_sample_inputs(Path(run), wanted, on_event)
+    machine = cache(read_machine)
+    inputs = read_sample_inputs(
+        Path(run), wanted, on_event, lambda plan: training.require_fit(training.hardware_misfits(plan, machine()))
+    )
     silence_progress_bars()
-    hardware = read_machine()
-    if inputs.adapter is None:
-        training.require_fit(training.hardware_misfits(inputs.plan, hardware))
-    return training.sample_run(inputs, hardware, cache_path(ENCODED), on_event)
+    return training.sample_run(inputs, machine(), cache_path(ENCODED), on_event)

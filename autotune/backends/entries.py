@@ -130,6 +130,8 @@ class WeightFormat(Entry):
     quantizing_slices: float | None = None
     """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
     if it does not work in slices and takes several times the layer."""
+    revision: int = 1
+    """Another one stores other numbers: embeddings that text encoders made with the one before are made again."""
     hides_dtype: bool = False
     """Whether weights show another dtype than products are computed in: what casts its activations to the dtype of a
     weight, as T5 does, would compute nonsense."""

@@ -17,8 +17,8 @@ def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:
 
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
-"""Of formats that torchao stored at first: the same numbers with the same scales are plain tensors now. Its version is
-still asked for, since plans and records are compared by it."""
+"""Of formats that torchao stored at first. They are plain tensors now: float8 of the same bits in fp32, int8 divided by
+127 instead of 127.5. The library is still required, so that keys of plans and records stay comparable."""
 BNB_INT8 = Requirements(("cuda", "cpu"), (7, 5), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
 BNB_NF4 = replace(BNB_INT8, compute_capability=(6, 0))
 """bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was tried."""
@@ -65,6 +65,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         quantize="autotune.quantization.frozen_linear:quantize_int8",
         quantizing_slices=4,
         stored_dtype="int8",
+        revision=2,
         tolerance=0.05,
         tolerance_reason="8 bits per row: weights are wrong by about 1%",
         is_tried_for_encoders=True,  # T5 casts to the dtype of a weight unless that is int8
@@ -78,6 +79,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         quantize="autotune.quantization.frozen_linear:quantize_float8",
         quantizing_slices=4,
         stored_dtype="float8_e4m3fn",
+        revision=2,
         tolerance=0.2,
         tolerance_reason="3 bits of mantissa: weights are wrong by about 3%",
         hides_dtype=True,

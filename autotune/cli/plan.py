@@ -206,12 +206,9 @@ def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] 
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command without an objective that only a measurement serves."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        if word == "--objective=energy":
-            continue
-        if word == "--objective" and (value := next(rest, "energy")) == "energy":
-            continue
-        kept += [word, value] if word == "--objective" else [word]
+    """The words of a command with throughput in place of an objective that only a measurement serves."""
+    kept: list[str] = []
+    for word in words:
+        is_value = bool(kept) and kept[-1] == "--objective" and word == "energy"
+        kept.append("throughput" if is_value else word.replace("--objective=energy", "--objective=throughput"))
     return kept

@@ -141,7 +141,8 @@ class EventDisplay:
             case RunStarted():
                 self._start_run(event.plan)
             case TrialStarted():
-                label = shorten(event.candidate.label(), err.width - NOTE_MARGIN, placeholder=" …")
+                room = max(20, err.width - NOTE_MARGIN)
+                label = shorten(event.candidate.label(), room, placeholder=" …")
                 self._update("trials", self.num_trials, None, label)
             case TrialFinished():
                 self._trial(event.result)

@@ -108,7 +108,7 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     originals = {name: getattr(functional, name) for name in table}
     norm_rope, products = attention.KERNELS, quantization.PRODUCT_KERNELS
     converts = quantization.CONVERTS_AS_IT_READS
-    compiled, product = norm_rope["compiled"], products["meta"]
+    compiled, product, converted = norm_rope["compiled"], products["meta"], converts["meta"]
     try:
         products["meta"], converts["meta"] = _products_of(rules), converts[rules]
         norm_rope["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
@@ -117,7 +117,7 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         with attention_backend("native"):
             yield
     finally:
-        norm_rope["compiled"], products["meta"], converts["meta"] = compiled, product, converts["cpu"]
+        norm_rope["compiled"], products["meta"], converts["meta"] = compiled, product, converted
         for name, original in originals.items():
             setattr(functional, name, original)
 

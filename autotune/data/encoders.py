@@ -8,6 +8,7 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.errors import InvalidInput, first_line
 from autotune.families import ResolvedModel
@@ -40,8 +41,9 @@ class Encoders:
     @property
     def text_settings(self) -> str:
         """Settings besides the dtype that decide the values of an embedding; streaming does not."""
-        weight_format = self.caching.text_encoder_quantization
-        return ("" if weight_format == "none" else weight_format) + self._unusual(self._text_device)
+        revision = WEIGHT_FORMATS[name].revision if (name := self.caching.text_encoder_quantization) != "none" else 1
+        stored = ("" if name == "none" else name) + (f" {revision}" if revision > 1 else "")
+        return stored + self._unusual(self._text_device)
 
     def _unusual(self, device: torch.device) -> str:
         """Another kind of device rounds otherwise."""

@@ -28,7 +28,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
     """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or if it has no blocks."""
-    return _build_spec(family, json.dumps(config)).changed(name=name)
+    return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -50,7 +50,11 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
 
 
 def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", name.lower()))
+    """Words of two letters and more, and numbers, of a name in any style: `Wan2_2-LOW`, `wan22_lownoise`, `zImage`."""
+    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z][a-z])", " ", name).lower()
+    spaced = re.sub(r"wan(\d)_?(\d)(?!\d)", r"wan\1.\2", spaced)
+    spaced = re.sub(r"(?<=low|igh)_?(?=noise)", " ", spaced)
+    return set(re.findall(r"[a-z]{2,}|\d+(?:\.\d+)*", spaced))
 
 
 def _by_name(name: str, found: Sequence[tuple[Family, PublishedModel]]) -> tuple[tuple[Family, PublishedModel], ...]:
@@ -64,8 +68,17 @@ def _by_name(name: str, found: Sequence[tuple[Family, PublishedModel]]) -> tuple
 
 
 def named_expert(name: str, family: Family) -> str | None:
-    """The expert of a family that a file's name tells of; None if it tells of none."""
-    return next((expert for expert in family.experts if _words(expert) <= _words(name)), None)
+    """The expert of a family that a file's name tells of; None if the family has none.
+
+    Raises InvalidInput if the family has experts, and the name does not tell of one alone: they look the same.
+    """
+    told = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]
+    if family.experts and len(told) != 1:
+        raise InvalidInput(
+            f"the name of {name} does not say which of {family.name}'s transformers it is",
+            hint=f"say it: {' or '.join(f'--expert {expert}' for expert in family.experts)}",
+        )
+    return told[0] if told else None
 
 
 def _may_be(source: WeightSource, family: Family) -> bool:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         PIN,
         EncoderSize,
         caching_choices,
+        cast_refusal,
         choose_caching,
         describe_caching,
         encoder_gpu_of,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
-from autotune.families import Parts
+from autotune.families import Family, Parts
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs.base import TuningContext
 from autotune.knobs.precision import encoder_element_bytes
@@ -193,7 +193,8 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
     if "cpu" in (device, settings.vae_device) and shares_host_memory(context.hardware.device.memory_kind):
         what = "the memory of the CPU is that of the training device here"
-        raise InvalidInput(what, hint="leave the pin of caching... to cpu out")
+        part = "text_encoder_device" if device == "cpu" else "vae_device"
+        raise InvalidInput(what, hint=f"leave out --pin caching.{part}=cpu")
     return settings
 
 
@@ -290,6 +291,14 @@ def _reserved(num_bytes: int) -> int:
     return round((1 + ROUNDED_SHARE) * num_bytes)
 
 
+def cast_refusal(name: str, family: Family) -> str | None:
+    """Why a family's text encoders would compute nonsense in a weight format, or None."""
+    weight_format = WEIGHT_FORMATS.get(name)
+    if family.casts_to_weight_dtype and weight_format and weight_format.hides_dtype:
+        return "T5 casts its activations to the dtype in which a weight lies"
+    return None
+
+
 def _unusable_reason(name: str, context: TuningContext) -> str | None:
     """Why text encoders cannot be stored in a weight format on this machine, or None."""
     weight_format = WEIGHT_FORMATS.get(name)
@@ -298,8 +307,8 @@ def _unusable_reason(name: str, context: TuningContext) -> str | None:
     capability = context.hardware.capability(weight_format.capability)
     if weight_format.quantize and not capability.available:
         return capability.reason
-    if context.family.casts_to_weight_dtype and weight_format.hides_dtype:
-        return "T5 casts its activations to the dtype in which a weight lies"
+    if refusal := cast_refusal(name, context.family):
+        return refusal
     if not weight_format.meets(context.workload.quality):
         return f"the quality floor is {context.workload.quality}; this needs --quality {weight_format.quality}"
     return None

@@ -48,7 +48,7 @@ class Compile(Knob):
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.compile != "off" and weight_format and weight_format.quantize and not weight_format.product_dtype:
-            return "compiled around these quantized layers nothing was tried"
+            return "compiling blocks around layers of this weight format has not been tried"
         return None
 
     def parity(self, choice: Choice) -> Parity | None:

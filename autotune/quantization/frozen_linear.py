@@ -6,8 +6,9 @@ product would be kept, too, and without checkpointing an int8 model would need m
 backward pass casts again: one more read of the stored weights. The weights themselves get no gradient: they are frozen.
 
 A scale is applied where that moves fewest bytes. CUDA's kernels convert operands as they read them, so there int8 is
-cast and scaled at once: 3 bytes a weight in bf16. Nothing multiplies float8, and a CPU converts beforehand, so there a
-weight is only cast, and the product's output is scaled, together with its bias, or the gradient that comes in.
+cast and scaled at once: 3 bytes a weight in bf16. torch multiplies no float8 by element, and a CPU converts
+beforehand, so there a weight is only cast, and the product's output is scaled, together with its bias, or the gradient
+that comes in.
 """
 
 from typing import Any
@@ -71,13 +72,13 @@ class FrozenLinear(nn.Linear):
 
 def quantize_int8(layer: nn.Linear) -> None:
     """Store the weight of `layer` as int8 with a scale per row."""
-    store_rows(layer, torch.int8)
+    store_rows(layer, torch.int8, torch.bfloat16)
     layer.__class__ = FrozenLinear
 
 
 def quantize_float8(layer: nn.Linear) -> None:
     """Store the weight of `layer` as float8 (e4m3) with a scale per row."""
-    store_rows(layer, FLOAT8)
+    store_rows(layer, FLOAT8, torch.bfloat16)
     layer.__class__ = FrozenLinear
 
 

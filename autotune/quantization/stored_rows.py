@@ -33,17 +33,17 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype)
 
 
-def store_rows(layer: nn.Linear, dtype: torch.dtype) -> None:
+def store_rows(layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32) -> None:
     """Store the weight of `layer` in `dtype`, and its scales (outputs,) in fp32 beside it, as `scale`.
 
-    Scales are numbers that bf16 has, so that scaling what is computed in bf16 rounds no scale.
+    Scales are numbers that `scales_as` has: what is scaled in that dtype then rounds no scale.
     """
     weight = layer.weight.data
     stored, scale = weight.new_empty(weight.shape, dtype=dtype), weight.new_empty(len(weight), dtype=torch.float32)
     step = max(1, slice_bytes_of(weight) // (weight.shape[1] * weight.element_size()))
     for start in range(0, 0 if weight.is_meta else len(weight), step):  # in slices: a whole takes several times itself
         rows = slice(start, start + step)
-        scales = row_scales(weight[rows], dtype).bfloat16().float()
+        scales = row_scales(weight[rows], dtype).to(scales_as).float()
         stored[rows], scale[rows] = _in_scale(weight[rows], scales, dtype), scales.flatten()
     stored = stored.view(torch.uint8) if dtype == FLOAT8 else stored
     layer.weight = nn.Parameter(stored, requires_grad=False)

@@ -103,7 +103,7 @@ _process = functools.cache(psutil.Process)
 """By process id, because a fork has another; cached, because creating one would slow short steps."""
 
 
-RESIDENT_KIB_OF_LIBRARY = re.compile(rb"\.so(?:\.\d+)*\n(?:\S+: .*\n){1,4}?Rss: +(\d+) kB")
+RESIDENT_KIB_OF_LIBRARY = re.compile(rb"\.so(?:\.\d+)*(?: \(deleted\))?\n(?:\S+: .*\n){1,4}?Rss: +(\d+) kB")
 """In proc_pid_smaps(5): the line of a mapping ends with its file, and those of its sizes follow."""
 
 

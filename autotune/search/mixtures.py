@@ -11,22 +11,18 @@ traced blocks, so all of them are predicted at once, and only those are kept tha
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.cost import CostModel, time_doubt
 from autotune.knobs import KNOBS, TuningContext
-from autotune.runtime import lazy_module
 from autotune.schema import Candidate
 from autotune.search.space import SearchSpace
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Integers = NDArray[np.int64]
-else:
-    np = lazy_module("numpy")
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 MAX_STEP = 0.05
 """Most by which neighbors on a frontier differ in memory, as a share of the activations of a pass that keeps all; less
@@ -40,10 +36,10 @@ NAMES = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped
 class Mixtures:
     """Predicted mixtures of one setting of the other knobs."""
 
-    numbers: "Integers"
+    numbers: Integers
     """(mixtures, 4): numbers of blocks in the order of `NAMES`."""
-    num_bytes: "Floats"
-    seconds: "Floats"
+    num_bytes: Floats
+    seconds: Floats
 
     def __getitem__(self, chosen: Any) -> "Mixtures":
         return Mixtures(self.numbers[chosen], self.num_bytes[chosen], self.seconds[chosen])
@@ -78,7 +74,7 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
     ]
 
 
-def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> "Integers":
+def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> Integers:
     """The numbers of one knob that can go with the other knobs' values, if enough blocks recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(NAMES, 0), **deep, name: 1})
@@ -86,7 +82,7 @@ def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, contex
     return np.array([number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64)
 
 
-def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
+def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone, each with as few and
     with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as fine a
     step."""
@@ -107,7 +103,7 @@ def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
     return np.compress(fits, passes, axis=0)
 
 
-def _spread(numbers: "Integers") -> "Integers":
+def _spread(numbers: Integers) -> Integers:
     """At most `NUM_STEPS` of them, ends included."""
     chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))]
     return chosen

@@ -171,7 +171,10 @@ MODELS = (
         """,
     ),
     *(KnownModel("flux1-dev", keys, lacks=SWAP) for keys in ({"model.arch": "flux"}, {"model.is_flux": True})),
-    *(KnownModel("sd3.5", keys, lacks=SWAP) for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})),
+    *(
+        KnownModel("sd3.5", keys, lacks=SWAP, assumes="of the SD 3 models 3.5 large")
+        for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})
+    ),
     *(
         KnownModel("sd3.5-medium", {**keys, WEIGHTS: SD35_MEDIUM}, lacks=SWAP)
         for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})

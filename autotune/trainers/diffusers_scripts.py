@@ -177,7 +177,7 @@ MODELS = (
         note="it tells the model how each image was cut, autotune that it is whole",
         kept=overheads.DIFFUSERS_SDXL,
     ),
-    KnownModel("sd3.5", {"script": SCRIPT.format("sd3")}, **SD35),
+    KnownModel("sd3.5", {"script": SCRIPT.format("sd3")}, assumes="of the SD 3 models 3.5 large", **SD35),
     KnownModel(
         "sd3.5-medium", {"script": SCRIPT.format("sd3"), WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}, **SD35
     ),

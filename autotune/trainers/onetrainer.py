@@ -166,7 +166,7 @@ SD35, WEIGHTS = {"model_type": "STABLE_DIFFUSION_35"}, "base_model_name"
 MODELS = (
     KnownModel("qwen-image", {"model_type": "QWEN"}, lacks=TEXT_ENCODERS[1:]),
     KnownModel("flux1-dev", {"model_type": "FLUX_DEV_1"}, lacks=TEXT_ENCODERS[2:]),
-    KnownModel("sd3.5", SD35),
+    KnownModel("sd3.5", SD35, assumes="of the SD 3 models 3.5 large"),
     KnownModel("sd3.5-medium", {**SD35, WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}),
     KnownModel("flux2-klein", {"model_type": "FLUX_2"}, lacks=TEXT_ENCODERS, assumes="of the [klein] models"),
     KnownModel("krea-2", {"model_type": "KREA_2"}, lacks=TEXT_ENCODERS),

@@ -1,6 +1,7 @@
 """Watches the memory of a card that has its own, for what no error tells: memory that the driver moved to the host, an
 allocator that ran out and started over, and reserved memory that grows."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from autotune.hardware import NO_SPILL, shares_host_memory
-from autotune.schema import HardwareProfile
+from autotune.schema import FrozenPart, HardwareProfile
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, leak_bytes_per_step
 
 SPILL_FACTOR = 3.0
-"""A step this many times slower than expected has left the device's memory: spilling costs 5 to 20 times, a wrong
-prediction that was right about other settings seldom 3."""
+"""A step this many times slower than measured has left the device's memory: spilling costs 5 to 20 times."""
 NEAR_FULL = 0.9
 """Share of a card's memory, taken by whomever, above which slow steps may be slow for want of it."""
 SPILL_STEPS = 5
 """Steps that must be slow in their median: one alone waits for a disk or another program."""
+EXPANDABLE = "plan again with segments that grow: autotune plan --from PLAN --pin allocator=expandable"
 MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --reserve 2GiB"
 
 
@@ -60,23 +61,27 @@ class CardMemoryWatch:
         planned_seconds: float = float("inf"),
         *,
         can_spill: bool = False,
+        allocator: str = "default",
     ) -> None:
-        """`planned_seconds` is what a step should take; `can_spill` whether the driver moves memory to the host."""
-        self.read, self.planned_seconds, self.can_spill = read, planned_seconds, can_spill
+        """`planned_seconds` is what a step should take, infinite if nobody measured it; `can_spill` whether the driver
+        moves memory to the host; `allocator` the choice of that knob."""
+        self.read, self.planned_seconds, self.can_spill, self.allocator = read, planned_seconds, can_spill, allocator
         self._seconds: deque[float] = deque(maxlen=SPILL_STEPS)
         self._window: list[int] = []
         self._floors: list[int] = []
         self._told: set[str] = set()
         self._known_retries = 0
-        self.forget_retries()
 
     @classmethod
-    def of_device(cls, device: torch.device, hardware: HardwareProfile, planned_seconds: float) -> "CardMemoryWatch":
-        """The watch of a run's device."""
+    def of_device(cls, device: torch.device, hardware: HardwareProfile, frozen: FrozenPart) -> "CardMemoryWatch":
+        """The watch of a run's device. A prediction that nothing was measured for is no reference for slow steps."""
         if shares_host_memory(hardware.device.memory_kind):
             return cls()
-        can_spill = hardware.host.memory_model in ("wsl", "windows")
-        return cls(card_reader(device), planned_seconds, can_spill=can_spill)
+        expected, system = frozen.expected, hardware.host.memory_model
+        planned_seconds = expected.step_seconds if expected.evidence == "measured" else math.inf
+        allocator = "expandable" if system == "windows" else frozen.settings.allocator  # which has no other
+        can_spill = system in ("wsl", "windows")
+        return cls(card_reader(device), planned_seconds, can_spill=can_spill, allocator=allocator)
 
     def check(self, step_seconds: float) -> str | None:
         """A warning after a step of so many seconds without waiting for data, or None."""
@@ -90,10 +95,15 @@ class CardMemoryWatch:
         self._told |= found.keys()
         return "; ".join(new) or None
 
-    def forget_retries(self) -> None:
-        """Take the retries so far for known: memory ran out, which is told already."""
+    def start(self) -> None:
+        """Steps begin: what the allocator went through before them, in caching and loading, says nothing of them."""
         reading = self.read()
         self._known_retries = reading.allocator_retries if reading else 0
+
+    def restart(self) -> None:
+        """Steps go on with other settings, whose speed nobody measured; that memory ran out is told already."""
+        self.planned_seconds = math.inf
+        self.start()
 
     def _retries(self, reading: CardReading) -> str | None:
         known, self._known_retries = self._known_retries, reading.allocator_retries
@@ -119,5 +129,5 @@ class CardMemoryWatch:
             return None
         return (
             f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is told too, it is fragmented: "
-            "plan again with --pin allocator=expandable"
+            f"{EXPANDABLE if self.allocator == 'default' else MORE_TO_SPARE}"
         )

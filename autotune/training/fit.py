@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
-from autotune.knobs import KNOBS, TuningContext
+from autotune.families import FAMILIES
+from autotune.knobs import KNOBS, TuningContext, cast_refusal
 from autotune.schema import Bucket, Device, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
@@ -99,6 +100,9 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
             misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in knob.names:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
+    family = FAMILIES.get(plan.frozen.workload.model.family)
+    if family and (reason := cast_refusal(encoder_format, family)):
+        misfits.append(f"text encoder quantization: {encoder_format} is no longer used for {family.name}: {reason}")
     return tuple(misfits)
 
 

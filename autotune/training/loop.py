@@ -138,8 +138,7 @@ class TrainingLoop:
             AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing safer that needs no
                 reload, or a checkpoint cannot be written.
         """
-        processes = self.context.processes
-        is_single = processes.world_size == 1
+        is_single = self.context.processes.world_size == 1
         if not is_single:
             self._replicate()
         self.validation.start(self.settings.micro_batch_size)
@@ -150,6 +149,7 @@ class TrainingLoop:
             profile_steps(self.context.trace) as trace,
             self.energy.training(),
         ):
+            self.context.card.start()
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -236,7 +236,7 @@ class TrainingLoop:
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
         release_memory()
-        self.context.card.forget_retries()
+        self.context.card.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")

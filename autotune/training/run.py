@@ -116,8 +116,7 @@ class _Run:
         self.budget_bytes = hardware.device.budget_bytes
         self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
-        expected = plan.frozen.expected
-        self.card = CardMemoryWatch.of_device(processes.device, hardware, expected.step_seconds)
+        self.card = CardMemoryWatch.of_device(processes.device, hardware, plan.frozen)
         self.warnings: list[str] = []
         self.adapter_file = ADAPTER_FILE
         self.metrics: Metrics | None = None

@@ -1,5 +1,6 @@
 """What `autotune sample` is asked for, and whether the run's folder can answer: told before torch is imported."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +46,22 @@ class SampleInputs:
     """To write, as `SampleRequest.output`."""
 
 
-def read_sample_inputs(run: Path, request: SampleRequest, on_event: OnEvent = ignore_event) -> SampleInputs:
+def read_sample_inputs(
+    run: Path,
+    request: SampleRequest,
+    on_event: OnEvent = ignore_event,
+    require_machine: Callable[[TrainingPlan], None] = lambda plan: None,
+) -> SampleInputs:
     """Read what sampling from the adapter in a run's folder takes, or from the model of a plan file; a model of the hub
-    is fetched.
+    is fetched, a plan's if `require_machine` raises nothing.
 
     Raises:
         InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is missing or too many.
         InvalidPlan: the file is no plan.
         AutotuneError: the model cannot be fetched, or the file cannot be written.
     """
+    if not run.exists():
+        raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
     folder = run.parent if run.is_file() else run
     adapter = None if run.is_file() else run / ADAPTER_FILE
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
@@ -69,6 +77,8 @@ def read_sample_inputs(run: Path, request: SampleRequest, on_event: OnEvent = ig
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
         raise InvalidInput("an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO)
+    if adapter is None:
+        require_machine(plan)
     model = fetch_model(plan.job.pinned_model)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     return SampleInputs(request, plan, model, adapter, file)

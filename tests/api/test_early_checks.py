@@ -106,5 +106,5 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     assert max(map(len, table)) <= 80
     assert "cannot be tried here: this machine has no GPU" in process.stderr
     command = " ".join(process.stderr.split())
-    # Without the objective, which nothing can predict:
-    assert f"{shlex.join(['autotune', *asked])} --hardware nvidia-rtx-4090" in command
+    # Without energy, which nothing can predict:
+    assert f"{shlex.join(['autotune', *asked])} --objective throughput --hardware nvidia-rtx-4090" in command

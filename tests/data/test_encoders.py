@@ -108,7 +108,9 @@ def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> 
     assert (
         encoders_of(small, EXACT["training"]).text_settings == encoders_of(small, EXACT["streamed"]).text_settings == ""
     )
-    assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings == "torchao-int8"
+    assert (
+        encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings == "torchao-int8 2"
+    )
     elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
     assert elsewhere.text_settings == " on cuda"
     plain, images = (encoders_of(small, CachingSettings(vae_device=at)).identity for at in ("cpu", "cuda:1"))

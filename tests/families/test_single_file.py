@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import autotune
 from autotune.errors import InvalidInput
 from autotune.families.architecture import build_on_meta
-from autotune.families.registry import FAMILIES, find_published
+from autotune.families.registry import FAMILIES, find_published, get_family
 from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
 from autotune.families.single_file import open_single_file, recognize
 from autotune.schema.job import model_reference, split_reference
@@ -127,10 +127,23 @@ def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "files"),
     [
-        ("flux1-dev", {"flux1-dev-kontext_fp8_scaled": ("flux1-kontext", None), "flux1-dev-fp8": ("flux1-dev", None)}),
+        (
+            "flux1-dev",
+            {
+                "flux1-dev-kontext_fp8_scaled": ("flux1-kontext", None),
+                "flux1KontextDev_fp8": ("flux1-kontext", None),
+                "flux1-dev-fp8": ("flux1-dev", None),
+            },
+        ),
         (
             "wan-2.1-14b",
-            {"wan2.2_t2v_low_noise_14B_fp8": ("wan-2.2-14b", "low-noise"), "wan2.1_t2v_14B": ("wan-2.1", None)},
+            {
+                "wan2.2_t2v_low_noise_14B_fp8": ("wan-2.2-14b", "low-noise"),
+                "Wan2_2-T2V-A14B-LOW_fp8_e4m3fn_scaled_KJ": ("wan-2.2-14b", "low-noise"),
+                "wan22_t2v_14B_highnoise": ("wan-2.2-14b", "high-noise"),
+                "wan2.1_t2v_14B": ("wan-2.1", None),
+                "wan_t2v_14b_style-a": ("wan-2.1", None),
+            },
         ),
     ],
 )
@@ -143,6 +156,15 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
     for file, expected in files.items():
         taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
         assert (taken.name, taken.expert) == expected
+
+
+def test_a_file_of_one_of_two_transformers_has_to_say_of_which(tmp_path: Path) -> None:
+    family = get_family("wan-2.2-14b")
+    state = LAYOUTS["wan-2.1"](dict(build_on_meta(family, family.models[0].config).state_dict()))
+    file = header_only(state, tmp_path / "wan2.2_t2v_14B.safetensors")
+    with pytest.raises(InvalidInput) as refused:
+        resolve_model(str(file))
+    assert refused.value.hint == "say it: --expert high-noise or --expert low-noise"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """What a run notices of a card's memory that no error tells, by readings such as a card would give."""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from autotune.training import card_memory
 from autotune.training.card_memory import SPILL_STEPS, CardMemoryWatch, CardReading
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS
 from tests import builders
 from tests.training.conftest import CPU, Bench
+from tests.training.test_fit import planned
 
 FULL, ROOMY = CardReading(0.97, 20 * builders.GIB, 0), CardReading(0.7, 16 * builders.GIB, 0)
 
@@ -16,6 +19,7 @@ def told(readings: list[CardReading], seconds: float = 1.0, *, can_spill: bool =
     """What is said of steps that were planned to take a second."""
     source = iter([ROOMY, *readings])
     watch = CardMemoryWatch(lambda: next(source), 1.0, can_spill=can_spill)
+    watch.start()
     return [warning for _ in readings if (warning := watch.check(seconds))]
 
 
@@ -47,8 +51,14 @@ def test_an_allocator_that_started_over_is_told_once_unless_the_run_has_fallen_b
     readings = [ROOMY]
     watch = CardMemoryWatch(lambda: readings[-1])
     readings.append(retried)
-    watch.forget_retries()
+    watch.restart()
     assert watch.check(1.0) is None
+
+
+def test_after_a_fallback_slow_steps_are_no_spill() -> None:
+    watch = CardMemoryWatch(lambda: FULL, 1.0, can_spill=True)
+    watch.restart()
+    assert [watch.check(6.0) for _ in range(3 * SPILL_STEPS)] == [None] * 3 * SPILL_STEPS
 
 
 def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None:
@@ -61,15 +71,33 @@ def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None
     assert told(reserved(2**20, 60)) == []
 
 
-def test_only_a_card_of_its_own_memory_is_read() -> None:
-    shared = builders.hardware()
-    shared = shared.changed(device=shared.device.changed(memory_kind="integrated"))
-    assert CardMemoryWatch.of_device(CPU, shared, 1.0).check(99.0) is None
-    assert CardMemoryWatch.of_device(CPU, builders.hardware(), 1.0).check(99.0) is None
+@pytest.mark.parametrize(
+    ("memory_kind", "system", "can_spill"),
+    [
+        ("discrete", "linux", False),
+        ("discrete", "wsl", True),
+        ("discrete", "windows", True),
+        ("integrated", "wsl", None),
+    ],
+)
+def test_only_a_card_of_its_own_memory_is_read_and_only_some_drivers_spill(
+    memory_kind: str, system: str, can_spill: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_memory, "card_reader", lambda device: lambda: FULL)
+    here, frozen = builders.hardware(), planned().frozen
+    here = here.changed(
+        device=here.device.changed(memory_kind=memory_kind), host=here.host.changed(memory_model=system)
+    )
+    measured, predicted = (
+        frozen.changed(expected=frozen.expected.changed(evidence=evidence)) for evidence in ("measured", "predicted")
+    )
+    watch = CardMemoryWatch.of_device(CPU, here, measured)
+    assert (watch.can_spill if watch.read() else None) is can_spill
+    assert CardMemoryWatch.of_device(CPU, here, predicted).planned_seconds == math.inf
 
 
 def test_a_run_warns_of_it_and_goes_on(bench: Bench, tmp_path: Path) -> None:
-    readings = iter([ROOMY, ROOMY, *[CardReading(0.97, 20 * builders.GIB, 1)] * 9])
+    readings = iter([ROOMY, *[CardReading(0.97, 20 * builders.GIB, 1)] * 9])
     loop = bench.loop(bench.plan(num_steps=4), tmp_path, card=CardMemoryWatch(lambda: next(readings)))
     (warning,) = loop.warnings
     assert "started over" in warning

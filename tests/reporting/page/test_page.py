@@ -258,7 +258,6 @@ def test_an_axis_holds_its_values_in_order_with_ticks_on_it(values: list[float],
     assert len(axis.ticks()) <= 7
 
 
-@settings(deadline=None)  # on a busy machine
 @given(st.integers(1, 5000))
 def test_a_long_line_is_thinned_to_what_a_screen_shows(number: int) -> None:
     points = [(float(i), float(i)) for i in range(number)]
