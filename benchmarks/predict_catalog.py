@@ -26,7 +26,7 @@ from autotune.runtime.files import write_text_atomic
 from autotune.runtime.paths import shipped_path
 
 
-def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
+def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
     """What a plan with the family's defaults predicts for the GPU, or None if nothing fits."""
     try:
         plan = make_plan(PlanRequest(model=model, is_local=False), profile_of_gpu(gpu)).plan
@@ -37,6 +37,7 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
         "step_seconds": float(f"{expected.step_seconds:.3g}"),
         "time_uncertainty": round(expected.time_uncertainty or 0.0, 2),
         "run_memory_bytes": expected.required_memory_bytes,
+        "settings": plan.frozen.settings.model_dump(mode="json", exclude_defaults=True),
     }
 
 
@@ -52,7 +53,7 @@ def write(found: Mapping[str, Mapping[str, object]]) -> None:
 def main() -> None:
     models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
-    found: dict[str, dict[str, dict[str, float] | None]] = {name: known[name] for name in models if name in known}
+    found: dict[str, dict[str, dict[str, object] | None]] = {name: known[name] for name in models if name in known}
     done: dict[str, str] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
         family, model = models[name]

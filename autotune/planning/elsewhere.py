@@ -10,7 +10,7 @@ from autotune.errors import NothingFits
 from autotune.families import Family, PublishedModel
 from autotune.hardware import load_catalog
 from autotune.runtime import shipped_path
-from autotune.schema import Frozen
+from autotune.schema import Candidate, Frozen
 
 FILE = "predictions.json"
 """In the shipped folder: for each published model and GPU what its plan predicts, or null if nothing fits."""
@@ -29,6 +29,7 @@ class CatalogPrediction(Frozen):
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
     """In the phase that needs most."""
+    settings: Candidate | None = None
 
 
 class NoGpu(NothingFits):
@@ -62,11 +63,17 @@ class NoGpu(NothingFits):
 
 
 @cache
+def _read_file() -> dict[str, dict[str, dict[str, object] | None]]:
+    found: dict[str, dict[str, dict[str, object] | None]] = json.loads(shipped_path(FILE).read_text())["models"]
+    return found
+
+
+@cache
 def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
     """For every GPU of the catalog, the fastest first and those that the model does not fit last; empty if unknown."""
-    known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
+    known = _read_file().get(model, {})
     predictions = (
-        CatalogPrediction(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, **(known[gpu.id] or {}))
+        CatalogPrediction.model_validate({"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})})
         for gpu in load_catalog()
         if gpu.id in known
     )

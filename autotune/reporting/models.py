@@ -10,7 +10,8 @@ UNVERIFIED = "* built from diffusers' classes: not compared with a published siz
 
 
 def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
-    """A line for each model: kind, size, and its license or, for a GPU, what that is predicted to do with it."""
+    """A line for each model: kind, size, and its license or, for a GPU, what that is predicted to do with it; then the
+    settings that a plan would choose there."""
     title = f"{'per step':>12}{'run memory':>14}" if hardware else "  license"
     about = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
     lines = [*about, f"{'name':<26}{'kind':<6}{'parameters':>11} {title}"]
@@ -18,6 +19,8 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
         size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
         doubt = " " if model.is_verified else "*"
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{_rest(model, bool(hardware))}")
+        if model.prediction and model.prediction.settings:
+            lines += wrapped(f"    {model.prediction.settings.label()}", 4)
     if not all(model.is_verified for model in models):
         lines.append(UNVERIFIED)
     if not hardware:

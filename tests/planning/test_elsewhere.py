@@ -34,12 +34,13 @@ def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: s
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
     request, hardware = PlanRequest(model=family, is_local=False), profile_of_gpu(gpu_named(gpu))
     try:
-        expected = make_plan(request, hardware).plan.frozen.expected
+        frozen = make_plan(request, hardware).plan.frozen
     except NothingFits:
         assert known.step_seconds is None, WRITE
         return
-    assert known.step_seconds == pytest.approx(expected.step_seconds, rel=0.02), WRITE
-    assert known.run_memory_bytes == pytest.approx(expected.required_memory_bytes, rel=0.02), WRITE
+    assert known.step_seconds == pytest.approx(frozen.expected.step_seconds, rel=0.02), WRITE
+    assert known.run_memory_bytes == pytest.approx(frozen.expected.required_memory_bytes, rel=0.02), WRITE
+    assert known.settings == frozen.settings, WRITE
 
 
 def test_an_earlier_plans_learning_rate_is_not_another_optimizers() -> None:

@@ -45,6 +45,8 @@ def test_with_hardware_lines_say_what_fits_and_how_fast():
     assert max(map(len, lines)) <= 80
     fitting = [model for model in known if model.prediction.step_seconds is not None]
     assert sum("does not fit" in line for line in lines) == len(known) - len(fitting)
+    assert expected.settings
+    assert lines[[line.split()[0] for line in lines].index("flux1-dev") + 1].strip() in expected.settings.label()
     missing = models["flux1-dev"].model_copy(update={"prediction": None})
     assert "not computed" in model_lines([missing], "v100-pcie-16gb")[2]
 

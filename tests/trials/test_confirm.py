@@ -31,10 +31,10 @@ def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(runner: P
     assert result.confirms
     assert [phase.name for phase in result.phases] == ["caching", "loading", "training", "previews", "saving"]
     assert all(phase.seconds > 0 and (phase.host_bytes or 0) > 0 for phase in result.phases)
-    assert len(result.step_seconds) >= 10
     assert (result.peak_memory_bytes or 0) > 0
     short = runner.run(FIRST)
     assert not short.confirms
+    assert len(result.step_seconds) > len(short.step_seconds)  # on a busy machine few fit into ten seconds
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
