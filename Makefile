@@ -31,8 +31,9 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# Properties are tried on examples that nobody has seen; a failure prints how to repeat it.
 test-all: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m ''
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m '' --hypothesis-profile 'drawn anew'
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -16,58 +16,39 @@ from autotune.runtime import __version__ as __version__
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.api import (
+    from autotune.api.audits import audit
+    from autotune.api.checking import check
+    from autotune.api.comparing import compare
+    from autotune.api.configs import export_config, import_config
+    from autotune.api.configured_plans import PlanFromConfig, plan_from_config
+    from autotune.api.estimating import estimate
+    from autotune.api.files import check_data, convert_weights, inspect_weights
+    from autotune.api.jobs import job_script
+    from autotune.api.machines import doctor, list_gpus, probe, require_gpu
+    from autotune.api.many_runs import load_subjects, subject_job, train_many
+    from autotune.api.models import fetch, list_models
+    from autotune.api.options import PlanOptions, WorkloadOptions
+    from autotune.api.plan_files import load_plan, load_variants, save_plan
+    from autotune.api.plans import PlanNotWritten, list_choices, plan, plan_variants
+    from autotune.api.publishing import publish, require_hub
+    from autotune.api.records import (
         NoSuchFolder,
-        PlanFromConfig,
-        PlanNotWritten,
-        PlanOptions,
         RecordList,
         RecordVerdict,
-        Transfer,
-        WorkloadOptions,
-        audit,
-        check,
-        check_data,
-        compare,
-        convert_weights,
-        doctor,
-        estimate,
-        export_config,
         export_records,
-        fetch,
         find_record,
-        import_config,
         import_records,
-        inspect_weights,
-        job_script,
-        list_choices,
-        list_gpus,
-        list_models,
         list_records,
-        load_plan,
-        load_subjects,
-        load_variants,
-        plan,
-        plan_from_config,
-        plan_variants,
-        probe,
         prune_records,
-        publish,
         pull_records,
         push_records,
         read_record,
-        report,
-        require_gpu,
-        require_hub,
-        sample,
-        save_plan,
         shipped_profiles,
-        subject_job,
-        train,
-        train_many,
         verify_records,
-        warm_up,
     )
+    from autotune.api.reports import report
+    from autotune.api.runs import sample, train
+    from autotune.api.warming import warm_up
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
@@ -107,7 +88,7 @@ if TYPE_CHECKING:
         plan_text,
     )
     from autotune.search import SearchSpace
-    from autotune.sharing import Record, RecordSummary
+    from autotune.sharing import Record, RecordSummary, Transfer
     from autotune.trainers import Audit, ConfigLine, ExportedConfig, ImportedConfig
     from autotune.weights import FileSummary
 else:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,9 +109,15 @@ def _windows(
 
 
 def run(
-    family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate, *, num_timed: int = 3
+    family: Family,
+    config: Mapping[str, Any],
+    workload: Workload,
+    candidate: Candidate,
+    *,
+    num_timed: int = 3,
+    is_enough: Callable[[list[float]], bool] = lambda seconds: False,
 ) -> Truth:
-    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones."""
+    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones, or fewer if their seconds are enough."""
     transformer, parameters = build(family, config, workload, candidate)
     optimizer = AdapterOptimizer(
         parameters,
@@ -144,11 +150,14 @@ def run(
     for size in memory_events(profiler):
         level += size
         peak = max(peak, level)
-    seconds, loss = [], 0.0
+    seconds: list[float] = []
+    loss = 0.0
     for number in range(num_timed):
         start = time.process_time()
         loss = step(2 + number)
         seconds.append(time.process_time() - start)
+        if is_enough(seconds):
+            break
     # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
     values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
     attributes = [value for value in values if isinstance(value, torch.Tensor)]

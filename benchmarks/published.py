@@ -30,6 +30,7 @@ from reading_rules import (
     FOUND_RESIDENT,
     GPUS,
     LATEST,
+    NEWEST,
     RESERVED,
     RULES,
     STORAGE,
@@ -319,15 +320,17 @@ def main() -> None:
     for path in arguments.fresh:
         readings += report(f"{path.name}, collected after all rules", rows_of(path), ("then", "today"))
     report_factors(readings)
-    added = [row for row in published if row["model"] in ADDED.keys() - LATEST.keys()]
+    added = [row for row in published if row["model"] in ADDED.keys() - LATEST.keys() - NEWEST.keys()]
     later = report("published_numbers.csv, families added later", added, ("added", "after"))
     report_factors(later)
     latest = report(
         "published_numbers.csv, Qwen-Image 2.1", [row for row in published if row["model"] in LATEST], ("added",)
     )
     report_factors(latest)
+    newest = report("published_numbers.csv, LTX-2.3", [row for row in published if row["model"] in NEWEST], ("added",))
+    report_factors(newest)
     print()
-    report_bands(readings + later + latest)
+    report_bands(readings + later + latest + newest)
 
 
 if __name__ == "__main__":

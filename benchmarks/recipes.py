@@ -2,13 +2,16 @@
 
     python benchmarks/recipes.py [--output FILE] [--rounds N] [FAMILY ...]
 
-Mid-size models of four families, the same effective batch, precision (fp32) and data for all. Time is the process's own
-on one core, so that other work on the machine counts little; all settings are measured in rounds, one after the other,
-and each keeps its fastest step. The recipes:
+Mid-size models of four families, the same effective batch and data for all. Time is the process's own on one core, so
+that other work on the machine counts little; all settings are measured in rounds, one after the other, and each keeps
+its fastest step. The recipes, in bf16 as they are copied:
 
 - `script`: as the README of diffusers' scripts runs them: one image at a time, accumulated, every block recomputed;
 - `whole batch, all recomputed`: the batch at once, every block recomputed;
-- `int8, all recomputed`: the same with weights stored in 8 bits;
+- `int8, all recomputed`: the same with weights stored in 8 bits.
+
+Ours, which choose their precision, too:
+
 - `searched without new knobs`: our search among batch, whole blocks that recompute, storage and attention;
 - `searched`: with modulation computed ahead, norm and RoPE fused, and blocks that keep attention;
 - `searched, compact`: with products in 8 bits, too;
@@ -32,13 +35,13 @@ silence_libraries()
 
 import torch
 from configs import MID
-from cost_accuracy import measured, workload_of
+from cost_accuracy import workload_of
 from cpu_truth import Truth, run
 from search_tasks import StepMemoryModel
 
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
-from autotune.hardware.probing import probe
+from autotune.hardware.store import cached_profile
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
@@ -48,7 +51,8 @@ from autotune.search.residual import ResidualSearch
 from autotune.search.space import build_search_space
 from autotune.search.study import SearchLimits, run_search
 
-FAMILY_NAMES = ("qwen-image", "flux1-dev", "z-image", "wan-2.1")
+SIDE_PX = {"qwen-image": 128, "flux1-dev": 128, "z-image": 128, "wan-2.1": 64}
+"""By family. The last one's are clips of five frames."""
 OLD = {"modulation": "resident", "norm_rope": "stock", "selective_blocks": 0}
 """The new knobs that are exact, as they were before."""
 NEW_QUANTIZATIONS = ("int8-matmul", "fp8-matmul")
@@ -60,9 +64,10 @@ class Bench:
     """One family's mid-size model: every candidate can be run."""
 
     def __init__(self, name: str, hardware: HardwareProfile) -> None:
-        self.family, self.config, self.workload = FAMILIES[name], MID[name], workload_of(name)
-        known = measured(hardware, CostModel.build(hardware, self.workload, self.family, self.config))
-        self.hardware = known
+        self.family, self.config, self.hardware = FAMILIES[name], MID[name], hardware
+        usual, side = workload_of(name), SIDE_PX[name]
+        buckets = tuple(bucket.changed(width_px=side, height_px=side) for bucket in usual.buckets)
+        self.workload = usual.changed(resolution_px=side, buckets=buckets)
         self.run = cache(self._run)
 
     def _run(self, candidate: Candidate) -> Truth:
@@ -73,7 +78,7 @@ class Bench:
         workload = self.workload.changed(quality=quality)
         cost = CostModel.build(self.hardware, workload, self.family, self.config)
         context = TuningContext(self.hardware, self.family, workload)
-        pins = [("precision", "fp32"), *((name, str(value)) for name, value in OLD.items() if old)]
+        pins = [(name, str(value)) for name, value in OLD.items() if old]
         exclusions = [("quantization", name) for name in NEW_QUANTIZATIONS if old]
         space = with_mixtures(build_search_space(context, pins, exclusions), cost)
         search = ResidualSearch(space, StepMemoryModel(cost), budget_bytes)
@@ -96,20 +101,22 @@ class Bench:
         """Every recipe's settings."""
         batch, blocks = self.workload.effective_batch_size, self.workload.model.num_blocks
         everything = self.hardware.device.budget_bytes
-        script = Candidate(micro_batch_size=1, checkpointed_blocks=blocks, precision="fp32")
+        script = Candidate(micro_batch_size=1, checkpointed_blocks=blocks, precision="bf16")
         whole = script.changed(micro_batch_size=batch)
         before = self.searched(everything, old=True)
+        now, compact = self.searched(everything), self.searched(everything, quality="compact")
         less = int(LESS * self.run(before).peak_bytes)
         return {
             "script": script,
             "whole batch, all recomputed": whole,
             "int8, all recomputed": whole.changed(quantization="torchao-int8"),
             "searched without new knobs": before,
-            "searched": (now := self.searched(everything)),
-            "searched, compact": self.searched(everything, quality="compact"),
+            "searched": now,
+            "searched, compact": compact,
             "less memory without new knobs": self.searched(less, old=True),
             "less memory": self.searched(less),
             **{f"searched, {name} {value}": now.changed(**{name: value}) for name, value in without(now)},
+            **{f"compact, {name} {value}": compact.changed(**{name: value}) for name, value in without(compact)},
         }
 
 
@@ -118,6 +125,8 @@ def without(candidate: Candidate) -> Iterator[tuple[str, Any]]:
     for name, value in OLD.items():
         if getattr(candidate, name) != value:
             yield name, value
+    if candidate.quantization in NEW_QUANTIZATIONS:
+        yield "quantization", "torchao-int8"
 
 
 def measure(name: str, hardware: HardwareProfile, rounds: int) -> list[dict[str, Any]]:
@@ -145,24 +154,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("families", nargs="*", default=FAMILY_NAMES)
+    parser.add_argument("families", nargs="*", default=list(SIDE_PX))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hardware = probe()
+    hardware = cached_profile()
     today = datetime.now(UTC).date().isoformat()
     lines: list[dict[str, Any]] = [
         {"date": today, "cpu": platform.processor() or hardware.host.cpu, "torch": torch.__version__}
     ]
     for name in options.families:
-        for row in measure(name, hardware, options.rounds):
+        rows = measure(name, hardware, options.rounds)
+        for row in rows:
             print(
                 f"{row['family']:14}{row['recipe']:36}{row['images_per_second']:8.3f}/s"
                 f"{row['peak_bytes'] / 1e6:9.1f} MB  loss {row['loss']:.5f}  {row['settings']}",
                 flush=True,
             )
-            lines.append(row)
-    if options.output:
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines += rows
+        if options.output:  # after each family: a run that is cut loses one
+            options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from autotune.cost import BLOCK_NUMBERS
 from autotune.cost.calibration import PriorResiduals
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
@@ -22,7 +23,6 @@ from autotune.hardware.store import hardware_named
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import HardwareProfile
-from autotune.schema.migration import from_schema_1
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, Workload
@@ -30,7 +30,7 @@ from autotune.search.mixtures import with_mixtures
 from autotune.search.space import SearchSpace, build_search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
-DEVELOPMENT_TABLES = ("flux1-dev-80",)
+DEVELOPMENT_TABLES = ("flux1-dev-128",)
 """Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES, never on the rest."""
 
 Prior = Literal["good", "bad"]
@@ -87,12 +87,30 @@ class Task:
     def best_seconds(self) -> float:
         return min(self.seconds.values())
 
+    @cached_property
+    def _by_setting(self) -> dict[tuple[Choice, ...], list[Candidate]]:
+        """Candidates by the knobs that are no numbers of blocks."""
+        found: dict[tuple[Choice, ...], list[Candidate]] = {}
+        for candidate in self.space.candidates:
+            found.setdefault(_setting(candidate), []).append(candidate)
+        return found
+
+    def nearest(self, values: Mapping[str, Any]) -> Candidate:
+        """The candidate of the space with these values, or the nearest numbers of blocks."""
+        wanted = self.space.candidates[0].changed(**values)
+        alike = self._by_setting.get(_setting(wanted), self.space.candidates)
+        return min(alike, key=lambda one: sum(abs(getattr(one, n) - getattr(wanted, n)) for n in BLOCK_NUMBERS))
+
     def chosen_seconds(self, results: Sequence[TrialResult]) -> float:
         """True step seconds of the fastest of these trials; infinite if none ran."""
         ran = [result for result in results if result.outcome == "ok"]
         if not ran:
             return math.inf
         return self.seconds[min(ran, key=lambda result: result.median_step_seconds or math.inf).candidate]
+
+
+def _setting(candidate: Candidate) -> tuple[Choice, ...]:
+    return tuple(value for name, value in candidate if name not in BLOCK_NUMBERS)
 
 
 def _seconds(truth: Mapping[Candidate, TrialResult]) -> dict[Candidate, float]:
@@ -109,6 +127,22 @@ CAPS = (0.2, 0.4, 0.6, 0.8)
 """Shares of the configurations that fit."""
 
 
+def merged(trials: Sequence[TrialResult]) -> list[TrialResult]:
+    """One trial of each candidate, with the steps of all its measurements."""
+    found: dict[Candidate, TrialResult] = {}
+    for trial in trials:
+        known = found.get(trial.candidate)
+        both = (*known.step_seconds, *trial.step_seconds) if known else trial.step_seconds
+        found[trial.candidate] = trial.changed(step_seconds=both)
+    return list(found.values())
+
+
+def cap_bytes(trials: Sequence[TrialResult], share: float) -> int:
+    """What that share of the trials fits in."""
+    peaks = sorted(trial.peak_memory_bytes or 0 for trial in trials)
+    return peaks[round(share * (len(peaks) - 1))]
+
+
 def capped_tasks(*, development: bool, measured: bool) -> list[Task]:
     """The tables again, each with so little memory that only some of its configurations fit.
 
@@ -118,8 +152,7 @@ def capped_tasks(*, development: bool, measured: bool) -> list[Task]:
 
 
 def _capped(task: Task, share: float, measured: bool) -> Task:
-    peaks = sorted(result.peak_memory_bytes or 0 for result in task.truth.values())
-    budget = peaks[round(share * (len(peaks) - 1))]
+    budget = cap_bytes(tuple(task.truth.values()), share)
     known = {} if measured else {"step_seconds": (), "peak_memory_bytes": None}
     truth = {
         candidate: result
@@ -131,12 +164,13 @@ def _capped(task: Task, share: float, measured: bool) -> Task:
     return replace(task, name=name, budget_bytes=budget, truth=truth, seconds=_seconds(truth))
 
 
+@cache
 def _table_task(path: Path) -> Task:
     first, *lines = path.read_text().splitlines()
-    head = from_schema_1(json.loads(first))
+    head = json.loads(first)
     hardware = HardwareProfile.model_validate_json(json.dumps(head["hardware"]))
     workload = Workload.model_validate_json(json.dumps(head["workload"]))
-    trials = [TrialResult.model_validate_json(line) for line in lines]
+    trials = merged([TrialResult.model_validate_json(line) for line in lines])
     candidates = tuple(trial.candidate for trial in trials)
     cost = StepMemoryModel(CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"]))
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}

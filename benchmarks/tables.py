@@ -1,19 +1,24 @@
-"""Complete tables of real trials: every configuration of a restricted space, for benchmarks of the search.
+"""Complete tables of real steps: every configuration of a restricted space, for benchmarks of the search.
 
-    python benchmarks/tables.py [NAME ...]      writes benchmarks/results/tables/NAME.jsonl
+    taskset -c 1 python benchmarks/tables.py [NAME ...]      writes benchmarks/results/tables/NAME.jsonl
 
-Mid-size models of every family with random weights, through the runner that `autotune plan` uses. The faster third runs
-again and keeps the quieter measurement: other work on the machine comes and goes, and the optimum should not be luck.
-First line: machine, workload and transformer; then one trial per line.
+Mid-size models of five families with random weights. Time is the process's own on one core, so that other work on the
+machine counts little. Configurations run in an order drawn at random, since the machine's speed drifts; what is clearly
+slower than the best so far takes one timed step. The same settings differ by a tenth from one measurement to the next,
+and no optimum should be luck: of those that fit under each cap on memory that `search.py` sets, the faster third runs
+again, and whatever is then among the fastest few runs five times. First line: machine, workload and transformer; then
+one measurement per line, as it is made: a run that was cut goes on.
 """
 
+import itertools
 import json
+import math
+import random
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotune.runtime.quiet import silence_libraries
 
@@ -21,24 +26,26 @@ silence_libraries()
 
 import torch
 from configs import MID
-from cpu_truth import open_blocks
+from cost_accuracy import workload_of
+from cpu_truth import run
+from search_tasks import CAPS, cap_bytes, merged
 
-from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.base import TuningContext
-from autotune.knobs.registry import reload_key
-from autotune.runtime.files import write_text_atomic
-from autotune.schema.candidate import Candidate
+from autotune.knobs.registry import KNOBS
+from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Bucket, Workload
+from autotune.schema.workload import Workload
 from autotune.search.space import build_search_space
-from autotune.trials.runner import ProcessTrialRunner
 
 FOLDER = Path(__file__).parent / "results" / "tables"
-TEXT_TOKENS = 32
+CLEARLY_SLOWER = 1.5
+"""Times the best median: one timed step is enough."""
+NUM_FASTEST = 4
+NUM_RUNS = 5
+"""Of each of the fastest few."""
 
 
 @dataclass(frozen=True)
@@ -48,99 +55,128 @@ class Table:
     family: str
     side_px: int
     batch: int
-    keep: Mapping[str, tuple[Any, ...]]
-    """Values by knob; all values of the others."""
+    values: Mapping[str, tuple[Choice, ...]]
+    """What is combined, by knob; each other knob has the first value that the search would try."""
 
 
-PLAIN = {"quantization": ("none", "torchao-int8"), "attention": ("native", "_native_math")}
+BASE: Mapping[str, tuple[Choice, ...]] = {
+    "micro_batch_size": (1, 2),
+    "quantization": ("none", "torchao-int8", "int8-matmul"),
+    "precision": ("bf16", "fp32"),
+    "attention": ("native", "_native_math"),
+}
+AHEAD: Mapping[str, tuple[Choice, ...]] = {"modulation": ("resident", "ahead")}
+FUSED: Mapping[str, tuple[Choice, ...]] = {"norm_rope": ("stock", "fused")}
+
+
+def blocks(whole: tuple[int, ...], selective: tuple[int, ...]) -> Mapping[str, tuple[Choice, ...]]:
+    return {"checkpointed_blocks": whole, "selective_blocks": selective}
+
+
 TABLES = {
-    "qwen-image-112": Table("qwen-image", 112, 4, {**PLAIN, "checkpointed_blocks": (0, 1, 2, 4, 5)}),
-    "flux1-dev-80": Table("flux1-dev", 80, 4, {**PLAIN, "checkpointed_blocks": (0, 2, 4, 6, 7)}),
-    "kandinsky5-image-96": Table(
-        "kandinsky5-image-lite", 96, 4, {**PLAIN, "checkpointed_blocks": (0, 1, 3, 4, 5)}
+    "flux1-dev-128": Table("flux1-dev", 128, 2, {**BASE, **AHEAD, **blocks((0, 3, 7), (0, 4))}),
+    "qwen-image-128": Table("qwen-image", 128, 2, {**BASE, **AHEAD, **blocks((0, 1, 2, 3, 4, 5), (0, 2, 5))}),
+    "flux2-klein-128": Table("flux2-klein", 128, 2, {**BASE, **FUSED, **blocks((0, 1, 3, 4, 6, 7), (0, 3, 7))}),
+    "z-image-128": Table("z-image", 128, 2, {**BASE, **FUSED, **blocks((0, 2, 4, 6, 8, 9), (0, 3, 9))}),
+    "wan-2.1-64": Table(
+        "wan-2.1",
+        64,
+        2,
+        {
+            **BASE,
+            "quantization": ("none", "torchao-int8", "int8-matmul", "bnb-nf4"),
+            **blocks((0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 5)),
+        },
     ),
-    "kandinsky5-video-64": Table("kandinsky5-video-lite", 64, 4, {**PLAIN, "checkpointed_blocks": (0, 1, 3, 4, 5)}),
-    "qwen-image-edit-64": Table("qwen-image-edit", 64, 4, {**PLAIN, "checkpointed_blocks": (0, 1, 2, 4, 5)}),
-    "flux1-dev-128-fp8": Table(
-        "flux1-dev", 128, 2, {"checkpointed_blocks": (0, 3, 7)}
-    ),
-    "kandinsky5-image-64": Table("kandinsky5-image-lite", 64, 8, {**PLAIN, "checkpointed_blocks": (0, 1, 3, 5)}),
-}  # fmt: skip
+}
 
 
-def write_model(folder: Path, family: Family, config: Mapping[str, Any]) -> None:
-    """The family's small pipeline with a mid-size transformer of random weights in its place."""
-    family.write_small_pipeline(folder, ["a red circle"], seed=0)
-    torch.manual_seed(0)
-    transformer: Any = family.build_transformer(config)
-    open_blocks(transformer)
-    transformer.save_pretrained(folder / "transformer")
-
-
-def workload_of(folder: Path, table: Table) -> Workload:
-    spec, family = resolve_model(str(folder)).spec, FAMILIES[table.family]
-    frames = 5 if family.can_train_clips else 1
-    return Workload(
-        model=spec.model_copy(update={"name": f"{table.family} mid-size"}),
+def workload_for(table: Table) -> Workload:
+    usual = workload_of(table.family)
+    size = {"width_px": table.side_px, "height_px": table.side_px}
+    return usual.changed(
         resolution_px=table.side_px,
-        buckets=(Bucket(width_px=table.side_px, height_px=table.side_px, num_frames=frames, num_items=20),),
-        max_text_tokens=TEXT_TOKENS,
-        text_padding="exact",
-        num_control_images=min(1, family.max_controls),
-        rank=8,
-        lora_alpha=8.0,
-        targets="attention",
+        buckets=tuple(bucket.changed(**size) for bucket in usual.buckets),
         effective_batch_size=table.batch,
+        quality="compact",  # with which products in 8 bits may be searched
     )
 
 
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
-    """Those kept of the search space, those that share a loaded model side by side."""
-    space = build_search_space(TuningContext(hardware, FAMILIES[table.family], workload))
-    others = [knob for knob in table.keep if knob != "checkpointed_blocks"]
-    bases = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in others)]
-    kept = [base.changed(checkpointed_blocks=k) for base in bases for k in table.keep["checkpointed_blocks"]]
-    return sorted(kept, key=lambda candidate: [str(value) for value in reload_key(candidate)])
+    """All combinations that do not conflict and that leave the last block alone, in an order drawn at random."""
+    context = TuningContext(hardware, FAMILIES[table.family], workload)
+    usual = build_search_space(context).candidates[0]
+    rows = itertools.product(*table.values.values())
+    combined = [usual.changed(**dict(zip(table.values, row, strict=True))) for row in rows]
+    kept = [
+        one
+        for one in combined
+        if one.recomputed_blocks < workload.model.num_blocks and not any(knob.conflict(one, context) for knob in KNOBS)
+    ]
+    random.Random(0).shuffle(kept)
+    return kept
 
 
-def quieter(trials: Iterable[TrialResult]) -> list[TrialResult]:
-    """Each configuration's measurement with the shorter median."""
-    best: dict[Candidate, TrialResult] = {}
-    for trial in trials:
-        known = best.setdefault(trial.candidate, trial)
-        if known.outcome == trial.outcome == "ok":
-            best[trial.candidate] = min(known, trial, key=lambda t: t.median_step_seconds or 0.0)
-    return list(best.values())
+def measured(table: Table, workload: Workload, candidate: Candidate, best_seconds: float) -> TrialResult:
+    def is_slow(seconds: list[float]) -> bool:
+        return seconds[0] > CLEARLY_SLOWER * best_seconds
+
+    truth = run(FAMILIES[table.family], MID[table.family], workload, candidate, is_enough=is_slow)
+    seconds = tuple(round(one, 5) for one in truth.step_seconds)
+    return TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=truth.peak_bytes)
 
 
 def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
-    family = FAMILIES[table.family]
-    config = MID[table.family]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        write_model(folder, family, config)
-        workload = workload_of(folder, table)
-        candidates = configurations(table, hardware, workload)
-        trials: list[TrialResult] = []
-        with ProcessTrialRunner(hardware, str(folder), workload) as runner:
-            for candidate in candidates:
-                trials.append(runner.run(candidate))
-                print(name, trials[-1].median_step_seconds, candidate.label(), trials[-1].message, flush=True)
-            ran = sorted((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
-            faster = {trial.candidate for trial in ran[: len(ran) // 3]}
-            trials += [runner.run(candidate) for candidate in reversed(candidates) if candidate in faster]
-    head = {
-        "hardware": hardware.model_dump(mode="json"),
-        "workload": workload.model_dump(mode="json"),
-        "family": family.name,
-        "config": config,
-    }
-    lines = [json.dumps(head), *(t.model_dump_json(exclude_defaults=True) for t in quieter(trials))]
+    """Measure what the file lacks, a line each."""
+    path, workload = FOLDER / f"{name}.jsonl", workload_for(table)
+    if not path.exists():
+        asked = {"hardware": hardware.model_dump(mode="json"), "workload": workload.model_dump(mode="json")}
+        path.write_text(json.dumps({**asked, "family": table.family, "config": MID[table.family]}) + "\n")
+    trials = [TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]]
+
+    def add(candidates: Sequence[Candidate], count: int) -> None:
+        """Measure each until it has `count` measurements."""
+        for candidate in candidates:
+            if sum(trial.candidate == candidate for trial in trials) >= count:
+                continue
+            best = min((trial.median_step_seconds or math.inf for trial in trials), default=math.inf)
+            trials.append(measured(table, workload, candidate, best))
+            with path.open("a") as file:
+                file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
+            print(name, len(trials), trials[-1].median_step_seconds, candidate.label(), flush=True)
+
+    candidates = configurations(table, hardware, workload)
+    add(candidates, 1)
+    faster = fastest_under_caps(merged(trials[: len(candidates)]), lambda number: number // 3)
+    add([candidate for candidate in candidates if candidate in faster], 2)
+    while True:
+        runs = Counter(trial.candidate for trial in trials)
+        fastest = fastest_under_caps(merged(trials), lambda number: NUM_FASTEST)
+        doubtful = [candidate for candidate in candidates if candidate in fastest and runs[candidate] < NUM_RUNS]
+        if not doubtful:
+            return
+        for candidate in doubtful:
+            add([candidate], runs[candidate] + 1)
+
+
+def fastest_under_caps(trials: Sequence[TrialResult], count: Callable[[int], int]) -> set[Candidate]:
+    """The fastest of those that fit under each cap, and without: `count` of how many fit."""
+    found: set[Candidate] = set()
+    for share in (*CAPS, 1.0):
+        limit = cap_bytes(trials, share)
+        fitting = [trial for trial in trials if (trial.peak_memory_bytes or 0) <= limit]
+        fitting.sort(key=lambda trial: trial.median_step_seconds or math.inf)
+        found.update(trial.candidate for trial in fitting[: count(len(fitting))])
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hardware = cached_profile()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(FOLDER / f"{name}.jsonl", "\n".join(lines) + "\n")
+    for name in sys.argv[1:] or TABLES:
+        measure(name, TABLES[name], hardware)
 
 
 if __name__ == "__main__":
-    machine = cached_profile()
-    for chosen in sys.argv[1:] or TABLES:
-        measure(chosen, TABLES[chosen], machine)
+    main()

@@ -23,15 +23,21 @@ from autotune.schema.plan_file import read_plan
 
 silence_libraries()
 hypothesis.settings.register_profile("same everywhere", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("drawn anew", deadline=None, print_blob=True)  # `make test-all` looks further
 hypothesis.settings.load_profile("same everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow."""
+    """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow.
+
+    A value that is a tuple is several, all of which have to be there.
+    """
     for item in items:
         for marker in item.iter_markers("quick"):
-            if not set(marker.args) & {_called(value) for value in item.callspec.params.values()}:
+            has = {_called(value) for value in item.callspec.params.values()}
+            asked = [each if isinstance(each, tuple) else (each,) for each in marker.args]
+            if not any({_called(value) for value in each} <= has for each in asked):
                 item.add_marker("slow")
 
 
@@ -78,10 +84,13 @@ def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedPr
 
 def autotune_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in this process: what it prints and exits with, without paying for the imports again."""
+    import autotune
     from autotune.cli.app import main
 
     capfd.readouterr()
+    prepare = autotune.prepare_process
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "prepare_process", lambda **_: prepare())  # other tests need what it would hide
         patch.setattr(sys, "argv", ["autotune", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,16 +142,46 @@ def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
     assert caching.breakdown.weight_bytes >= 2 * sum(parts.text_encoder_parameters) > 0
 
 
-def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    process = autotune_forked(
-        "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution", 256,
-        "--batch", 1, "--pin", "quantization=none", "-o", path,
+COUNTING = """
+import atexit, json, sys
+from pathlib import Path
+from autotune.cost import model
+traces, trace_pass = [], model.trace_pass
+
+def counted(*known, **options):
+    traces.append(options)
+    return trace_pass(*known, **options)
+
+def tell():
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    told = {"mib": peak, "traces": len(traces), "modules": [name for name in sys.modules if sys.modules[name]]}
+    path.write_text(json.dumps(told))
+
+path = Path(sys.argv.pop())
+model.trace_pass = counted
+atexit.register(tell)
+from autotune.cli import main
+main()
+"""
+
+
+def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Path) -> None:
+    plan, told = tmp_path / "plan.yaml", tmp_path / "told.json"
+    asked = (
+        "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution", "256",
+        "--batch", "1", "--pin", "quantization=none", "-o", str(plan),
     )  # fmt: skip
+    command = [sys.executable, "-c", COUNTING, *asked, str(told)]
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    assert read_plan(path).frozen.expected.evidence == "predicted"
+    assert read_plan(plan).frozen.expected.evidence == "predicted"
     assert "(predicted)" in process.stdout
-    assert all(len(line) <= 80 for line in process.stdout.splitlines() if str(path) not in line)
+    assert all(len(line) <= 80 for line in process.stdout.splitlines() if str(plan) not in line)
+    found = json.loads(told.read_text())
+    assert found["traces"] <= 13
+    assert found["mib"] < 900
+    assert not {"bitsandbytes", "scipy", "torch._inductor.compile_fx"} & {*found["modules"]}
+    assert len(found["modules"]) < 4400
 
 
 @pytest.mark.parametrize(

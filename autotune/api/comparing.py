@@ -29,21 +29,10 @@ DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
-LOCAL = (
-    "hardware",
-    "host_memory",
-    "assume",
-    "path",
-    "record",
-    "replay",
-    "join",
-    "study",
-    "fresh",
-    "price_per_hour",
-    "num_gpus",
-    "num_nodes",
-    "interconnect",
-)
+LOCAL = {
+    *("hardware", "host_memory", "assume", "path", "record", "replay", "join", "study", "fresh", "price_per_hour"),
+    *("num_gpus", "num_nodes", "interconnect"),
+}
 """Arguments of `plan` that make no sense for several GPUs that are not here."""
 
 
@@ -92,7 +81,7 @@ def compare(
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
-    require_known(options, PlanOptions.__annotations__.keys() - {*LOCAL}, "argument of compare")
+    require_known(options, PlanOptions.__annotations__.keys() - LOCAL, "argument of compare")
     asked: Any = options
     gpus, found = _gpus(hardware), []
     price_of = _price_by_gpu(listed := _prices(prices), prices)

@@ -10,7 +10,7 @@ from autotune.api.options import choose_optimizer
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput
-from autotune.families import Family, ResolvedModel, read_parts, resolve_model
+from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext, require_choice
 from autotune.runtime import collect_rarely
 from autotune.schema import (
@@ -59,15 +59,12 @@ def estimate(
 
     Args:
         model: name of a known model, or a folder in the diffusers layout.
-        hardware: as for `plan`; None for this machine.
-        host_memory: of the host that a card of the catalog is taken to be in.
-        assume: packages that such a card is taken to have, as for `plan`.
+        hardware, host_memory, assume: a card of the catalog and what it lies in, as for `plan`; None for this one.
         resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay, optimizer,
             optimizer_options, effective_batch_size: as for `plan`.
         micro_batch_size: images per forward pass.
         checkpointed_blocks: blocks that recompute their activations; None for all.
-        num_steps: optimizer steps of the job.
-        price_per_hour: price of the machine, in the currency of the answer.
+        num_steps, price_per_hour: of the job in optimizer steps, of the machine in the currency of the answer.
         on_event: listener to progress.
         settings: other fields of `Candidate`, e.g. `quantization="torchao-int8"`.
 
@@ -80,35 +77,20 @@ def estimate(
     """
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
-    if effective_batch_size is None:
-        effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
+    effective_batch_size = effective_batch_size or max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
         size_px=None if resolution is None else image_size(resolution), num_frames=num_frames, text_tokens=text_tokens,
         rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter, ema_decay=ema_decay,
         optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options), effective_batch_size=effective_batch_size,
     )  # fmt: skip
-    _check(resolved.family, overrides, settings)
-    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
-    made = _predictor(resolved, profile, overrides, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
-    return estimate_candidate(*made, num_steps=num_steps, price_per_hour=price_per_hour)
-
-
-def _check(family: Family, overrides: WorkloadOverrides, settings: Mapping[str, str | int]) -> None:
     for name, value in settings.items():
         require_choice(name, value)
-    check_overrides(family, overrides)
-
-
-def _predictor(
-    model: ResolvedModel,
-    profile: HardwareProfile,
-    overrides: WorkloadOverrides,
-    checkpointed_blocks: int | None,
-    **settings: str | int,
-) -> tuple[CostModel, Candidate]:
-    context = TuningContext(profile, model.family, describe_workload(model, None, overrides))
-    candidate = _candidate(context, checkpointed_blocks, **settings)
-    return CostModel.build(profile, context.workload, model.family, model.config, read_parts(model)), candidate
+    check_overrides(resolved.family, overrides)
+    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
+    context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
+    candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
+    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
+    return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
 
 
 def _candidate(context: TuningContext, checkpointed_blocks: int | None, **settings: str | int) -> Candidate:

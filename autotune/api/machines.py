@@ -108,7 +108,11 @@ def hardware_for(
     """
     require_named(hardware, host_memory, assume)
     size = None if host_memory is None else memory_bytes(host_memory)
-    profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event, on_facts)
+    if hardware is None:
+        on_event(StatusChanged(text="reading the machine"))
+        profile = cached_profile(on_progress=_status_to(on_event), on_facts=on_facts)
+    else:
+        profile = _named(hardware, on_event)
     if size is not None:
         profile = with_host_memory(profile, size)
     if assume:
@@ -168,11 +172,6 @@ def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfil
     if profile.origin == "catalog" and profile.datasheet and profile.datasheet.id != hardware.lower():
         on_event(Notice(text=f"planning for {profile.datasheet.id}"))  # a part of the name was enough
     return profile
-
-
-def _this_machine(on_event: OnEvent, on_facts: Callable[[HardwareProfile], None]) -> HardwareProfile:
-    on_event(StatusChanged(text="reading the machine"))
-    return cached_profile(on_progress=_status_to(on_event), on_facts=on_facts)
 
 
 def _status_to(on_event: OnEvent) -> Callable[[str], None]:

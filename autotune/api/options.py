@@ -33,8 +33,8 @@ class WorkloadOptions(TypedDict, total=False):
     host_memory: MemoryAmount
     """Memory of the host that a card of the catalog is taken to be in; 64 GiB by default."""
     assume: Collection[str]
-    """Packages of attention backends that such a card is taken to have: `flash-attn`, `xformers`. Their speed is then
-    taken from publications."""
+    """Packages of attention backends that such a card is taken to have: `flash-attn`, `flash-attn-3`, `flash-attn-4`,
+    `xformers`. Their speed is then taken from publications."""
     resolution: ImageSize
     """Side of a square in pixels, (width, height) in pixels, or text such as `512x768`."""
     num_frames: int

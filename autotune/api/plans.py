@@ -186,7 +186,9 @@ def _resolve_on_hardware(
 ) -> tuple[ResolvedRequest, HardwareProfile]:
     """The request on the machine that the options name: what can be wrong is looked at before a rate is measured, and
     as far as it can be before torch is imported. `tries`: whether trials are to follow."""
-    limits, named, on_sound = _limits(options), options.get("hardware"), lambda: None
+    amounts: Mapping[str, Any] = {name: options.get(name) for name in LIMITS}
+    limits = {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
+    named, on_sound = options.get("hardware"), lambda: None
     host_memory, assume, profile = options.get("host_memory"), options.get("assume"), None
     if named is not None:
         profile = hardware_for(named, host_memory=host_memory, assume=assume or (), on_event=on_event)
@@ -204,32 +206,24 @@ def _resolve_on_hardware(
             planning.require_devices(resolved, facts)
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
-    resolved = replace(resolved, request=_within_budget(request, profile, limits))
+    budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
+    limited = replace(request, memory_budget=None if budget == profile.device.budget else budget)
+    resolved = replace(resolved, request=limited)
     return replace(resolved, request=_suited_to_trainer(resolved, profile, options)), profile
 
 
 def _as_assumed_earlier(
     profile: HardwareProfile, earlier: TrainingPlan | str | Path | None, on_event: OnEvent
 ) -> HardwareProfile:
-    """The card with the packages that an earlier plan's card was taken to have, if it can run them."""
-    names = _any_variant(earlier).frozen.hardware.assumed if earlier is not None else ()
-    try:
-        return with_assumed_packages(profile, names) if names else profile
-    except InvalidInput as error:
-        on_event(Notice(text=f"the earlier plan assumed {', '.join(names)}: {error.message}"))
-        return profile
-
-
-def _limits(options: PlanOptions) -> dict[str, int]:
-    """The limits of memory that were given, in bytes."""
-    amounts: Mapping[str, Any] = {name: options.get(name) for name in LIMITS}
-    return {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
-
-
-def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
-    """The request with the memory budget that the user's limits leave."""
-    budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
-    return replace(request, memory_budget=budget if budget != profile.device.budget else None)
+    """The card with those packages that an earlier plan's card was taken to have, and that it can run."""
+    kept = []
+    for name in _any_variant(earlier).frozen.hardware.assumed if earlier is not None else ():
+        try:
+            with_assumed_packages(profile, (name,))
+            kept.append(name)
+        except InvalidInput as error:
+            on_event(Notice(text=f"the earlier plan assumed {name}: {error.message}"))
+    return with_assumed_packages(profile, kept) if kept else profile
 
 
 def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:

@@ -11,10 +11,10 @@ from autotune.hardware import probe as read_machine
 from autotune.runtime import shipped_path
 from autotune.schema import Frozen
 from autotune.sharing import (
-    MergeResult,
     Record,
     RecordSummary,
     Store,
+    Transfer,
     compare_machine,
     export_store,
     find_impossibilities,
@@ -46,17 +46,6 @@ class RecordList(Frozen):
     """Files that are not sound records, and are left out."""
 
 
-class Transfer(Frozen):
-    """How many records were copied, and what was refused."""
-
-    num_new: int
-    num_present: int
-    refused: tuple[str, ...]
-    """Why records were refused, one sentence each."""
-    target: str
-    """Where the records went."""
-
-
 def shipped_profiles() -> Path:
     """The folder that ships with autotune: the catalog of GPUs, and a store of records that every search reads.
 
@@ -86,7 +75,7 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
     team = open_store(url)
     if team.is_missing_folder and not create:
         raise NoSuchFolder(f"there is no folder {team.address}", hint="check the name; --create makes it")
-    return _transfer(merge_stores(user_store(), team), team)
+    return merge_stores(user_store(), team)
 
 
 def pull_records(url: str) -> Transfer:
@@ -98,12 +87,12 @@ def pull_records(url: str) -> Transfer:
     Example:
         >>> autotune.pull_records("s3://team/records").num_new
     """
-    merged = merge_stores(team := open_store(url), own := user_store())
-    if merged == MergeResult(0, 0, ()):
+    merged = merge_stores(team := open_store(url), user_store())
+    if not (merged.num_new or merged.num_present or merged.refused):
         raise InvalidInput(
             f"there are no records at {team.address}", hint="check the address; `push` fills a new store"
         )
-    return _transfer(merged, own)
+    return merged
 
 
 def list_records(store: str | None = None, *, compare_here: bool = False) -> RecordList:
@@ -144,7 +133,7 @@ def export_records(path: str | Path, store: str | None = None) -> int:
 
 def import_records(path: str | Path) -> Transfer:
     """Add the records of an exported file to your own store; what is wrong is refused."""
-    return _transfer(import_file(Path(path), own := user_store()), own)
+    return import_file(Path(path), user_store())
 
 
 def prune_records(
@@ -165,10 +154,6 @@ def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
 
 def _store(url: str | None) -> Store:
     return user_store() if url is None else open_store(url)
-
-
-def _transfer(merged: MergeResult, target: Store) -> Transfer:
-    return Transfer(num_new=merged.new, num_present=merged.present, refused=merged.refused, target=target.address)
 
 
 def _verdicts(store: Store) -> dict[str, RecordVerdict]:

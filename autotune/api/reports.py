@@ -3,8 +3,7 @@
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.api.records import find_record
@@ -74,8 +73,11 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
             f"a report shows at most {MAX_SUBJECTS} plans, and these files hold {len(found)}",
             hint="name fewer, or make a plan with fewer --hardware",
         )
-    with _translate_impossible_numbers():
+    try:
         page = build_page(found, __version__)
+    except (ArithmeticError, ValueError) as error:
+        message = f"a file holds numbers that nothing measures: {first_line(error)}"
+        raise InvalidInput(message, hint="take the file from where it was made") from error
     if len(page.encode()) > MAX_PAGE_BYTES:
         raise InvalidInput("the page would be over 8 MiB", hint="show fewer at once")
     try:
@@ -98,17 +100,6 @@ def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -
 def _folder_of_run(file: Path) -> Path | None:
     """The output folder in which this file lies, at whatever depth; None if it lies in none."""
     return next((folder for folder in file.absolute().parents if (folder / RUN_PLAN_FILE).is_file()), None)
-
-
-@contextmanager
-def _translate_impossible_numbers() -> Iterator[None]:
-    try:
-        yield
-    except (ArithmeticError, ValueError) as error:
-        raise InvalidInput(
-            f"a file holds numbers that nothing measures: {first_line(error)}",
-            hint="take the file from where it was made",
-        ) from error
 
 
 def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> list[Subject]:

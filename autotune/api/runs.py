@@ -188,8 +188,8 @@ def sample(
     """Sample pictures from a trained adapter through the model's stock pipeline; returns the files.
 
     Args:
-        run: output folder of a training run; or a plan of this machine, whose model is shown without an adapter, which
-            makes images for prior preservation.
+        run: output folder of a training run; or a plan, of several variants that of this machine, whose model is shown
+            without an adapter, which makes images for prior preservation.
         prompt: what to show.
         count: number of pictures, each from another seed.
         seed: seed of the first picture.
@@ -214,8 +214,13 @@ def sample(
         prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
     )
     machine = cache(read_machine)
-    inputs = read_sample_inputs(
-        Path(run), wanted, on_event, lambda plan: training.require_fit(training.hardware_misfits(plan, machine()))
-    )
+
+    def choose(plans: Sequence[TrainingPlan]) -> TrainingPlan:
+        if len(plans) > 1:
+            return training.choose_variant(plans, machine())
+        training.require_fit(training.hardware_misfits(plans[0], machine()))
+        return plans[0]
+
+    inputs = read_sample_inputs(Path(run), wanted, on_event, choose)
     silence_progress_bars()
     return training.sample_run(inputs, machine(), cache_path(ENCODED), on_event)

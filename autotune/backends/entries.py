@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "autotune.backends"
 """Group of the entry points that name an `AttentionBackend` or a `WeightFormat` each."""
-Kernel = Literal["fused", "flash", "efficient", "cudnn", "math"]
-Library = Literal["torchao", "bitsandbytes", "flash_attn", "xformers", "kernels", "sageattention"]
+Kernel = Literal["fused", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
+Library = Literal[
+    "torchao", "bitsandbytes", "flash_attn", "flash_attn_3", "flash_attn_4", "xformers", "kernels", "sageattention"
+]
 """Fields of `Versions` that not every entry needs."""
 SkipReason = Callable[[HardwareProfile], str | None]
 
@@ -35,6 +37,8 @@ class Requirements:
     """If CPUs need a newer version than other devices."""
     compiles_on: tuple[DeviceKind, ...] = ()
     """Kinds of devices on which it needs torch.compile."""
+    only_major: int | None = None
+    """Major compute capability of the CUDA devices that it is compiled for, if it is for no other."""
 
     def __post_init__(self) -> None:
         if self.library not in (None, *get_args(Library)):
@@ -130,7 +134,7 @@ class WeightFormat(Entry):
     quantizing_slices: float | None = None
     """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
     if it does not work in slices and takes several times the layer."""
-    revision: int = 1
+    storage_version: int = 1
     """Another one stores other numbers: embeddings that text encoders made with the one before are made again."""
     hides_dtype: bool = False
     """Whether weights show another dtype than products are computed in: what casts its activations to the dtype of a

@@ -17,7 +17,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli import data, profiles, weights
-from autotune.cli.about import doctor, fetch, models
+from autotune.cli.about import doctor, fetch, models, probe
 from autotune.cli.compare import compare
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
@@ -27,7 +27,6 @@ from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain, report
-from autotune.cli.probe import probe
 from autotune.cli.train import publish, sample, train
 
 INTERRUPTED = 130
@@ -80,7 +79,7 @@ def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
-    autotune.prepare_process()
+    autotune.prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
     explain, _ = autotune.explain_error, reporting.printable  # when memory has run out, nothing can be imported
     try:
         status = app(args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune")
@@ -99,6 +98,12 @@ def main() -> None:
     if status == INTERRUPTED:
         _fail("interrupted", Progress.after_interrupt, INTERRUPTED)
     sys.exit(status)
+
+
+def _only_predicts(words: Sequence[str]) -> bool:
+    """Whether the command neither trains nor tries anything: it asks about hardware by name."""
+    named = any(word.partition("=")[0] == "--hardware" for word in words)
+    return "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
 
 
 def _with_loudness_first(words: Sequence[str]) -> list[str]:

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import DataOptions, Frames, Json, given, takes
+from autotune.cli.options import DataOptions, Json, argument, given, option, takes
 from autotune.cli.output import print_result, show_events
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
@@ -23,25 +22,14 @@ def group() -> None:
 class CheckOptions:
     """What `autotune data check` can be asked beside how the data is read; the names are those of `check_data`."""
 
-    folder: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR..."),
-    ]
-    model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image"
-    resolution_px: Annotated[
-        int | None, typer.Option("--resolution", min=1, help="Side of a square image, in pixels.")
-    ] = None
-    num_frames: Frames = None
-    max_upscaling: Annotated[
-        float | None, typer.Option(min=1, help="Count images enlarged by more, per side; default 1.5.")
-    ] = None
-    max_crop: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Name images that lose more of their area; default 0.25.")
-    ] = None
-    sheet: Annotated[
-        Path | None, typer.Option(help="PNG to write: every image as it is cropped, with its caption.", metavar="FILE")
-    ] = None
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 if there is anything to complain of.")] = False
+    folder: list[Path] = argument("Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR...")
+    model: str = option("Family whose sizes count.", default="qwen-image")
+    resolution_px: int | None = option("Side of a square image, in pixels.", "--resolution", min=1)
+    num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
+    max_upscaling: float | None = option("Count images enlarged by more, per side; default 1.5.", min=1)
+    max_crop: float | None = option("Name images that lose more of their area; default 0.25.", min=0, max=1)
+    sheet: Path | None = option("PNG to write: every image as it is cropped, with its caption.", metavar="FILE")
+    strict: bool = option("Exit with 2 if there is anything to complain of.", "--strict", default=False)
     as_json: Json = False
 
 

@@ -2,7 +2,7 @@
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    rank: Rank = None
+    rank: int | None = option("Rank of the adapter.", min=1, max=4096)
 
 @takes(Options, JobOptions)
 def command(asked: Options, job: JobOptions) -> None: ...
@@ -14,13 +14,32 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 import autotune
 
-T = TypeVar("T")
+REQUIRED: Any = dataclasses.MISSING
+"""Default of what must be given."""
+
+
+def option(text: str, *names: str, default: Any = None, **how: Any) -> Any:
+    """A field of a class of options.
+
+    Args:
+        text: what `--help` says of it.
+        names: what it is called, if that is not the field's name.
+        default: its value if it is not given; `REQUIRED` if it must be.
+        how: what `typer.Option` takes besides, such as `min` and `metavar`.
+    """
+    return dataclasses.field(default=default, metadata={"typer": typer.Option(*names, help=text, **how)})
+
+
+def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
+    """The same without a name: its place tells what it is."""
+    return dataclasses.field(default=default, metadata={"typer": typer.Argument(help=text, metavar=metavar)})
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -37,64 +56,65 @@ PlansOptimizer = Annotated[
         "--optimizer", help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"
     ),
 ]
-Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
-Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
-Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
-Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
-Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
-Assume = Annotated[
-    list[str] | None, typer.Option(help="A package that GPU is taken to have: flash-attn, xformers.", metavar="PACKAGE")
-]
-HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
-Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
-Targets = Annotated[
-    str | None,
-    typer.Option(help="attention (default), attention+mlp, all-linear (SDXL: attention+mlp+proj); or names: to_q,ff.*"),
-]
-ADAPTERS = ("lora", "rslora", "dora")
-Blocks = Annotated[
-    str | None, typer.Option("--blocks", help="Adapt layers of these blocks alone: 10-30 or 0-4,18.", metavar="RANGES")
-]
-Adapter = Annotated[str | None, typer.Option(help="lora (default), rslora or dora.")]
-Ema = Annotated[
-    float | None, typer.Option("--ema", min=0, max=0.99999, help="Save an average of steps with this decay: 0.999.")
-]
-Optimizer = Annotated[
-    str | None,
-    typer.Option(help="adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."),
-]
-OptimizerOptions = Annotated[
-    list[str] | None,
-    typer.Option("--optimizer-option", help="Of the optimizer; repeat for more.", metavar="NAME=VALUE"),
-]
-Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
-]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
-Price = Annotated[
-    float | None, typer.Option("--price", min=0, max=1e6, help="Price of an hour of one GPU, for the cost of the job.")
-]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+    """What is trained, as far as all predictions ask, by the names of `autotune.WorkloadOptions`."""
+
+    resolution: str | None = option("Side of a square in pixels, or WIDTHxHEIGHT.")
+    num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
+    rank: int | None = option("Rank of the adapter.", min=1, max=4096)
+    targets: str | None = option(
+        "attention (default), attention+mlp, all-linear (SDXL: attention+mlp+proj); or names: to_q,ff.*"
+    )
+    effective_batch_size: int | None = option(
+        "Images per optimizer step (effective batch).", "--batch", min=1, max=65536
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(ShapeOptions):
+    """What is trained and on what, by the names of `autotune.WorkloadOptions`. None, empty: not given."""
+
+    host_memory: str | None = option("Memory of that GPU's host; 64GiB by default.")
+    assume: list[str] | None = option(
+        "A package that GPU is taken to have: flash-attn(-3, -4), xformers.", metavar="PACKAGE"
+    )
+    adapted_blocks: str | None = option(
+        "Adapt layers of these blocks alone: 10-30 or 0-4,18.", "--blocks", metavar="RANGES"
+    )
+    adapter: str | None = option("lora (default), rslora or dora.")
+    ema_decay: float | None = option("Save an average of steps with this decay: 0.999.", "--ema", min=0, max=0.99999)
+    optimizer: str | None = option(
+        "adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."
+    )
+    optimizer_options: list[str] | None = option(
+        "Of the optimizer; repeat for more.", "--optimizer-option", metavar="NAME=VALUE"
+    )
+    price_per_hour: float | None = option(
+        "Price of an hour of one GPU, for the cost of the job.", "--price", min=0, max=1e6
+    )
+
+    def values(self) -> dict[str, Any]:
+        """The arguments that the user gave. Raises BadParameter for values that there are not."""
+        one_of("--adapter", self.adapter, ("lora", "rslora", "dora"))
+        return given(self) | given({"optimizer_options": named_values(self.optimizer_options)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """How a job's data is read, by the names of `Job`. None, empty: not given."""
 
-    control: Control = None
-    caption: Caption = None
-    trigger: Trigger = None
-    clips: Annotated[
-        str | None, typer.Option(help="Clips of a video: head (default), all, or a number of them, evenly spread.")
-    ] = None
-    shuffle_tags: Annotated[
-        int | None, typer.Option(min=0, help="Orders of a caption's tags that are seen; default 0: as written.")
-    ] = None
-    keep_tags: Annotated[int | None, typer.Option(min=0, help="First tags that stay in front; default 0.")] = None
-    flip: Annotated[bool | None, typer.Option("--flip/--no-flip", help="Mirror images half of the time.")] = None
-    crop: Annotated[str | None, typer.Option(help="What stays of a cropped image: center (default) or top.")] = None
-    loss_mask: Annotated[
-        str | None, typer.Option(help="What the loss counts: none (default: all), files (NAME.mask.png) or alpha.")
-    ] = None
+    control: Path | None = option("Folder of control images, for edit models.")
+    caption: str | None = option("Caption of images that have none.")
+    trigger: str | None = option("Word put in front of every caption that lacks it.")
+    clips: str | None = option("Clips of a video: head (default), all, or a number of them, evenly spread.")
+    shuffle_tags: int | None = option("Orders of a caption's tags that are seen; default 0: as written.", min=0)
+    keep_tags: int | None = option("First tags that stay in front; default 0.", min=0)
+    flip: bool | None = option("Mirror images half of the time.", "--flip/--no-flip")
+    crop: str | None = option("What stays of a cropped image: center (default) or top.")
+    loss_mask: str | None = option("What the loss counts: none (default: all), files (NAME.mask.png) or alpha.")
 
     def values(self) -> dict[str, Any]:
         """The fields of a job that the user gave.
@@ -115,79 +135,43 @@ class DataOptions:
 class JobOptions(DataOptions):
     """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
 
-    base: Annotated[
-        str | None, typer.Option(help="For a --model in one file: folder or hub id that its other parts come from.")
-    ] = None
-    vae: Annotated[str | None, typer.Option(help="For a --model in one file: its VAE.", metavar="FILE|FOLDER")] = None
-    text_encoders: Annotated[
-        list[str] | None,
-        typer.Option("--text-encoder", help="And its text encoder; repeat for several.", metavar="FILE|FOLDER"),
-    ] = None
-    expert: Annotated[
-        str | None, typer.Option(help="Of a model with two transformers, the one to train: high-noise or low-noise.")
-    ] = None
-    caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
-    from_adapter: Annotated[
-        Path | None, typer.Option(help="Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
-    ] = None
-    save_dtype: Annotated[str | None, typer.Option(help="Of the adapter: bf16 (default), fp16 or fp32.")] = None
-    adapter_format: Annotated[
-        str | None, typer.Option(help="Who else shall load the adapter: diffusers alone (default), comfyui or kohya.")
-    ] = None
-    mask_floor: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Weight of the loss where a mask is black; default 0.")
-    ] = None
-    cache: Annotated[
-        str | None, typer.Option(help="Where encoded data is kept: disk (default) or memory, until the run ends.")
-    ] = None
-    num_steps: Steps = None
-    num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None
-    lr_scheduler: Annotated[
-        str | None, typer.Option(help="constant (default), constant_with_warmup, linear, cosine or plateau.")
-    ] = None
-    lr_warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps over which the rate rises.")] = None
-    timestep_sampling: Annotated[str | None, typer.Option(help="Noise levels: logit_normal (default) or uniform.")] = (
-        None
+    base: str | None = option("For a --model in one file: folder or hub id that its other parts come from.")
+    vae: str | None = option("For a --model in one file: its VAE.", metavar="FILE|FOLDER")
+    text_encoders: list[str] | None = option(
+        "And its text encoder; repeat for several.", "--text-encoder", metavar="FILE|FOLDER"
     )
-    timestep_shift: Annotated[str | None, typer.Option(help="Of the noise levels: a number, or by_resolution.")] = None
-    guidance_scale: Annotated[
-        float | None, typer.Option("--guidance", min=0, help="Of guidance-distilled models, in training.")
-    ] = None
-    preview_prompts: Annotated[
-        list[str] | None,
-        typer.Option("--preview-prompt", help="What previews show; repeat for more, up to 4.", metavar="TEXT"),
-    ] = None
-    preview_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between previews (default 250); 0: only at the end.")
-    ] = None
-    validation: Annotated[
-        str | None, typer.Option(help="Images to hold out for the loss: a share or a folder.", metavar="10%|FOLDER")
-    ] = None
-    validation_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between its measurements (default 250); 0: only at the end.")
-    ] = None
-    keep_best: Annotated[
-        bool | None, typer.Option("--keep-best", help="Keep the adapter that was best on held-out images.")
-    ] = None
-    weighting_scheme: Annotated[
-        str | None,
-        typer.Option("--loss-weighting", help="By noise: none (default), sigma_sqrt, cosmap; of SDXL none or min_snr."),
-    ] = None
-    checkpointing_epochs: Annotated[int | None, typer.Option(min=1, help="Epochs between checkpoints.")] = None
-    checkpoints_total_limit: Annotated[
-        int | None, typer.Option("--keep-last", min=1, help="Newest checkpoints that are kept; default 2.")
-    ] = None
-    checkpoints_keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", min=0, help="Of so many checkpoints keep one for good; default 0."),
-    ] = None
-    checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
-        None
+    expert: str | None = option("Of a model with two transformers, the one to train: high-noise or low-noise.")
+    caption_dropout: float | None = option("Share of captions left out; default 0.")
+    from_adapter: Path | None = option("Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
+    save_dtype: str | None = option("Of the adapter: bf16 (default), fp16 or fp32.")
+    adapter_format: str | None = option("Who else shall load the adapter: diffusers alone (default), comfyui or kohya.")
+    mask_floor: float | None = option("Weight of the loss where a mask is black; default 0.", min=0, max=1)
+    cache: str | None = option("Where encoded data is kept: disk (default) or memory, until the run ends.")
+    num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
+    num_train_epochs: int | None = option("Epochs, instead of steps.", "--epochs", min=1)
+    learning_rate: float | None = option("Learning rate of the job.")
+    lr_scheduler: str | None = option("constant (default), constant_with_warmup, linear, cosine or plateau.")
+    lr_warmup_steps: int | None = option("Steps over which the rate rises.", min=0)
+    timestep_sampling: str | None = option("Noise levels: logit_normal (default) or uniform.")
+    timestep_shift: str | None = option("Of the noise levels: a number, or by_resolution.")
+    guidance_scale: float | None = option("Of guidance-distilled models, in training.", "--guidance", min=0)
+    preview_prompts: list[str] | None = option(
+        "What previews show; repeat for more, up to 4.", "--preview-prompt", metavar="TEXT"
     )
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Of initial weights, order and noise; default 0.")
-    ] = None
+    preview_every: int | None = option("Steps between previews (default 250); 0: only at the end.", min=0)
+    validation: str | None = option("Images to hold out for the loss: a share or a folder.", metavar="10%|FOLDER")
+    validation_every: int | None = option("Steps between its measurements (default 250); 0: only at the end.", min=0)
+    keep_best: bool | None = option("Keep the adapter that was best on held-out images.", "--keep-best")
+    weighting_scheme: str | None = option(
+        "By noise: none (default), sigma_sqrt, cosmap; of SDXL none or min_snr.", "--loss-weighting"
+    )
+    checkpointing_epochs: int | None = option("Epochs between checkpoints.", min=1)
+    checkpoints_total_limit: int | None = option("Newest checkpoints that are kept; default 2.", "--keep-last", min=1)
+    checkpoints_keep_every: int | None = option(
+        "Of so many checkpoints keep one for good; default 0.", "--keep-every", min=0
+    )
+    checkpointing_steps: int | None = option("Steps between checkpoints; default 250.", min=0)
+    seed: int | None = option("Of initial weights, order and noise; default 0.", min=0, max=2**63 - 1)
 
     def values(self) -> dict[str, Any]:
         """The fields of a job that the user gave.
@@ -235,9 +219,9 @@ def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
 
 def option_of(name: str) -> str:
     """What the option for that field of a job is called."""
-    hint = get_type_hints(JobOptions, include_extras=True)[name]
-    (option,) = (one for one in hint.__metadata__ if isinstance(one, typer.models.OptionInfo))
-    declared = (option.default, *(option.param_decls or ()))  # annotated, the first name stands where defaults do
+    (metadata,) = (field.metadata for field in dataclasses.fields(JobOptions) if field.name == name)
+    info = metadata["typer"]
+    declared = (info.default, *(info.param_decls or ()))  # annotated, the first name stands where defaults do
     return next((one for one in declared if isinstance(one, str)), "--" + name.replace("_", "-"))
 
 
@@ -253,28 +237,33 @@ def _require_valid(name: str, value: object) -> None:
         raise typer.BadParameter(wrong, param_hint=option_of(name)) from error
 
 
+def _annotated(options: type) -> dict[str, Any]:
+    """What typer needs to know of each field."""
+    hints, fields = get_type_hints(options, include_extras=True), dataclasses.fields(options)
+    infos = {field.name: field.metadata.get("typer") for field in fields}
+    return {name: Annotated[hints[name], info] if info else hints[name] for name, info in infos.items()}
+
+
 def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command whose options are the fields of dataclasses, each annotated with its `typer.Option`."""
-    hints = {name: hint for one in options for name, hint in get_type_hints(one, include_extras=True).items()}
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for one in options
-        for field in dataclasses.fields(one)
-    ]
-    signature = inspect.Signature(parameters)
+    """Make a command whose options are the fields of dataclasses, each an `option`, an `argument`, or annotated."""
+    hints = {name: hint for one in options for name, hint in _annotated(one).items()}
+    defaults = {field.name: field.default for one in options for field in dataclasses.fields(one)}
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if default is REQUIRED else default,
+                annotation=hints[name],
+            )
+            for name, default in defaults.items()
+        ]
+    )
 
     def command_of(run: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(run)
         def command(**values: Any) -> None:
-            bound = signature.bind(**values).arguments
-            run(
-                *(one(**{f.name: bound[f.name] for f in dataclasses.fields(one) if f.name in bound}) for one in options)
-            )
+            run(*(one(**{field.name: values[field.name] for field in dataclasses.fields(one)}) for one in options))
 
         command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = hints

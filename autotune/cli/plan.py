@@ -5,145 +5,74 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import (
-    ADAPTERS,
-    Adapter,
-    Assume,
-    Batch,
-    Blocks,
-    Data,
-    Ema,
-    Frames,
-    HostMemory,
-    JobOptions,
-    Json,
-    Optimizer,
-    OptimizerOptions,
-    Price,
-    Rank,
-    Resolution,
-    Targets,
-    given,
-    named_values,
-    one_of,
-    takes,
-)
+from autotune.cli.options import Data, JobOptions, Json, WorkloadOptions, given, one_of, option, takes
 from autotune.cli.output import Progress, print_out, print_result, show_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `autotune plan` can be asked beside the job; the names are those of `autotune.plan`. None: not given."""
+    """What `autotune plan` alone can be asked; the names are those of `autotune.plan`. None: not given."""
 
-    model: Annotated[
-        str | None, typer.Option(help="A folder in the diffusers layout, a known name, a hub id, or a single file.")
-    ] = None
+    model: str | None = option("A folder in the diffusers layout, a known name, a hub id, or a single file.")
     data: Data = None
-    earlier: Annotated[
-        Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")
-    ] = None
-    hardware: Annotated[
-        list[str] | None,
-        typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list); repeat it for a file with a variant each."),
-    ] = None
-    host_memory: HostMemory = None
-    assume: Assume = None
-    path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
-    resolution: Resolution = None
-    num_frames: Frames = None
-    rank: Rank = None
-    lora_alpha: Annotated[
-        float | None, typer.Option("--alpha", min=1e-3, max=1e6, help="By default in proportion to the rank.")
-    ] = None
-    lora_dropout: Annotated[
-        float | None, typer.Option("--dropout", min=0, max=0.9, help="Share of the adapter's inputs; default 0.")
-    ] = None
-    targets: Targets = None
-    adapted_blocks: Blocks = None
-    adapter: Adapter = None
-    ema_decay: Ema = None
-    optimizer: Optimizer = None
-    optimizer_options: OptimizerOptions = None
-    effective_batch_size: Batch = None
-    quality: Annotated[
-        str | None,
-        typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit, and 8-bit products, too."),
-    ] = None
-    objective: Annotated[str | None, typer.Option(help="throughput (default), memory or energy.")] = None
-    pins: Annotated[list[str] | None, typer.Option("--pin", help="Choose only this value.", metavar="KNOB=VALUE")] = (
-        None
+    earlier: Path | None = option("Make this plan again; other options replace what it was made for.", "--from")
+    hardware: list[str] | None = option(
+        "Plan for this GPU, e.g. 4090 (see probe --list); repeat it for a file with a variant each."
     )
-    exclusions: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Never choose this value.", metavar="KNOB=VALUE")
-    ] = None
-    for_trainer: Annotated[
-        str | None,
-        typer.Option("--for", help="Choose what this trainer can express and hold.", metavar="TRAINER"),
-    ] = None
-    list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
-    num_gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", min=1, help="GPUs that train together, one process each; tried on CPUs alone."),
-    ] = None
-    num_nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines that these GPUs are in.")] = None
-    interconnect: Annotated[
-        str | None, typer.Option(help="Rate between two machines, e.g. 400Gbps; 10Gbps unless given.")
-    ] = None
-    max_memory: Annotated[
-        str | None,
-        typer.Option(help="The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."),
-    ] = None
-    reserve_memory: Annotated[
-        str | None,
-        typer.Option("--reserve", help="Memory to leave to display and other programs, instead of what is usual."),
-    ] = None
-    cap_memory: Annotated[str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")] = (
-        None
+    path: Path = option("Where to write the plan.", "-o", "--output", default=Path("plan.yaml"))
+    lora_alpha: float | None = option("By default in proportion to the rank.", "--alpha", min=1e-3, max=1e6)
+    lora_dropout: float | None = option("Share of the adapter's inputs; default 0.", "--dropout", min=0, max=0.9)
+    quality: str | None = option(
+        "exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit, and 8-bit products, too."
     )
-    use_records: Annotated[
-        bool, typer.Option("--profiles/--no-profiles", help="Use what machines measured before.")
-    ] = True
-    max_trials: Annotated[int, typer.Option(min=1, help="The most trials to run.")] = 8
-    search_seconds: Annotated[
-        float | None,
-        typer.Option("--search-time", min=1, help="The most seconds of trials; by default 5% of the run, at least 60."),
-    ] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted search has measured.")] = False
-    study: Annotated[str | None, typer.Option(help="Keep trials under this name, and their plan too.")] = None
-    join: Annotated[
-        str | None,
-        typer.Option(
-            envvar="AUTOTUNE_JOIN",
-            help="Share the search: postgresql+psycopg://user:password@host/database, or /shared/NAME.journal.",
-        ),
-    ] = None
-    record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None
-    replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None
-    price_per_hour: Price = None
-    output: Annotated[str | None, typer.Option("--run-output", help="Output folder that the job will write.")] = None
+    objective: str | None = option("throughput (default), memory or energy.")
+    pins: list[str] | None = option("Choose only this value.", "--pin", metavar="KNOB=VALUE")
+    exclusions: list[str] | None = option("Never choose this value.", "--exclude", metavar="KNOB=VALUE")
+    for_trainer: str | None = option("Choose what this trainer can express and hold.", "--for", metavar="TRAINER")
+    list_knobs: bool = option("Show choices and exclusions; plan nothing.", "--list-knobs", default=False)
+    num_gpus: int | None = option("GPUs that train together, one process each; tried on CPUs alone.", "--gpus", min=1)
+    num_nodes: int | None = option("Machines that these GPUs are in.", "--nodes", min=1)
+    interconnect: str | None = option("Rate between two machines, e.g. 400Gbps; 10Gbps unless given.")
+    max_memory: str | None = option(
+        "The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."
+    )
+    reserve_memory: str | None = option(
+        "Memory to leave to display and other programs, instead of what is usual.", "--reserve"
+    )
+    cap_memory: str | None = option("Rehearse a device with only so much memory, e.g. 12GiB.")
+    use_records: bool = option("Use what machines measured before.", "--profiles/--no-profiles", default=True)
+    max_trials: int = option("The most trials to run.", default=8, min=1)
+    search_seconds: float | None = option(
+        "The most seconds of trials; by default 5% of the run, at least 60.", "--search-time", min=1
+    )
+    fresh: bool = option("Forget what an interrupted search has measured.", "--fresh", default=False)
+    study: str | None = option("Keep trials under this name, and their plan too.")
+    join: str | None = option(
+        "Share the search: postgresql+psycopg://user:password@host/database, or /shared/NAME.journal.",
+        envvar="AUTOTUNE_JOIN",
+    )
+    record: Path | None = option("Write what the search met to this file.")
+    replay: Path | None = option("Plan from such a file instead of trials.")
+    output: str | None = option("Output folder that the job will write.", "--run-output")
     as_json: Json = False
 
 
-@takes(PlanOptions, JobOptions)
-def plan(options: PlanOptions, job: JobOptions) -> None:
+@takes(PlanOptions, WorkloadOptions, JobOptions)
+def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     if options.earlier is None and options.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
     one_of("--quality", options.quality, ("exact", "high", "compact"))
-    one_of("--adapter", options.adapter, ADAPTERS)
     one_of("--objective", options.objective, ("throughput", "memory", "energy"))
-    pairs: dict[str, Any] = {
-        "pins": _pairs("--pin", options.pins),
-        "exclusions": _pairs("--exclude", options.exclusions),
-    }
-    pairs["optimizer_options"] = named_values(options.optimizer_options)
-    arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
+    pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
+    arguments: dict[str, Any] = given(options, but=("as_json", "list_knobs")) | given(pairs)
+    arguments |= work.values() | job.values()
     if len(options.hardware or ()) > 1 and not options.list_knobs:
         with show_events() as show:
             variants = autotune.plan_variants(on_event=show, **arguments)
@@ -170,31 +99,17 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         typer.echo(autotune.plan_text(error.plan))
         hint = "keep what is printed above as a file: it is the whole plan"
         raise autotune.AutotuneError(f"{error.message}; the plan is printed instead", hint=hint) from error
-    print_result(
-        made,
-        options.as_json,
-        lambda _: _ending(made, options.path),
-    )
+    print_result(made, options.as_json, lambda _: _ending(made, options.path))
 
 
 def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
+    about, hint = reporting.plan_lines(made), reporting.train_hint(made, file)
     if Progress.is_verbose:
-        everything = [*reporting.full_settings_lines(made), "", *reporting.explain_lines(made), ""]
-        return [
-            *everything,
-            *reporting.origin_lines(made),
-            "",
-            *reporting.plan_lines(made),
-            reporting.train_hint(made, file),
-        ]
+        everything = (reporting.full_settings_lines, reporting.explain_lines, reporting.origin_lines)
+        return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
     more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
-    return [
-        *reporting.plan_lines(made),
-        *reporting.user_values_line(made),
-        *reporting.wrapped(more, 15),
-        reporting.train_hint(made, file),
-    ]
+    return [*about, *reporting.user_values_line(made), *reporting.wrapped(more, 15), hint]
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:

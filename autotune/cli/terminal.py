@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -40,7 +41,7 @@ from autotune.reporting import (
     seconds_text,
     smooth,
     step_text,
-    trial_row,
+    trial_lines,
     validation_text,
     workload_lines,
     wrapped,
@@ -50,7 +51,7 @@ QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
 
 
-NOTE_MARGIN = 40
+NOTE_MARGIN = 50
 """Columns that the bar of trials takes beside what is tried."""
 
 
@@ -94,13 +95,21 @@ class _Count(MofNCompleteColumn):
         return super().render(task) if task.total else Text()
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """By the speed so far; of work whose number of parts is only a limit, at most what the event display says."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["max_seconds_left"]
+        return super().render(task) if left is None else Text(f"≤ {timedelta(seconds=round(left))}")
+
+
 def _bar() -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         _Count(),
         TextColumn("{task.fields[note]}", markup=False),
-        TimeRemainingColumn(compact=True),
+        _TimeLeft(compact=True),
         console=err,
         transient=True,
         disable=not err.is_terminal,
@@ -113,7 +122,8 @@ class EventDisplay:
     def __init__(self, progress: Progress, *, every_step: bool = False) -> None:
         self.progress, self.every_step = progress, every_step
         self.task: TaskID | None = None
-        self.num_trials = 0
+        self.trials: list[TrialResult] = []
+        self.max_trials = 0
         self.last_line_at = time.monotonic()
         self.promised_bytes: int | None = None
         self.num_steps, self.smoothed_loss = 0, 0.0
@@ -133,6 +143,7 @@ class EventDisplay:
                 text = "\n".join(wrapped(f"warning: {event.text}", 4)) if warns else note_text(event.text, event.topic)
                 self._print(text, style="yellow" if warns else None)
             case SearchSpaceBuilt():
+                self.max_trials = event.max_trials
                 self._print("\n".join(workload_lines(event.workload, event.num_candidates)))
             case RecordsMatched():
                 self._print("\n".join(records_lines(event)), end="")
@@ -143,7 +154,7 @@ class EventDisplay:
             case TrialStarted():
                 room = max(20, err.width - NOTE_MARGIN)
                 label = shorten(event.candidate.label(), room, placeholder=" …")
-                self._update("trials", self.num_trials, None, label)
+                self._update_trials(label)
             case TrialFinished():
                 self._trial(event.result)
             case StepFinished():
@@ -155,13 +166,21 @@ class EventDisplay:
         self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")
 
     def _trial(self, result: TrialResult) -> None:
-        if not self.num_trials:
+        if not self.trials:
             self._print(TRIAL_HEADER, style="bold")
-        self.num_trials += 1
-        self._print(trial_row(self.num_trials, result), style=None if result.outcome == "ok" else "yellow")
+        self.trials.append(result)
+        style = None if result.outcome == "ok" else "yellow"
+        self._print("\n".join(trial_lines(len(self.trials), result, self.trials[0].candidate)), style=style)
         if result.message:
             self._print("\n".join(wrapped(f"    {result.message}")), style="dim")
-        self._update("trials", self.num_trials, None, "")
+        self._update_trials("")
+
+    def _update_trials(self, note: str) -> None:
+        """Beyond the limit of a search its winner is tried again, nobody knows how often."""
+        done, more = len(self.trials), self.max_trials - len(self.trials)
+        seconds = sum(trial.wall_seconds or 0.0 for trial in self.trials)
+        left = more * seconds / done if more > 0 and seconds else None
+        self._update("trials", done, self.max_trials if more > 0 else None, note, left)
 
     def _step(self, event: StepFinished) -> None:
         self.num_steps += 1
@@ -181,10 +200,18 @@ class EventDisplay:
     def _print(self, text: str, **style: Any) -> None:
         self.progress.console.print(text, **style)
 
-    def _update(self, name: str, done: int | None, total: int | None, note: str) -> None:
+    def _update(
+        self, name: str, done: int | None, total: int | None, note: str, max_seconds_left: float | None = None
+    ) -> None:
+        shown: dict[str, Any] = {
+            "description": name,
+            "total": total,
+            "note": note,
+            "max_seconds_left": max_seconds_left,
+        }
         if self.task is None:
-            self.task = self.progress.add_task(name, total=total, note=note)
-        self.progress.update(self.task, description=name, completed=done, total=total, note=note)
+            self.task = self.progress.add_task(**shown)
+        self.progress.update(self.task, completed=done, **shown)
 
     def _end_task(self) -> None:
         if self.task is not None:

@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Data, JobOptions, Json, PlansOptimizer, given, takes
+from autotune.cli.options import Data, JobOptions, Json, PlansOptimizer, argument, given, option, takes
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
@@ -16,39 +16,27 @@ from autotune.cli.output import print_out, print_remark, print_result, show_even
 class TrainOptions:
     """What `autotune train` can be asked beside the job; the names are those of `autotune.train`."""
 
-    plan_file: Annotated[
-        Path | None,
-        typer.Argument(help="A plan made by `autotune plan`; without one, --model is planned first.", metavar="[PLAN]"),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="The same architecture from another folder; without PLAN, what to train.")
-    ] = None
+    plan_file: Path | None = argument(
+        "A plan made by `autotune plan`; without one, --model is planned first.", default=None, metavar="[PLAN]"
+    )
+    model: str | None = option("The same architecture from another folder; without PLAN, what to train.")
     data: Data = None
     optimizer: PlansOptimizer = None
-    output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines that share the plan's processes.")] = None
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="Where they meet: a port of the first.", metavar="HOST:PORT")
-    ] = None
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None
-    metrics_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port of localhost.")
-    ] = None
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(help="Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"),
-    ] = None
-    gate: Annotated[
-        bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
-    ] = False
-    over: Annotated[
-        Path | None, typer.Option(help="Train each subject that this file lists, on all GPUs.", metavar="FILE")
-    ] = None
-    subject: Annotated[
-        str | None, typer.Option(help="Of --over, only this one: a name, or a number from 1.", metavar="NAME|NUMBER")
-    ] = None
+    output: str | None = option("Folder for the adapter, samples and report.")
+    resume: bool = option("Go on from the newest checkpoint, if there is one.", "--resume", default=False)
+    trace: bool = option("Write a profile of a few steps to trace.json.", "--trace", default=False)
+    nodes: int | None = option("Machines that share the plan's processes.", min=1)
+    rdzv_endpoint: str | None = option("Where they meet: a port of the first.", metavar="HOST:PORT")
+    node_rank: int | None = option("Which of them this is, from 0.", min=0)
+    metrics_port: int | None = option("Serve Prometheus metrics at this port of localhost.", min=1, max=65535)
+    push_to_hub: str | None = option(
+        "Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"
+    )
+    gate: bool = option(
+        "Exit with 1 if the adapter never moved or lowers no loss: for schedulers.", "--gate", default=False
+    )
+    over: Path | None = option("Train each subject that this file lists, on all GPUs.", metavar="FILE")
+    subject: str | None = option("Of --over, only this one: a name, or a number from 1.", metavar="NAME|NUMBER")
     as_json: Json = False
 
 

@@ -9,6 +9,6 @@ if TYPE_CHECKING:
     from autotune.cost.calibration import NOISE, PriorResiduals, residual_of, time_doubt
     from autotune.cost.job_estimate import estimate, job_time
     from autotune.cost.parallel import ONE_PROCESS, Parallel
-    from autotune.cost.predict import CostModel
+    from autotune.cost.predict import BLOCK_NUMBERS, CostModel
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

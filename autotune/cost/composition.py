@@ -92,6 +92,8 @@ class ComposedPass:
     """Inputs of blocks that wait on the host."""
     work: "NDArray[np.float64]"
     """Seconds by class, then launches."""
+    forward: "NDArray[np.float64]"
+    """The share of `work` up to the loss."""
     recompute: "NDArray[np.float64]"
     """The share of `work` that repeats operations."""
 
@@ -107,6 +109,7 @@ class ComposedPasses:
     gradient_bytes: "NDArray[np.float64]"
     offloaded_bytes: "NDArray[np.float64]"
     work: "NDArray[np.float64]"
+    forward: "NDArray[np.float64]"
     recompute: "NDArray[np.float64]"
 
     def __getitem__(self, at: int) -> ComposedPass:
@@ -135,6 +138,8 @@ class BlockTables:
         again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
         self.work_rows, self.again_rows = np.concatenate(work), np.concatenate(again)
         """(kinds x blocks, classes)"""
+        self.forward = tables[PLAIN].forward[:, SECONDS:].sum(axis=0)
+        """(classes,): blocks run forward in the same way, whatever they keep."""
 
 
 def compose(
@@ -182,6 +187,8 @@ def compose(
         workspace_bytes=scratch[one],
         gradient_bytes=arrived[at],
         offloaded_bytes=np.where(number < offloaded, tables.inputs, 0.0).sum(axis=1),
-        work=tables.outside_work[ends[:, 0]] + is_kind @ tables.work_rows,
-        recompute=is_kind @ tables.again_rows,
+        # One row at a time: the last bits of a product of matrices depend on how many rows it has.
+        work=tables.outside_work[ends[:, 0]] + (is_kind[:, None] @ tables.work_rows)[:, 0],
+        forward=tables.outside_work[ends[:, 0]] + tables.forward,
+        recompute=(is_kind[:, None] @ tables.again_rows)[:, 0],
     )

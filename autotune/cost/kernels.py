@@ -143,7 +143,7 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
             return aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]
-        if kernel == "flash" and mask is None:
+        if kernel.startswith("flash") and mask is None:  # the packages' keep and accumulate as much
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -69,7 +69,7 @@ def resident_of(
     """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
     storage = model.storage(precision, quantization, candidate.modulation)
-    kept_bytes, working_bytes = _optimizer_bytes(model, storage, candidate)
+    state_bytes, working_bytes = _optimizer_bytes(model, storage, candidate)
     average = storage.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
@@ -79,7 +79,7 @@ def resident_of(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
-        optimizer_bytes=kept_bytes + (average if model.workload.ema_decay else 0),
+        optimizer_bytes=state_bytes + (average if model.workload.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
         set_aside_bytes=average if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free" else 0,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),

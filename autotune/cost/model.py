@@ -233,7 +233,9 @@ class TracedModel:
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
             practice = self._practice(quantization)
             work = self.workload.changed(adapted_blocks=self._traced_blocks)
-            add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
+            not_drawn = diffusers.models.modeling_utils.no_init_weights()
+            with torch.device("meta"), not_drawn:  # peft would draw the adapter's numbers on the host first
+                add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained

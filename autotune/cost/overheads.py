@@ -14,7 +14,7 @@ KEEP_ON = ("train", "preview", "save")
 VAE_IS_THERE = ("cache", "preview")
 
 
-def kept_bytes(
+def kept_part_bytes(
     overheads: Overheads, resident: "Resident", *, vae_parameters: int, encoder_bytes: int
 ) -> Mapping[str, int]:
     """Bytes that each phase needs beyond what autotune's executor needs there.

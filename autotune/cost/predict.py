@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -35,6 +35,8 @@ from autotune.schema import (
     Workload,
 )
 
+BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
+"""Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and written, copy back."""
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
@@ -202,12 +204,16 @@ class CostModel:
         storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
         return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
+    def activation_bytes(self, candidate: Candidate) -> float:
+        """Bytes that one micro-batch keeps for its backward pass."""
+        return self.tables.pass_of(candidate, accumulates=False).saved_bytes
+
     def host_memory_bytes(self, candidate: Candidate) -> int:
         """Bytes that a run takes of the host's memory."""
         resident = self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
         if not candidate.offloaded_inputs:
             return resident
-        return resident + round(self.tables.pass_of(candidate, accumulates=False).offloaded_bytes)
+        return resident + round(self._uncalibrated(candidate)[0].offloaded_bytes)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
@@ -224,7 +230,7 @@ class CostModel:
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        kept = self.tables.kept_bytes(candidate, self.caching, self.parallel)
+        kept = self.tables.kept_part_bytes(candidate, self.caching, self.parallel)
         phases = with_kept(phases_of(resident, composed, waste, factor), kept)
         train = phases[PHASES.index("train")]
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
@@ -246,17 +252,35 @@ class CostModel:
 
     def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
         """A candidate's pass, what the allocator reserves beyond it, and seconds by class: trials change none of it."""
-        known = self.tables.steps
-        if (candidate, self.parallel) not in known:
-            composed = self.tables.pass_of(candidate, accumulates=self._accumulation(candidate) > 1)
-            recomputed, saved = np.array([candidate.recomputed_blocks]), np.array([composed.saved_bytes])
-            waste = float(self.tables.waste_bytes(candidate, recomputed, saved)[0])
-            passes = ComposedPasses(**{name: np.array(value)[None] for name, value in vars(composed).items()})
-            numbers = (np.array([[number]]) for number in (candidate.offloaded_inputs, candidate.swapped_blocks))
-            by_class = self._step_time(candidate, passes, *numbers)
-            time = {name: float(np.squeeze(each)) for name, each in by_class.items()}
-            known[candidate, self.parallel] = composed, waste, time
-        return known[candidate, self.parallel]
+        self.prepare((candidate,))
+        return self.tables.steps[candidate, self.parallel]
+
+    def prepare(self, candidates: Iterable[Candidate]) -> None:
+        """Find at once what predictions of `candidates` rest on: sooner than one by one, and the same bits."""
+        alike: dict[tuple[object, ...], list[Candidate]] = {}
+        for each in candidates:
+            if (each, self.parallel) not in self.tables.steps:
+                alike.setdefault(self._all_but_depth(each), []).append(each)
+        for group in alike.values():
+            self._prepare(group)
+
+    def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
+        """What candidates must have in common to be composed of the same tables: all but how many blocks."""
+        others = (value for name, value in candidate if name not in BLOCK_NUMBERS)
+        recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
+        kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
+        return (*others, *kinds, recomputed >= self.workload.model.num_blocks)
+
+    def _prepare(self, candidates: Sequence[Candidate]) -> None:
+        """The same of candidates that are alike by `_all_but_depth`."""
+        one, numbers = candidates[0], np.array([[getattr(each, name) for name in BLOCK_NUMBERS] for each in candidates])
+        composed = self.tables.passes(PassChoice.of(one), numbers[:, :3], self._accumulation(one) > 1)
+        waste = self.tables.waste_bytes(one, numbers[:, 0] + numbers[:, 1], composed.saved_bytes)
+        by_class = self._step_time(one, composed, numbers[:, 2:3], numbers[:, 3:])
+        seconds = {name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()}
+        for at, each in enumerate(candidates):
+            time = {name: float(values[at]) for name, values in seconds.items()}
+            self.tables.steps[each, self.parallel] = composed[at], float(waste[at]), time
 
     def predict_mixtures(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
@@ -295,23 +319,29 @@ class CostModel:
             candidate: all other choices.
             composed: the passes.
             offloaded: (passes, 1): number of offloaded inputs of each.
-            swapped: (1, numbers): numbers of swapped blocks.
+            swapped: (1, numbers): numbers of swapped blocks; or (passes, 1), one for each.
         """
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
         shares = self.tables.typical_shares(candidate)
-        device = accumulation * shares * composed.work[:, :-1]
-        launches = accumulation * (composed.work[:, -1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1])
-        if candidate.compile == "block":
-            launches = launches * LAUNCH_SHARE
-            device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
+        is_compiled = candidate.compile == "block"
+        forward, whole = (accumulation * shares * work[:, :-1] for work in (composed.forward, composed.work))
+        again = (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1]
+        first, launches = (accumulation * each for each in (composed.forward[:, -1], composed.work[:, -1] + again))
+        if is_compiled:
+            first, launches = first * LAUNCH_SHARE, launches * LAUNCH_SHARE
+            for device in (forward, whole):
+                device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
         optimizer = storage.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
         fused = self.workload.optimizer.name == "adamw"
         each = FUSED_LAUNCHES_PER_TENSOR if fused else LAUNCHES_PER_TENSOR
         launches = launches + sum(storage.adapter_shapes.values()) * each
-        host, computing = (launches * rates.launch_seconds)[:, None], device.sum(axis=1)[:, None]
-        # A GPU works while the host launches the next operation; a CPU does one after the other.
-        overhead = host if self.model.rules == "cpu" else np.maximum(0.0, host - computing - optimizer)
+        host, computing = (launches * rates.launch_seconds)[:, None], whole.sum(axis=1)[:, None]
+        if self.model.rules == "cpu":  # one after the other
+            overhead = host
+        else:
+            begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
+            overhead = idle_seconds(begun, at_first) + idle_seconds(host - begun, computing - at_first + optimizer)
         exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
         # Blocks visit for the forward and for the backward pass, and inputs come back once, while others compute.
@@ -327,12 +357,18 @@ class CostModel:
         if storage.modulation:
             overhead = overhead + self.tables.modulation_seconds(candidate)
         return {
-            **{f"{name}_seconds": device[:, [at]] for at, name in enumerate(CLASSES)},
+            **{f"{name}_seconds": whole[:, [at]] for at, name in enumerate(CLASSES)},
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
             "transfer_seconds": transfer,
             "recompute_seconds": accumulation * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
         }
+
+
+def idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How long a GPU waits in a pass for operations to be launched. The host launches one while the GPU works on
+    another, but no more than some 1,000 ahead, a few blocks' worth: what one pass leaves idle no other makes up for."""
+    return np.maximum(0.0, host - device)
 
 
 def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:

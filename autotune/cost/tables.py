@@ -26,7 +26,7 @@ from autotune.cost.composition import (
 from autotune.cost.kernels import kernel_for
 from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
-from autotune.cost.overheads import kept_bytes
+from autotune.cost.overheads import kept_part_bytes
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.knobs import EncoderSize, Precision, TuningContext, encoder_element_bytes, size_of, window_steps
@@ -245,13 +245,13 @@ class PassTables:
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]
 
-    def kept_bytes(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Mapping[str, int]:
+    def kept_part_bytes(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Mapping[str, int]:
         """What the program that trains keeps on one device in each phase, beyond what autotune's executor does."""
         if self.overheads is None or not self.overheads.kept:
             return {}
         vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(candidate.precision)
         resident, encoders = self.resident_of(candidate, caching, parallel), self.encoder_size.weight_bytes(caching)
-        return kept_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
+        return kept_part_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
 
     @property
     def of_autotune(self) -> "PassTables":

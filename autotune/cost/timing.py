@@ -7,17 +7,19 @@ published measurements:
 - matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
 - attention: see `assumed_efficiency`;
 - memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less), but
-  for those that the probe measured by themselves.
+  for those that the probe measured by themselves;
+- small kernels: see `small_kernels`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 from autotune.backends import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.cost.kernels import CLASSES, Work
+from autotune.cost.small_kernels import bytes_per_flop, cache_gain, cached_bytes, is_thin, least_seconds
 from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
@@ -52,7 +54,8 @@ class MeasuredProduct:
     """One measured matmul of a profile."""
 
     shape: tuple[int, int, int]
-    flops_per_second: float
+    rate: float
+    """FLOP/s; of a thin one, bytes per second."""
 
 
 class Rates:
@@ -71,7 +74,12 @@ class Rates:
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
-        self.products = measured_products(hardware, precision)
+        self.least_seconds = least_seconds(hardware)
+        self.cached_bytes, self.cache_gain = cached_bytes(hardware), cache_gain(hardware)
+        known = measured_products(hardware, precision)
+        on_gpu = hardware.device.kind == "cuda"  # on a CPU a slice of what takes too long is measured, for its FLOP/s
+        self.products = [each for each in known if not (on_gpu and is_thin(each.shape))]
+        self._thin = _thin_products([each for each in known if on_gpu and is_thin(each.shape)], precision)
         self._eight_bits = {dtype: measured_products(hardware, dtype) for dtype in EIGHT_BITS}
         self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
@@ -83,13 +91,17 @@ class Rates:
         caches, and in a step they come from memory first: both count.
         """
         kind, shape, flops, moved = work
+        if kind == "matmul" and self._thin and is_thin(shape):
+            return max(self.least_seconds, moved / _interpolated(self._thin, shape))
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
+        if moved <= self.cached_bytes and kind.startswith("elementwise"):
+            seconds /= self.cache_gain
         if flops:
             variant = kind.partition(".")[2]
             rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape, variant)
             computes = flops / rate
             seconds = seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
-        return seconds if self.measured else seconds * STEP_OVER_KERNELS
+        return max(self.least_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
         """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from measurements of those, or as
@@ -162,7 +174,7 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
     for product in products:
         distance = sum((math.log(a) - math.log(b)) ** 2 for a, b in zip(product.shape, shape, strict=True))
         share = 1 / (distance + 1e-3)
-        total += share * math.log(product.flops_per_second)
+        total += share * math.log(product.rate)
         weight += share
     return math.exp(total / weight)
 
@@ -181,6 +193,13 @@ def measured_products(hardware: HardwareProfile, precision: str) -> list[Measure
         if found:
             return found
     return []
+
+
+def _thin_products(products: Sequence[MeasuredProduct], precision: str) -> tuple[MeasuredProduct, ...]:
+    element_bytes = 4 if precision == "fp32" else 2
+    return tuple(
+        MeasuredProduct(each.shape, each.rate * bytes_per_flop(each.shape, element_bytes)) for each in products
+    )
 
 
 def _measured_attention(

@@ -7,7 +7,7 @@ scan_dataset     for the check before it: never raises because of a file's conte
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,18 +48,19 @@ class Dataset:
     def problem_summary(self) -> tuple[str, ...]:
         """Lines that tell a user what teaches nothing or is left out: counts, the first files by name; or no line."""
         untrained = [problem for problem in self.problems if problem.kind == "black"]
-        lines = [f"{problem.file}: {problem.message}" for problem in untrained[:MAX_LISTED_PROBLEMS]]
-        if (more := len(untrained) - MAX_LISTED_PROBLEMS) > 0:
-            lines.append(f"{more} more images have masks that are black everywhere")
-        problems = [problem for problem in self.problems if problem.kind not in REMARKS]
-        if not problems:
-            return tuple(lines)
-        counts = Counter(problem.kind for problem in problems)
-        lines.append("left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
-        lines += [f"{problem.file}: {problem.message}" for problem in problems[:MAX_LISTED_PROBLEMS]]
-        if (more := len(problems) - MAX_LISTED_PROBLEMS) > 0:
-            lines.append(f"and {more} more: `autotune data check --json` names all")
+        lines = _first_of(untrained, "{} more images have masks that are black everywhere")
+        if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
+            counts = Counter(problem.kind for problem in problems)
+            lines.append("left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
+            lines += _first_of(problems, "and {} more: `autotune data check --json` names all")
         return tuple(lines)
+
+
+def _first_of(problems: Sequence[Problem], rest: str) -> list[str]:
+    """A line for each of the first problems, and `rest` with the number of the others."""
+    more = len(problems) - MAX_LISTED_PROBLEMS
+    lines = [f"{problem.file}: {problem.message}" for problem in problems[:MAX_LISTED_PROBLEMS]]
+    return [*lines, rest.format(more)] if more > 0 else lines
 
 
 def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:

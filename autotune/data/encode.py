@@ -127,7 +127,7 @@ def encode_dataset(
     Args:
         encoders: loaded only if something is missing; text encoders are released as soon as captions are done.
             Entries that other encoders made are never used.
-        dataset: the items to encode.
+        dataset: what is encoded.
         buckets: shapes that images are resized to, as `make_buckets` returns them or as a plan fixes them. Control
             images take the shape of the image they belong to.
         cache: where entries are stored.
@@ -188,19 +188,15 @@ def _plan_entries(
                 item, bucket, encoders.identity, with_empty=with_empty, with_flipped=flip, digest=digest
             )
             if item.mask_path:
-                size = _latent_size(encoders.model, bucket)
-                key, mask = find_mask(cache, item, item.mask_path, bucket, size)
+                shapes = encoders.model.family.sample_shapes(encoders.model.config, bucket, 1)
+                height, width = shapes["latents"][-2:]
+                key, mask = find_mask(cache, item, item.mask_path, bucket, (height, width))
                 entries, masks[key] = replace(entries, mask_key=key), mask
         except OSError as error:
             failures[index] = f"cannot be read: {error.strerror or error}"
         else:
             planned[index] = entries
     return planned, masks, failures
-
-
-def _latent_size(model: ResolvedModel, bucket: Bucket) -> tuple[int, int]:
-    height, width = model.family.sample_shapes(model.config, bucket, 1)["latents"][-2:]
-    return height, width
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The text encoders and the VAE of a run: loaded once, as the plan says, and released when everything is encoded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +20,9 @@ from autotune.weights import DOWNLOAD_AGAIN, Transform, cast_as_loaded, load_com
 
 
 class Encoders:
-    """Text encoders and VAE, loaded on first use.
+    """Text encoders and VAE, loaded on first use, for the `device` that trains.
 
-    Args:
-        model: a model with its files.
-        caching: where the text encoders and the VAE run, and the weight format of the former.
-        settings: the precision of what is not quantized, and the loader.
-        device: the device that trains.
+    `caching` says where they run and how text encoders are stored, `settings` the precision of the rest and the loader.
     """
 
     def __init__(
@@ -41,9 +37,9 @@ class Encoders:
     @property
     def text_settings(self) -> str:
         """Settings besides the dtype that decide the values of an embedding; streaming does not."""
-        revision = WEIGHT_FORMATS[name].revision if (name := self.caching.text_encoder_quantization) != "none" else 1
-        stored = ("" if name == "none" else name) + (f" {revision}" if revision > 1 else "")
-        return stored + self._unusual(self._text_device)
+        name, elsewhere = self.caching.text_encoder_quantization, self._unusual(self._text_device)
+        version = WEIGHT_FORMATS[name].storage_version
+        return ("" if name == "none" else name) + (f" {version}" if version > 1 else "") + elsewhere
 
     def _unusual(self, device: torch.device) -> str:
         """Another kind of device rounds otherwise."""
@@ -52,11 +48,10 @@ class Encoders:
     @property
     def identity(self) -> EncoderIdentity:
         """Part of the keys of cache entries."""
-        folder, precision = self.model.weights, str(self.dtype).removeprefix("torch.")
         return identify_encoders(
-            folder,
+            self.model.weights,
             self.model.family,
-            settings=precision,
+            settings=str(self.dtype).removeprefix("torch."),
             text_settings=self.text_settings,
             vae_settings=self._unusual(self.vae_device),
             files=self.model.part_files,
@@ -77,8 +72,7 @@ class Encoders:
     def load_pipeline(self, *, with_text: bool = True) -> Any:
         """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders' device.
 
-        Args:
-            with_text: whether text encoders are needed too; pixels are encoded without them, on `vae_device`.
+        Without text encoders, if they are not needed, it encodes pixels, on `vae_device`.
         """
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at control images.
@@ -104,34 +98,29 @@ class Encoders:
         loaded = getattr(self._pipeline, "vae", None)
         if loaded is not None:
             return loaded  # type: ignore[no-any-return]
-        folder = self.model.weights
-        return load_component(  # type: ignore[no-any-return]
-            folder,
-            "vae",
-            dtype=self.dtype,
-            device=str(device),
-            loader=self.loader,
-            weights=self.model.part_files.get("vae"),
-        )
+        return self._load("vae", dtype=self.dtype, device=str(device), loader=self.loader)
 
     def _load_text_encoder(self, name: str) -> nn.Module:
-        folder, caching, weights = self.model.weights, self.caching, self.model.part_files.get(name)
-        if caching.text_encoder_streamed:
+        if self.caching.text_encoder_streamed:
             return self.load_streamed(name, self.dtype)
 
         def quantize(model: nn.Module) -> Transform | None:
-            return quantize_inside(_repeated_blocks(model), caching.text_encoder_quantization)
+            lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+            blocks = (block for each in lists for block in each)  # those of any encoder
+            return quantize_inside(blocks, self.caching.text_encoder_quantization)
 
         device = str(self._text_device)
-        return load_component(  # type: ignore[no-any-return]
-            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize, weights=weights
-        )
+        return self._load(name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize)
+
+    def _load(self, name: str, **options: Any) -> nn.Module:
+        weights = self.model.part_files.get(name)
+        component: nn.Module = load_component(self.model.weights, name, weights=weights, **options)
+        return component
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
         """A component whose layers come to the device one by one, and turn to `dtype`, each time they are called."""
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read them again.
-        folder, weights = self.model.weights, self.model.part_files.get(name)
-        component: nn.Module = load_component(folder, name, dtype=dtype, weights=weights, casts=False)
+        component = self._load(name, dtype=dtype, casts=False)
         cpu_offload(component, self.device, offload_buffers=True)
         cast_as_loaded(component, dtype)  # on meta: each layer's weights turn to what stands in their place
         return component
@@ -165,8 +154,3 @@ def run_on_device(
 def move_tensors(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`, inside tuples, lists and dictionaries too."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
-def _repeated_blocks(model: nn.Module) -> Iterable[nn.Module]:
-    """The blocks of any encoder: the members of its module lists."""
-    return (block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module)

@@ -41,13 +41,8 @@ def identify_encoders(
 ) -> EncoderIdentity:
     """Identify the encoders of a pipeline by its files, in the diffusers layout.
 
-    Args:
-        model_folder: holds `model_index.json` and a folder per component.
-        family: its way of encoding is part of the identity.
-        settings: dtype of the encoders, e.g. `bfloat16`.
-        text_settings: what else decides the text encoder's output, e.g. its quantization.
-        vae_settings: the same of the VAE.
-        files: where the weights of components are that are not in that folder.
+    `settings` is their dtype, e.g. `bfloat16`; `text_settings` and `vae_settings` are what else decides their output,
+    e.g. a quantization; `files` are the weights of components that are not in that folder.
     """
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"

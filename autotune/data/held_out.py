@@ -32,12 +32,8 @@ class SplitDataset:
 def read_split(folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int) -> SplitDataset:
     """Read a data folder and hold some images out: a pure function of seed and file names decides which.
 
-    Args:
-        folder: the data.
-        options: of the data and of a folder of held-out images.
-        validation: a share such as `10%`, a folder of held-out images, or None for none. What lies in that folder, and
-            equal files elsewhere, are not trained on.
-        seed: another holds out other images.
+    `validation` is a share such as `10%`, a folder of held-out images, or None for none. What lies in that folder, and
+    equal files elsewhere, are not trained on.
 
     Raises:
         InvalidInput: as `read_dataset` for either folder; or nothing would be left to train on.
@@ -45,14 +41,15 @@ def read_split(folder: DataPlace, options: DatasetOptions, validation: str | Non
     dataset = read_dataset(folder, options)
     if validation is None:
         return SplitDataset(dataset)
+    place, candidates, share = folder, dataset.items, 1.0
     if validation.endswith("%"):
-        names = _draw([_name(item, folder) for item in dataset.items], float(validation[:-1]) / 100, seed)
-        held_out = [item for item in dataset.items if _name(item, folder) in names]
+        share = float(validation[:-1]) / 100
     else:
-        own = read_dataset(Path(validation), options).items
-        names = _draw([_name(item, Path(validation)) for item in own], 1.0, seed)
-        held_out = [item for item in own if _name(item, Path(validation)) in names]
-        dataset = replace(dataset, items=_without_copies(dataset.items, own))
+        place = Path(validation)
+        candidates = read_dataset(place, options).items
+        dataset = replace(dataset, items=_without_copies(dataset.items, candidates))
+    names = _draw([_name(item, place) for item in candidates], share, seed)
+    held_out = [item for item in candidates if _name(item, place) in names]
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(

@@ -15,7 +15,7 @@ from autotune.data.captions import MetadataLine, UnreadableCaption, complete_cap
 from autotune.data.files import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
 from autotune.data.options import DatasetOptions
 from autotune.data.pixels import is_black_mask, open_image, read_size
-from autotune.data.video import ClipSpan, VideoFacts, choose_spans, is_animation, read_clip, read_facts
+from autotune.data.video import ClipSpan, choose_spans, is_animation, read_clip, read_facts
 from autotune.schema import Crop, Frozen
 
 MIN_SIDE_PX = 32
@@ -139,15 +139,12 @@ class ItemReader:
             needed = min(options.clip_lengths) / options.frames_per_second
             raise _Unusable("short", f"{lasts}, {needed:.2f} s are needed")
         item = self._make_item(media, facts.width_px, facts.height_px)
-        items: list[Item | Problem] = [replace(item, span=span) for span in spans]
-        return [*items, *self._remarks(media, facts)]
-
-    def _remarks(self, media: Media, facts: VideoFacts) -> list[Problem]:
-        if not facts.is_variable:
-            return []
-        rate = f"{self.options.frames_per_second:g} a second"
-        message = f"its frames are not evenly spaced: at {rate} some are repeated or left out"
-        return [Problem(file=media.name, kind="variable", message=message)]
+        found: list[Item | Problem] = [replace(item, span=span) for span in spans]
+        if facts.is_variable:
+            rate = f"{options.frames_per_second:g} a second"
+            message = f"its frames are not evenly spaced: at {rate} some are repeated or left out"
+            found.append(Problem(file=media.name, kind="variable", message=message))
+        return found
 
     def _verify(self, path: Path, spans: tuple[ClipSpan, ...]) -> None:
         """Decode the clips, as long as there is time."""

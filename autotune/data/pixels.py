@@ -51,14 +51,10 @@ def open_image(path: Path, *, animated: bool = False) -> Image.Image:
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
-    """(width, height) in px after EXIF rotation.
+    """(width, height) in px, after EXIF rotation, of a png, jpeg or webp file.
 
-    Args:
-        path: png, jpeg or webp file.
-        decode: also decode every pixel, the only proof that the file is whole. Without it only the header is read.
-
-    Raises:
-        Exception: whatever Pillow raises for a file that is not an image or is damaged.
+    With `decode` every pixel is decoded, the only proof that the file is whole; else only the header is read. Raises
+    whatever Pillow raises for a file that is not an image or is damaged.
     """
     with open_image(path) as image:
         width, height = image.size

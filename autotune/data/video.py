@@ -9,7 +9,7 @@ import stat
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,25 +131,20 @@ def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
         Exception: whatever else decoders raise for a damaged file.
     """
     times = [span.start_seconds + (number + 0.5) / span.frames_per_second for number in range(span.num_frames)]
-    given, shown = 0, None
+    given = 0
     with closing(_frames(path, span.start_seconds)) as frames:
-        for frame in frames:
-            if shown is not None and times[given] < frame.seconds:
+        for shown, following in pairwise(chain(frames, [None])):
+            assert shown is not None
+            last_end = shown.seconds + shown.duration_seconds + 1 / span.frames_per_second
+            end = following.seconds if following else last_end
+            if times[given] < end:
                 image = shown.to_rgb()
-                while given < len(times) and times[given] < frame.seconds:
+                while given < len(times) and times[given] < end:
                     yield image
                     given += 1
-            shown = frame
             if given == len(times):
                 return
-    if shown is not None:
-        end = shown.seconds + shown.duration_seconds + 1 / span.frames_per_second
-        image = shown.to_rgb()
-        while given < len(times) and times[given] < end:
-            yield image
-            given += 1
-    if given < len(times):
-        raise OSError(f"it ends after {given} of a clip's {len(times)} frames")
+    raise OSError(f"it ends after {given} of a clip's {len(times)} frames")
 
 
 def is_animation(path: Path) -> bool:

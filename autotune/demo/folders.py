@@ -21,7 +21,6 @@ from autotune.errors import InvalidInput
 from autotune.families import get_family
 
 NUM_IMAGES = 12
-CLIP_FRAMES = 5
 SMALL_WORLD = Path(__file__).with_name("small_world")
 """The pretrained Qwen-Image pipeline; its README.md says what it can do."""
 
@@ -63,7 +62,7 @@ def make_demo(output: Path, family_name: str) -> Demo:
         drawn = sample_images(load_pipeline(model), captions, first_seed=0, guidance=OWN_GUIDANCE)
         write_images(images / "known", known, drawn)
         return Demo(model, images, control=None, num_frames=1, new_shape=NEW_SHAPE, plan_options=PLAN_OPTIONS)
-    num_frames = CLIP_FRAMES if family.can_train_clips else 1
+    num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
     captions = draw_images(images, num_frames=num_frames)
     control = output / "control" if family.max_controls else None
     if control:

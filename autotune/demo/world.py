@@ -22,9 +22,7 @@ KNOWN_SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 """What the small world's model was trained on."""
 NEW_SHAPES = ("heart", "arrow")
 """What it has never seen."""
-PLACES = {"on the left": (-1, 0), "on the right": (1, 0), "at the top": (0, -1), "at the bottom": (0, 1)}
 OVERSAMPLING = 4
-MARGIN_PX = 3
 
 Points = list[tuple[float, float]]
 
@@ -48,7 +46,7 @@ class Scene:
     figures: tuple[Figure, ...]
     ground: str
     place: str = ""
-    """Where the caption says that a single figure is: a key of `PLACES`, or empty."""
+    """Where the caption says that a single figure is: as `on the left`, or empty."""
 
     @property
     def caption(self) -> str:
@@ -60,8 +58,6 @@ class Scene:
 
     def draw(self) -> Image.Image:
         """The scene as an image of 64 px."""
-        from PIL import Image
-
         image = Image.new("RGB", (SIZE_PX * OVERSAMPLING, SIZE_PX * OVERSAMPLING), GROUNDS[self.ground])
         draw = ImageDraw.Draw(image)
         for figure in self.figures:
@@ -75,27 +71,6 @@ def draw_centered(rng: random.Random, shape: str, color: str, ground: str) -> Sc
     size = rng.uniform(38, 46)
     left, top = (SIZE_PX / 2 - size / 2 + rng.uniform(-2, 2) for _ in range(2))
     return Scene((Figure(shape, color, left, top, size),), ground)
-
-
-def draw_placed(rng: random.Random, shape: str, color: str, ground: str, place: str) -> Scene:
-    """One smaller figure at a side."""
-    size = rng.uniform(26, 32)
-    room = SIZE_PX - size - 2 * MARGIN_PX
-    left, top = (
-        MARGIN_PX + room * {0: rng.uniform(0.4, 0.6), -1: rng.uniform(0, 0.1), 1: rng.uniform(0.9, 1)}[side]
-        for side in PLACES[place]
-    )
-    return Scene((Figure(shape, color, left, top, size),), ground, place)
-
-
-def draw_pair(rng: random.Random, left: tuple[str, str], right: tuple[str, str], ground: str) -> Scene:
-    """Two figures (shape, color) side by side."""
-    figures = []
-    for start, (shape, color) in zip((MARGIN_PX, SIZE_PX // 2 + MARGIN_PX), (left, right), strict=True):
-        size = rng.uniform(21, 25)
-        across = start + rng.random() * (SIZE_PX // 2 - 2 * MARGIN_PX - size)
-        figures.append(Figure(shape, color, across, SIZE_PX / 2 - size / 2 + rng.uniform(-4, 4), size))
-    return Scene(tuple(figures), ground)
 
 
 def outline(shape: str) -> Points:

@@ -98,6 +98,10 @@ class Family(ABC):
     checks."""
     components: ClassVar[tuple[str, ...]]
     """Folders of a complete pipeline in the diffusers layout."""
+    connectors: ClassVar[tuple[str, ...]] = ()
+    """Those that `encode_prompt` needs besides text encoders: they are loaded, quantized and released with them."""
+    decoders: ClassVar[tuple[str, ...]] = ("vae",)
+    """Those that the pipeline calls after the last step."""
     defaults: ClassVar[Defaults]
     size_multiple_px: ClassVar[int]
     """Width and height must be multiples of this: VAE factor times patch size."""
@@ -195,7 +199,7 @@ class Family(ABC):
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """The components that encode captions."""
-        return tuple(name for name in self.components if name.startswith("text_encoder"))
+        return (*(name for name in self.components if name.startswith("text_encoder")), *self.connectors)
 
     def num_latent_frames(self, num_frames: int) -> int:
         """Frames of the latents that so many frames make."""

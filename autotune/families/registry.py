@@ -14,6 +14,7 @@ from autotune.families.flux2_dev import Flux2Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
+from autotune.families.ltx2 import LTX2
 from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_21 import QwenImage21
@@ -88,6 +89,7 @@ FAMILIES = Families(
     Chroma(),
     QwenImage21(),
     StableDiffusion35(),
+    LTX2(),
 )
 
 

@@ -52,7 +52,8 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
 def _words(name: str) -> set[str]:
     """Words of two letters and more, and numbers, of a name in any style: `Wan2_2-LOW`, `wan22_lownoise`, `zImage`."""
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z][a-z])", " ", name).lower()
-    spaced = re.sub(r"wan(\d)_?(\d)(?!\d)", r"wan\1.\2", spaced)
+    spaced = re.sub(r"(?<=[a-z])(\d)_(\d)(?![a-z\d])", r"\1.\2", spaced)
+    spaced = re.sub(r"(?<=[a-z]{2})(\d)(\d)(?!\d)", r"\1.\2", spaced)
     spaced = re.sub(r"(?<=low|igh)_?(?=noise)", " ", spaced)
     return set(re.findall(r"[a-z]{2,}|\d+(?:\.\d+)*", spaced))
 

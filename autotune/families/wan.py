@@ -133,7 +133,7 @@ class Wan21(Wan):
             Parts(UMT5, "AutoencoderKLWan"),
             num_parameters=1_418_996_800,
             license="apache-2.0",
-            source="wan/configs/wan_t2v_1_3B.py in Wan-Video/Wan2.1",
+            source="wan/configs/wan_t2v_1_3B.py in Wan-Video/Wan2.1@9737cba",
         ),
         PublishedModel(
             "Wan-AI/Wan2.1-T2V-14B-Diffusers",
@@ -142,7 +142,7 @@ class Wan21(Wan):
             name="wan-2.1-14b",
             num_parameters=14_288_491_584,
             license="apache-2.0",
-            source="wan/configs/wan_t2v_14B.py in Wan-Video/Wan2.1; 28.6 GB in bf16",
+            source="wan/configs/wan_t2v_14B.py in Wan-Video/Wan2.1@9737cba; 28.6 GB in bf16",
         ),
     )
     pipeline_config: ClassVar[Config] = {"expand_timesteps": None, "boundary_ratio": None}
@@ -178,7 +178,7 @@ class Wan22(Wan):
             Parts(UMT5, "AutoencoderKLWan", VAE_22),
             num_parameters=4_999_787_712,
             license="apache-2.0",
-            source="wan/configs/wan_ti2v_5B.py in Wan-Video/Wan2.2",
+            source="wan/configs/wan_ti2v_5B.py in Wan-Video/Wan2.2@42bf4cf",
             note="trained here from text to clips or images, without a start image",
         ),
     )

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.hardware.available import available_bytes, host_available_bytes
     from autotune.hardware.capabilities import NO_BF16
     from autotune.hardware.catalog import (
         CatalogGpu,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
         shares_host_memory,
     )
     from autotune.hardware.probing import may_have_gpu, probe, with_budget
-    from autotune.hardware.sources import cudnn_version, memory_bytes, memory_limits
+    from autotune.hardware.sources import available_bytes, cudnn_version, host_available_bytes, memory_bytes
     from autotune.hardware.store import NOT_SAVED, cached_profile, hardware_named
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

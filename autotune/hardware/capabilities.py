@@ -48,6 +48,8 @@ def unmet(needs: Requirements, machine: Machine) -> str | None:
     own = device.compute_capability
     if device.kind == "cuda" and (own is None or own < needs.compute_capability):
         return f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is {_dotted(own)}"
+    if device.kind == "cuda" and own is not None and needs.only_major not in (None, own[0]):
+        return f"hardware: needs compute capability {needs.only_major}.x, this is {_dotted(own)}"
     compiles = device.kind in needs.compiles_on
     return (compiles and (missing_compiler(machine) or missing_triton(machine))) or _missing_library(needs, machine)
 
@@ -135,14 +137,14 @@ def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Cap
 def _backend_rules() -> Iterator[Rule]:
     for backend in ATTENTION_BACKENDS.values():
         if reason := backend.unusable_reason:
-            yield Rule(backend.capability, backend.summary, obstacles=(_never(reason),))
+            yield Rule(backend.capability, backend.summary, obstacles=(_always(reason),))
         else:
             yield Rule(backend.capability, backend.summary, backend.needs)
     for weight_format in WEIGHT_FORMATS.values():
         yield Rule(weight_format.capability, weight_format.summary, weight_format.needs)
 
 
-def _never(reason: str) -> Obstacle:
+def _always(reason: str) -> Obstacle:
     return lambda _: reason
 
 

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Collection
 from functools import cache
+from typing import Any
 
 import yaml
 from packaging.version import Version
@@ -100,32 +101,29 @@ class CatalogGpu(Frozen):
         return peak * 1e12 if peak is not None and half > 1.5 * peak else None
 
     @property
-    def _reached_fp16(self) -> float | None:
-        """The same of fp16 products, of cards without bf16."""
-        return self.measured_tflops["fp16"] * 1e12 if "fp16" in self.measured_tflops else None
-
-    @property
     def datasheet(self) -> Datasheet:
         """The figures that profiles contain."""
-        peaks = {name: value * 1e12 for name, value in self.dense_tflops.items()}
+        names = ("bf16", "tf32", "fp32", "int8", "fp8")
+        peaks: dict[str, Any] = {f"{name}_flops_per_second": _flops(self.dense_tflops.get(name)) for name in names}
+        if "bf16" not in self.dense_tflops:
+            peaks["fp16_flops_per_second"] = _flops(self.dense_tflops.get("fp16"))
+            peaks["reached_fp16_flops_per_second"] = _flops(self.measured_tflops.get("fp16"))
         lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
         link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
         return Datasheet(
             id=self.id,
-            bf16_flops_per_second=peaks.get("bf16"),
+            **peaks,
             reached_bf16_flops_per_second=self._reached_bf16,
-            tf32_flops_per_second=peaks.get("tf32"),
-            fp32_flops_per_second=peaks.get("fp32"),
-            fp16_flops_per_second=None if "bf16" in peaks else peaks.get("fp16"),
-            reached_fp16_flops_per_second=None if "bf16" in peaks else self._reached_fp16,
-            int8_flops_per_second=peaks.get("int8"),
-            fp8_flops_per_second=peaks.get("fp8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
             pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,
             confidence=self.confidence,
             source=self.source,
         )
+
+
+def _flops(tera: float | None) -> float | None:
+    return None if tera is None else tera * 1e12
 
 
 @cache
@@ -294,9 +292,8 @@ def _assumed_versions(device: Device) -> Versions:
     found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
     for field, package in PACKAGES.items():
         try:
-            found[field] = importlib.metadata.version(package).split("+")[
-                0
-            ]  # without the local part, which names this build
+            version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+        found[field] = version.partition("+")[0]  # without the local part, which names this build
     return Versions(python=platform.python_version(), **(ASSUMED_VERSIONS | found))

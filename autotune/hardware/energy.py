@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from autotune.hardware.sources import RealSystem
@@ -40,13 +39,7 @@ def joules_per_image(watts: float | None, step_seconds: float, images_per_step: 
 
 
 class EnergyMeter:
-    """Reads the energy of one device while it is entered. Opens no CUDA context.
-
-    Args:
-        kind: of the device: `cuda`, `mps` or `cpu`.
-        index: CUDA's index of the device.
-        system: whom to ask; by default this machine.
-    """
+    """Reads the energy of one device while it is entered, of a GPU by CUDA's index. Opens no CUDA context."""
 
     def __init__(self, kind: str, index: int = 0, system: System | None = None) -> None:
         self._system, self._index = system or RealSystem(), index
@@ -64,7 +57,7 @@ class EnergyMeter:
             self._sampler.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._sampler:
             self._sampler.join()

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
@@ -11,20 +11,9 @@ from autotune.hardware.memory import classify_memory, compute_budget, device_wit
 from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, integer, positive_number
 from autotune.schema import Device, Host, Link, MemoryKind, OtherGpu, Versions
 
+NO_PACKAGES = frozenset({"python", "cuda_runtime", "cuda_driver", "driver", "cudnn"})
 PACKAGES: Mapping[str, str] = {
-    "torch": "torch",
-    "triton": "triton",
-    "diffusers": "diffusers",
-    "transformers": "transformers",
-    "peft": "peft",
-    "accelerate": "accelerate",
-    "torchao": "torchao",
-    "bitsandbytes": "bitsandbytes",
-    "fastsafetensors": "fastsafetensors",
-    "xformers": "xformers",
-    "flash_attn": "flash-attn",
-    "kernels": "kernels",
-    "sageattention": "sageattention",
+    name: name.replace("_", "-") for name in Versions.model_fields if name not in NO_PACKAGES
 }
 """Field of `Versions`: name of the distribution."""
 
@@ -92,11 +81,9 @@ def read_host(reader: Reader) -> Host:
             raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
     sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
     facts["available_memory_bytes"] = min(size for size in sizes if size is not None)
-    return Host(memory_model="wsl" if wsl else _memory_model(facts["system"]), **facts)
-
-
-def _memory_model(system: str) -> Literal["linux", "windows", "macos"]:
-    return "windows" if system.startswith("Windows") else "macos" if system.startswith("Darwin") else "linux"
+    by_system = {"Windows": "windows", "Darwin": "macos"}
+    model: Any = "wsl" if wsl else by_system.get(facts["system"].partition(" ")[0], "linux")
+    return Host(memory_model=model, **facts)
 
 
 def read_versions(reader: Reader) -> Versions:

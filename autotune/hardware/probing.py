@@ -41,7 +41,8 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
     if index is None:
         first = read_profile(system, 0)
         gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
-        largest = max(gpus, key=_size_gib)  # the first of equal ones
+        # Rounded, since equal cards differ by what their system reserves; of equal ones it is the first.
+        largest = max(gpus, key=lambda gpu: round((gpu.total_memory_bytes or 0) / 2**30))
         return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
     host = read_host(reader)
@@ -57,11 +58,6 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
         notes=_notes(reader, device, versions),
         provenance=tuple(reader.provenance),
     )
-
-
-def _size_gib(gpu: Device | OtherGpu) -> int:
-    """Rounded, since equal cards differ by what their system reserves."""
-    return round((gpu.total_memory_bytes or 0) / 2**30)
 
 
 def may_have_gpu() -> bool:

@@ -1,9 +1,9 @@
 """Measures how fast a device really is, in shapes that the model families use. Every measurement has a time limit.
 
 Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
-`memory.bandwidth`, `elementwise.<kernel>.<dtype>` and `dequantization.<stored>.<dtype>` (bytes read and written, B/s),
-`host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and
-`page_cache.<loader>` (B/s), `operation.launch` (s), `process.overhead` (B).
+`memory.bandwidth`, `memory.cache`, `elementwise.<kernel>.<dtype>` and `dequantization.<stored>.<dtype>` (bytes read and
+written, B/s), `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and `page_cache.<loader>` (B/s),
+`operation.launch`, `kernel.least` (s), `process.overhead` (B).
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,8 @@ def kernel_names(profile: HardwareProfile) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BenchmarkSizes:
-    """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432.
+    """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432; on a GPU the last four
+    products are those of adapters of rank 16, and of 256 tokens of text.
 
     A CPU trains small models only, so two of its products have their widths.
     """
@@ -79,8 +80,9 @@ class BenchmarkSizes:
 
 BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
     "cuda": BenchmarkSizes(
-        ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432)),
-        (4096, 16384), HEADS, 2**26, 2**30, 2**28, 0.5, 18.0,
+        ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432),
+         (4096, 3072, 16), (4096, 16, 3072), (256, 3072, 3072), (256, 3072, 12288)),
+        (4096, 16384), HEADS, 2**26, 2**30, 2**28, 0.5, 22.0,
     ),
     "mps": BenchmarkSizes(
         ((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**24, 2**28, 2**28, 0.5, 15.0,
@@ -215,6 +217,22 @@ class Meter:
         operations = 4 * links  # a product and a GELU, each forward and backward
         return self.rate("operation.launch", operations, timings, "s")
 
+    def small(self, name: str) -> Rate:
+        """`memory.cache`: a copy that stays in a CUDA device's L2 cache; `kernel.least`: the time of a kernel that does
+        next to nothing. Many in one CUDA graph, for each ends before the host could launch the next."""
+        repeats = 200
+        num_bytes = (self.profile.device.l2_bytes or 2**22) // 8 if name == "memory.cache" else 4
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        target, graph = torch.empty_like(source), torch.cuda.CUDAGraph()
+        target.copy_(source)  # what is used for the first time cannot be captured
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+            for _ in range(repeats):
+                torch.add(source, 1, out=target)
+        timings = self.time(graph.replay)
+        if name == "memory.cache":
+            return self.rate(name, 2 * num_bytes * repeats, timings, "B/s")
+        return self.rate(name, repeats, timings, "s")
+
     def host_to_device(self, pinned: bool) -> Rate:
         """A copy from the host's memory, page-locked if `pinned`."""
         num_bytes = self.sizes.copy_bytes // 4
@@ -248,6 +266,8 @@ class Meter:
         for name, of in product(kernel_names(self.profile), dtypes if self.kind == "cpu" else trained):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
+            yield "L2 cache", partial(self.small, "memory.cache")
+            yield "least kernel", partial(self.small, "kernel.least")
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)
         short, long = self.sizes.tokens
@@ -258,7 +278,8 @@ class Meter:
         for loader in LOADERS:
             yield f"page cache {loader}", partial(self.disk, loader, cold=False)
         for shape, of in product(more, (*(dtypes if self.kind == "cpu" else trained), *eight_bits)):
-            yield f"matmul {of} {shape}", partial(self.matmul, of, *shape)
+            if of not in eight_bits or min(shape[1:]) > 16:  # only adapters are so thin, and they stay as they are
+                yield f"matmul {of} {shape}", partial(self.matmul, of, *shape)
         for of, name in product(trained, backends):
             yield f"attention {name} {long}", partial(self.attention, name, of, long)
         others = ("fp16" if self.kind == "cpu" else "int8", *product_dtypes(self.profile, tried=False))

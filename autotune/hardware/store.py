@@ -3,6 +3,7 @@
 A file holds the digest of its profile, so that a damaged one is detected and measured again, never trusted.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -45,7 +46,9 @@ def cached_profile(
     now = probe(index=index, on_progress=on_progress)
     on_facts(now)
     path = profile_path(now)
-    saved = None if fresh else _load_sound(path)
+    saved = None
+    with contextlib.suppress(InvalidInput):  # absent or damaged
+        saved = None if fresh else load_profile(path)
     if saved is not None and has_valid_rates(saved, now):
         notes = (note for note in saved.notes if note.startswith(RATE_NOTES))
         return now.changed(rates=saved.rates, notes=(*now.notes, *notes), noisy=saved.noisy)
@@ -109,10 +112,3 @@ def hardware_named(name_or_path: str) -> HardwareProfile:
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu_named(name_or_path))
-
-
-def _load_sound(path: Path) -> HardwareProfile | None:
-    try:
-        return load_profile(path)
-    except InvalidInput:
-        return None

@@ -14,7 +14,6 @@ class Allocator(Knob):
     """Expandable segments on discrete cards: they leave no holes between segments that nothing else fits into."""
 
     name = "allocator"
-    title = "allocator"
     names = ("default", "expandable")
     needs_reload = True
 

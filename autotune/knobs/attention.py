@@ -20,7 +20,6 @@ class Attention(Knob):
     """The backends that this machine can use and that it has measured to be faster than the default."""
 
     name = "attention"
-    title = "attention"
 
     @property
     def names(self) -> tuple[str, ...]:

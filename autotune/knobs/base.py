@@ -64,6 +64,17 @@ class Parity:
     """Other knobs' values without which it does not run."""
 
 
+def offload_choices(context: TuningContext, what: str, refusal: str | None = None) -> Choices:
+    """Numbers of blocks of which something waits on the host: none to all but one, the most first.
+
+    None alone if `refusal` says why, or if `what` is moved frees nothing.
+    """
+    device, numbers = context.hardware.device, range(context.workload.model.num_blocks - 1, -1, -1)
+    if device.kind != "cuda" or device.memory_kind == "integrated":
+        refusal = f"device and host share one memory: {what} frees nothing"
+    return Choices((0,), dict.fromkeys(numbers[:-1], refusal)) if refusal else Choices(tuple(numbers))
+
+
 def parity_capability(knob: str, checked_choice: Choice) -> str:
     """Name of the machine's capability to compute right gradients under a knob's value."""
     return f"parity.{knob}.{checked_choice}"
@@ -79,12 +90,15 @@ class Knob(ABC):
 
     name: ClassVar[str]
     """The field of `Candidate` it sets."""
-    title: ClassVar[str]
-    """What people call it, in at most 14 characters."""
     is_composed: ClassVar[bool] = False
     """Whether it is a number of blocks, which the cost model chooses together with the other numbers of blocks."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
+
+    @property
+    def title(self) -> str:
+        """What people call it, in at most 14 characters."""
+        return self.name.replace("_", " ")
 
     @property
     def names(self) -> tuple[str, ...]:

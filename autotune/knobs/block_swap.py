@@ -42,9 +42,7 @@ class HostBlock(NamedTuple):
 class BlockSwap:
     """At most two blocks are on the device: the one that runs, and the one that comes next.
 
-    Args:
-        blocks: in the order that they run; each must run under a checkpoint.
-        device: where they run.
+    `blocks` are in the order that they run; each must run under a checkpoint.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:

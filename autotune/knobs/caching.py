@@ -17,7 +17,16 @@ from autotune.families import Family, Parts
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs.base import TuningContext
 from autotune.knobs.precision import encoder_element_bytes
-from autotune.schema import CachingSettings, Choice, EncoderGpu, HardwareProfile, OtherGpu, Reason, Rejected
+from autotune.schema import (
+    CachingSettings,
+    Choice,
+    EncoderGpu,
+    HardwareProfile,
+    OtherGpu,
+    Reason,
+    Rejected,
+    first_problem,
+)
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
@@ -117,7 +126,7 @@ def choose_caching(
         raise InvalidInput(f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out")
     pinned = _with_allowed_residency(pinned, excluded)
     places = _places(context, num_processes, pinned)
-    ways = [way for way in _text_ways(context, places) if not _pairs(way.items()) & excluded]
+    ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
     options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
     captions = {option: _captions_refusal(option, size, context) for option in options}
@@ -163,7 +172,7 @@ def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: En
 def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
     """The values of each field that may be chosen on this machine, by the names that pins have for fields."""
     places = _places(context, 1, CachingSettings())
-    options = [CachingSettings(**way) for way in _text_ways(context, places)]
+    options = [CachingSettings(**way) for way in _text_ways(places)]
     options += [CachingSettings(vae_device=place) for place in places]
     return {PIN + name: tuple({getattr(one, name): None for one in options}) for name in CachingSettings.model_fields}
 
@@ -207,7 +216,7 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
         return CachingSettings.model_validate(values)
     except ValidationError as error:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
-        field, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        field, message = first_problem(error)
         if field in ("text_encoder_device", "vae_device"):
             what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
@@ -255,7 +264,7 @@ def _places(context: TuningContext, num_processes: int, pinned: CachingSettings)
     return [*places, "cpu"] if device.memory_kind in ("discrete", "coherent") else places
 
 
-def _text_ways(context: TuningContext, places: Sequence[str]) -> list[dict[str, Any]]:
+def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
     """All ways of text encoders on this machine, as fields, in the order they are preferred."""
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)

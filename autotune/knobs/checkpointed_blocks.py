@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING
 
 from autotune.backends import ATTENTION_BACKENDS
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext, offload_choices
 from autotune.knobs.recompute import apply_recomputation
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
-SAME_OPERATIONS = "the same operations on the same values, run twice"
+
+class _RecomputationKnob(Knob):
+    is_composed = True
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        apply_recomputation(transformer, family, **{self.name: int(choice)})
 
 
-class Checkpointing(Knob):
+class Checkpointing(_RecomputationKnob):
     """k of n blocks; never the last one, whose activations are needed at once anyway."""
 
     name = "checkpointed_blocks"
     title = "checkpointing"
-    is_composed = True
 
     def choices(self, context: TuningContext) -> Choices:
         num_blocks = context.workload.model.num_blocks
@@ -38,19 +45,12 @@ class Checkpointing(Knob):
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks"
 
-    def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, SAME_OPERATIONS) if choice else None
 
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        apply_recomputation(transformer, family, checkpointed_blocks=int(choice))
-
-
-class Selective(Knob):
+class Selective(_RecomputationKnob):
     """Blocks that recompute all but attention, after those that recompute everything."""
 
     name = "selective_blocks"
     title = "keep attention"
-    is_composed = True
 
     def choices(self, context: TuningContext) -> Choices:
         return Choices(tuple(range(context.workload.model.num_blocks)))
@@ -62,34 +62,22 @@ class Selective(Knob):
             return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
         backend = ATTENTION_BACKENDS.get(candidate.attention)
         if backend is not None and (backend.needs.library or backend.function or backend.kernel == "math"):
-            return (
-                f"what {candidate.attention} computes cannot be kept by itself: it is none of torch's fused operations"
-            )
+            computed = f"what {candidate.attention} computes"
+            return f"{computed} cannot be kept by itself: it is none of torch's fused operations"
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
-
-    def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, SAME_OPERATIONS) if choice else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks recompute all but attention" if choice else "in none"
 
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        apply_recomputation(transformer, family, selective_blocks=int(choice))
 
-
-class InputOffload(Knob):
+class InputOffload(_RecomputationKnob):
     """Recomputing blocks whose input waits in the host's memory, from the first on."""
 
     name = "offloaded_inputs"
     title = "input offload"
-    is_composed = True
 
     def choices(self, context: TuningContext) -> Choices:
-        numbers = tuple(range(context.workload.model.num_blocks - 1, -1, -1))
-        if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
-            reason = "device and host share one memory: moving inputs frees nothing"
-            return Choices((0,), rejected={number: reason for number in numbers if number})
-        return Choices(numbers)
+        return offload_choices(context, "moving inputs")
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.offloaded_inputs > candidate.recomputed_blocks:
@@ -102,6 +90,3 @@ class InputOffload(Knob):
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"inputs of {choice} blocks wait on the host" if choice else "no input waits on the host"
-
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        apply_recomputation(transformer, family, offloaded_inputs=int(choice))

@@ -31,7 +31,6 @@ class Compile(Knob):
     """`off`; `block` for the winner of a search if a trial shows that it pays, or on request."""
 
     name = "compile"
-    title = "compile"
     names = ("off", "block")
 
     def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:

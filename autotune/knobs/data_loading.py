@@ -24,7 +24,6 @@ class DataWorkers(Knob):
     """One thread beside a GPU, none if the CPU trains; others on request."""
 
     name = "data_workers"
-    title = "data workers"
 
     def choices(self, context: TuningContext) -> Choices:
         cores = context.hardware.host.logical_cores
@@ -42,7 +41,6 @@ class BatchMemory(Knob):
     """Page-locked memory if the device reads it over a bus of its own, else ordinary memory."""
 
     name = "batch_memory"
-    title = "batch memory"
     names = ("pageable", "pinned")
 
     def choices(self, context: TuningContext) -> Choices:

@@ -32,11 +32,7 @@ def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class HostRegion:
-    """`bytes`, a tensor of uint8 that begins at a page, lives as long as anything refers to it.
-
-    Args:
-        num_bytes: size.
-        is_locked: whether to lock the pages, for CUDA.
+    """`bytes`, a tensor of uint8 that begins at a page, lives as long as anything refers to it; locked for CUDA.
 
     Raises:
         AutotuneError: the system does not let so much memory be locked.

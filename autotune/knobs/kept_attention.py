@@ -7,7 +7,6 @@ the host, for instance. These look at attention alone.
 
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -45,9 +44,7 @@ class AttentionContext:
         self._plain = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = self._attend
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         functional.scaled_dot_product_attention = self._plain
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:

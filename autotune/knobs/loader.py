@@ -16,7 +16,6 @@ class WeightLoader(Knob):
     """`safetensors`, `pread` or `fastsafetensors`, as `autotune probe` measured them."""
 
     name = "loader"
-    title = "loader"
     names = tuple(LOADERS)
 
     def choices(self, context: TuningContext) -> Choices:
@@ -26,22 +25,14 @@ class WeightLoader(Knob):
 
 def _fastest(context: TuningContext) -> str:
     hardware = context.hardware
-    measured = {name: rate for name in LOADERS if (rate := _disk_rate(hardware, name))}
+    measured = {name: rate for name in LOADERS if (rate := hardware.rate(f"disk.{name}"))}
     fitting = {name: rate for name, rate in measured.items() if not _too_large(name, context)}
     if not measured:
         return min((DEFAULT, *LOADERS), key=lambda name: bool(_too_large(name, context)))
     if not fitting:
         return min(measured, key=lambda name: _held_bytes(name, context))
     close = [name for name, rate in fitting.items() if rate >= AS_FAST * max(fitting.values())]
-    return max(close, key=lambda name: (_page_cache_rate(hardware, name), fitting[name]))
-
-
-def _disk_rate(hardware: HardwareProfile, name: str) -> float:
-    return hardware.rate(f"disk.{name}") or 0.0
-
-
-def _page_cache_rate(hardware: HardwareProfile, name: str) -> float:
-    return hardware.rate(f"page_cache.{name}") or 0.0
+    return max(close, key=lambda name: (hardware.rate(f"page_cache.{name}") or 0.0, fitting[name]))
 
 
 def _held_bytes(name: str, context: TuningContext) -> int:
@@ -62,11 +53,11 @@ def _too_large(name: str, context: TuningContext) -> str | None:
 def _against(name: str, best: str, context: TuningContext) -> str:
     if large := _too_large(name, context):
         return large
-    if not _disk_rate(context.hardware, name):
+    if not context.hardware.rate(f"disk.{name}"):
         return "not measured on this machine: run `autotune probe`"
     return f"{_speeds(context.hardware, name)}; {best} reads {_speeds(context.hardware, best)}"
 
 
 def _speeds(hardware: HardwareProfile, name: str) -> str:
-    disk, page_cache = _disk_rate(hardware, name), _page_cache_rate(hardware, name)
+    disk, page_cache = hardware.rate(f"disk.{name}") or 0.0, hardware.rate(f"page_cache.{name}")
     return f"{disk / 1e9:.2f} GB/s from disk" + (f", {page_cache / 1e9:.2f} from the page cache" if page_cache else "")

@@ -32,7 +32,6 @@ class Modulation(Knob):
     """`resident` as the model has it, or `ahead`."""
 
     name = "modulation"
-    title = "modulation"
     names = ("resident", "ahead")
     needs_reload = True
 

@@ -41,7 +41,8 @@ class NormRope(Knob):
             order = ["compiled", "fused", "stock"]
         rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
         usable = [one for one in order if one not in rejected]
-        best = next((one for one in usable if not _is_known_wrong(one, hardware)), "stock")
+        parities = {one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable}
+        best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
         why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
             kind, "it was never measured here"
         )
@@ -59,7 +60,3 @@ class NormRope(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         attention.use_kernels(transformer, family.attention_layouts, str(choice))
-
-
-def _is_known_wrong(choice: str, hardware: HardwareProfile) -> bool:
-    return unavailable_reason(hardware, parity_capability(NormRope.name, choice)) is not None

@@ -51,7 +51,6 @@ class Optimizer(Knob):
     """The user's, whatever the machine."""
 
     name = "optimizer"
-    title = "optimizer"
     names = (*OPTIMIZERS, CUSTOM)
 
     def choices(self, context: TuningContext) -> Choices:

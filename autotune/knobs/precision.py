@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-BF16_TOLERANCE = 0.1
-"""Relative error of bf16 gradients, against fp32."""
-FP16_TOLERANCE = 0.03
-"""The same of fp16 gradients."""
+ROUNDING = {
+    "bf16": (0.1, "8 bits of mantissa: each rounding is wrong by up to 0.4%"),
+    "fp16": (0.03, "11 bits of mantissa: each rounding is wrong by up to 0.05%"),
+}
+"""Relative error of gradients in a precision, against fp32, and where it comes from."""
 BF16_IS_WIDER = "bf16 is as fast, and has the range of fp32: nothing overflows"
 
 
@@ -23,7 +24,6 @@ class Precision(Knob):
     matmuls were measured to be faster."""
 
     name = "precision"
-    title = "precision"
     names = ("bf16", "fp16", "fp32")
     needs_reload = True
 
@@ -51,13 +51,8 @@ class Precision(Knob):
         return super().unusable_reason(choice, hardware)
 
     def parity(self, choice: Choice) -> Parity | None:
-        if choice == "bf16":
-            reason = "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"
-            return Parity(choice, BF16_TOLERANCE, reason)
-        if choice == "fp16":
-            reason = "11 bits of mantissa: each rounding is wrong by up to 0.05%, and errors add up over layers"
-            return Parity(choice, FP16_TOLERANCE, reason)
-        return None
+        tolerance, reason = ROUNDING.get(str(choice), (0.0, ""))
+        return Parity(choice, tolerance, f"{reason}, and errors add up over layers") if tolerance else None
 
 
 def _fastest_matmul(context: TuningContext, dtype: str) -> float:

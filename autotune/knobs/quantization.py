@@ -16,7 +16,6 @@ class Quantization(Knob):
     """Weights alone are quantized, and dequantized for each product: gradients flow through the true operation."""
 
     name = "quantization"
-    title = "quantization"
     needs_reload = True
 
     def describe(self, choice: Choice, workload: Workload) -> str:

@@ -18,6 +18,11 @@ ATTRIBUTE = "_recomputation"
 
 def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
     """Change some of `checkpointed_blocks`, `selective_blocks` and `offloaded_inputs`; the others stay."""
+    from torch.utils.checkpoint import checkpoint
+
+    from autotune.knobs.input_offload import InputStore
+    from autotune.knobs.kept_attention import keep_attention
+
     numbers = {**getattr(transformer, ATTRIBUTE, {}), **numbers}
     setattr(transformer, ATTRIBUTE, numbers)
     whole, selective = numbers.get("checkpointed_blocks", 0), numbers.get("selective_blocks", 0)
@@ -26,37 +31,20 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
         return
     has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
     position = {id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])}
-    inputs_store = _build_store(numbers.get("offloaded_inputs", 0))
+    offloaded = numbers.get("offloaded_inputs", 0)
+    store = InputStore() if offloaded else None
 
     def run(block: Any, *inputs: Any) -> Any:
         at = position.get(id(block))
         if at is None:
             return block(*inputs)
         function = block
-        if inputs_store is not None and at < numbers["offloaded_inputs"] and inputs[0].requires_grad:
-            function, inputs = _with_input_from(inputs_store, at, block, inputs[0]), inputs[1:]
-        return _checkpoint(function, inputs, preserve_rng_state=has_dropout, keeps_attention=at >= whole)
+        if store is not None and at < offloaded and inputs[0].requires_grad:
+            function, inputs = _with_input_from(store, at, block, inputs[0]), inputs[1:]
+        keeping: dict[str, Any] = {} if at < whole else {"context_fn": keep_attention}
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping)
 
     transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
-
-
-def _checkpoint(function: Any, inputs: Any, *, preserve_rng_state: bool, keeps_attention: bool) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if keeps_attention:
-        from autotune.knobs.kept_attention import keep_attention
-
-        options["context_fn"] = keep_attention
-    return checkpoint(function, *inputs, **options)
-
-
-def _build_store(number: int) -> Any:
-    if not number:
-        return None
-    from autotune.knobs.input_offload import InputStore
-
-    return InputStore()
 
 
 def _with_input_from(store: Any, at: int, block: Any, first: "Tensor") -> Callable[..., Any]:

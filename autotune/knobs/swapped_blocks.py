@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
+from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext, offload_choices
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ class Swapping(Knob):
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        levels = tuple(range(context.workload.model.num_blocks - 1, -1, -1))
-        if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
-            reason = "device and host share one memory: swapping frees nothing"
-            return Choices((0,), rejected={number: reason for number in levels if number})
-        if context.workload.adapter == "dora":
-            return Choices((0,), rejected={number: WHOLE_WEIGHTS for number in levels if number})
-        return Choices(levels)
+        return offload_choices(context, "swapping", WHOLE_WEIGHTS if context.workload.adapter == "dora" else None)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:

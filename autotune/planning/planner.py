@@ -124,11 +124,7 @@ def make_plan(
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
     problem = PlanningProblem.build(asked, hardware, backend)
-    for line in problem.left_out:
-        on_event(Notice(text=line, level="warning"))
-    for note in problem.notes:
-        on_event(Notice(text=note))
-    on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=len(problem.space.candidates)))
+    _tell(problem, on_event)
     if not problem.can_try:
         if problem.workload.objective == "energy":
             raise InvalidInput(f"{ENERGY_IS_MEASURED}: settings with sharded weights are never tried", hint=PLAN_THERE)
@@ -167,9 +163,21 @@ def make_plan(
     return PlanningResult(plan, problem.hardware, matches, residuals)
 
 
+def _tell(problem: PlanningProblem, on_event: OnEvent) -> None:
+    """What is asked, before anything is tried."""
+    for line in problem.left_out:
+        on_event(Notice(text=line, level="warning"))
+    for note in problem.notes:
+        on_event(Notice(text=note))
+    max_trials = problem.limits.max_trials if problem.can_try else 0
+    number = len(problem.space.candidates)
+    on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=number, max_trials=max_trials))
+
+
 def _predict(problem: PlanningProblem, on_event: OnEvent) -> tuple[Prediction, ...]:
-    """Of every candidate, with progress: the first of each kind are traced."""
+    """Of every candidate, with progress."""
     candidates, predictions = problem.space.candidates, []
+    problem.cost.prepare(candidates)
     for done, candidate in enumerate(candidates):
         on_event(Progressed(name="predicting", done=done, total=len(candidates)))
         predictions.append(problem.cost.predict(candidate))

@@ -7,23 +7,22 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.reporting.audit import audit_lines, audit_markdown
     from autotune.reporting.cards import model_card
-    from autotune.reporting.comparison import comparison_lines
+    from autotune.reporting.comparison import comparison_lines, elsewhere_lines
     from autotune.reporting.configs import export_lines, import_lines
     from autotune.reporting.data import data_report_lines
     from autotune.reporting.difference import difference_lines, differences
-    from autotune.reporting.elsewhere import elsewhere_lines
     from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
     from autotune.reporting.models import fetched_lines, lever_markdown, model_lines
     from autotune.reporting.origins import origin_lines, user_values_line
-    from autotune.reporting.page import (
+    from autotune.reporting.page.build import build_page
+    from autotune.reporting.page.subjects import (
         Comparison,
         Picture,
         PlanSubject,
         PreviewPicture,
         RunSubject,
         Subject,
-        build_page,
     )
     from autotune.reporting.plan import (
         TRIAL_HEADER,
@@ -37,13 +36,19 @@ if TYPE_CHECKING:
         prediction_lines,
         records_lines,
         train_hint,
-        trial_row,
+        trial_lines,
         variant_lines,
         workload_lines,
     )
     from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
-    from autotune.reporting.run import PAGE_FILE, after_training_lines, report_lines, step_text, validation_text
-    from autotune.reporting.subjects import subject_lines
+    from autotune.reporting.run import (
+        PAGE_FILE,
+        after_training_lines,
+        report_lines,
+        step_text,
+        subject_lines,
+        validation_text,
+    )
     from autotune.reporting.text import (
         count_text,
         cut,

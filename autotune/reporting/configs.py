@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from autotune.reporting.text import wrapped
-from autotune.trainers import ConfigLine, ExportedConfig, ImportedConfig
+from autotune.trainers import DIFFERENCE_KINDS, ConfigLine, ExportedConfig, ImportedConfig
 
 MAX_VALUE = 40
 """Characters of a value that are shown."""
@@ -43,11 +43,7 @@ def _setting_text(one: ConfigLine, name_file: bool) -> str:
 def export_lines(exported: ExportedConfig) -> list[str]:
     """What the files of another trainer do otherwise than the plan."""
     lines = [f"files     {', '.join(exported.files)}"]
-    for kind, title in (
-        ("learning", "it will learn differently"),
-        ("settings", "settings of the plan that it lacks, and what is written instead"),
-        ("loading", "how files and batches are read is its own"),
-    ):
+    for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]
         said = [f"  {one.name}: {one.planned} in the plan, {one.written} there" for one in these]
         lines += ["", title, *(line for text in said for line in wrapped(text, 4))] if these else []

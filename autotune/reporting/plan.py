@@ -1,7 +1,7 @@
 """A plan and its trials as text for a terminal of 80 columns."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autotune.knobs import KNOBS, describe_caching
@@ -33,24 +33,34 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace
 
-TRIAL_HEADER = " # batch  ckpt swap weights       attention          s/step  step mem outcome"
+TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
+SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
+UNTOLD = ("micro_batch_size", "allocator", "data_workers", "batch_memory")
+"""Knobs that have a column of their own, or that no two trials are compared for."""
 
 
-def trial_row(number: int, result: TrialResult) -> str:
-    """One line per trial, aligned under TRIAL_HEADER."""
+def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]:
+    """A trial aligned under TRIAL_HEADER, with its settings as they differ from those of the first trial."""
     succeeded = "confirmed" if result.confirms else "ok" if result.candidate.compile == "off" else "compiled"
     verdict = succeeded if result.outcome == "ok" else result.outcome
-    return _row(number, result.candidate, result.median_step_seconds, result.peak_memory_bytes, verdict)
+    return _row(number, result.candidate, first, (result.median_step_seconds, result.peak_memory_bytes), verdict)
 
 
-def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes: int | None, verdict: str) -> str:
+def _row(
+    number: int, candidate: Candidate, first: Candidate, measures: tuple[float | None, int | None], verdict: str
+) -> list[str]:
+    seconds, memory_bytes = measures
     time = "-" if seconds is None else f"{seconds:.3f}"
-    weights = candidate.precision if candidate.quantization == "none" else candidate.quantization
-    return (
-        f"{number:>2} {candidate.micro_batch_size:>5} {_recomputing(candidate):>5} "
-        f"{candidate.swapped_blocks or '-':>4} {weights:<13} {candidate.attention:<17} {time:>7} "
-        f"{_narrow_memory(memory_bytes):>9} {verdict}"
-    )
+    figures = f"{number:>2} {candidate.micro_batch_size:>5} {time:>7} {_narrow_memory(memory_bytes):>9} {verdict:<9}"
+    defaults = {name: field.default for name, field in Candidate.model_fields.items()}
+    changed = _told(candidate, defaults if number == 1 else dict(first))
+    settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
+    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
+
+
+def _told(candidate: Candidate, known: Mapping[str, Choice]) -> str:
+    """The settings that are others than those known, under the names that `--pin` takes."""
+    return ", ".join(f"{name}={value}" for name, value in candidate if name not in UNTOLD and value != known[name])
 
 
 def _narrow_memory(memory_bytes: int | None) -> str:
@@ -58,12 +68,6 @@ def _narrow_memory(memory_bytes: int | None) -> str:
     if memory_bytes is None or memory_bytes < 100 * 2**30:
         return memory_text(memory_bytes)
     return f"{memory_bytes / 2**30:.{1 if memory_bytes < 1000 * 2**30 else 0}f} GiB"
-
-
-def _recomputing(candidate: Candidate) -> str:
-    """Blocks that recompute everything, and those that keep attention after a plus."""
-    kept = candidate.selective_blocks
-    return f"{candidate.checkpointed_blocks}+{kept}" if kept else str(candidate.checkpointed_blocks)
 
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
@@ -100,9 +104,8 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
     nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
     rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
     for number, (prediction, verdict) in enumerate(rows, 1):
-        lines.append(
-            _row(number, prediction.candidate, prediction.step_seconds, prediction.required_memory_bytes, verdict)
-        )
+        measures = prediction.step_seconds, prediction.required_memory_bytes
+        lines += _row(number, prediction.candidate, rows[0][0].candidate, measures, verdict)
     return lines
 
 
@@ -205,7 +208,7 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
         f"{knob.title} {knob.describe(getattr(settings, knob.name), work)}" for knob in KNOBS if knob.name in names
     ]
     if plan.frozen.caching != CachingSettings():
-        shown.append(f"text encoder {describe_caching(plan.frozen.caching)}")
+        shown.append(f"encoders {describe_caching(plan.frozen.caching)}")
     return capped(shown, MAX_SETTINGS, ": `autotune explain` shows all")
 
 
@@ -213,7 +216,7 @@ def full_settings_lines(plan: TrainingPlan) -> list[str]:
     """Every setting, one per line."""
     items = settings_items(plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes))
     listed = [f"{title:<14} {value}" for title, value in items]
-    return [*listed, f"text encoder   {describe_caching(plan.frozen.caching)}"]
+    return [*listed, f"encoders       {describe_caching(plan.frozen.caching)}"]
 
 
 def _host_line(expected: Expected) -> list[str]:
@@ -334,7 +337,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.trials:
         lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
-        lines.append(trial_row(number, trial))
+        lines += trial_lines(number, trial, plan.frozen.trials[0].candidate)
         if trial.joules_per_image is not None:
             lines.append(f"      {energy_text(trial.joules_per_image)} an image")
         if trial.message:

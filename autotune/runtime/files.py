@@ -82,11 +82,7 @@ def _new_part(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Check before long work that `atomic_write` will be able to write `path`.
-
-    Raises:
-        OSError: it will not.
-    """
+    """Check before long work that `atomic_write` will be able to write `path`. Raises OSError if it will not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _new_part(path).unlink()
 

@@ -37,14 +37,6 @@ SLURM_PORTS = range(15_000, 30_000)
 
 MAX_PROCESSES = 2**20
 ALONE = "to train without a launcher, unset {names}"
-SOURCES: dict[LauncherName, str] = {
-    "autotune": "autotune's variables",
-    "torchrun": "torchrun's variables",
-    "accelerate": "accelerate's variables",
-    "slurm": "srun's variables",
-    "environment": "RANK and WORLD_SIZE",
-}
-"""What says where a process stands."""
 
 HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.:-]*[A-Za-z0-9_])?|\[?[0-9A-Fa-f:.]+\]?")
 
@@ -52,8 +44,8 @@ HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.:-]*[A-Za-z0-9_])?|\[?[0-9A-Fa-f:
 class _Contradiction(InvalidInput):
     """Numbers that do not agree. Whoever has read them from variables names these as well."""
 
-    def __init__(self, message: str, *, hint: str = "see --nodes, --node-rank and --rdzv-endpoint") -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="see --nodes, --node-rank and --rdzv-endpoint")
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         """Raise InvalidInput unless the numbers agree with each other."""
-        what = f"by {SOURCES[self.launcher]} this would be process {self.rank} of {self.world_size}"
+        own = {"slurm": "srun's variables", "environment": "RANK and WORLD_SIZE"}
+        source = own.get(self.launcher, f"{self.launcher}'s variables")
+        what = f"by {source} this would be process {self.rank} of {self.world_size}"
         if not 0 <= self.rank < self.world_size <= MAX_PROCESSES:
             raise _Contradiction(f"{what}, counted from 0")
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
@@ -184,9 +178,10 @@ def require_planned_number(launch: Launch | None, nodes: NodeGroup, planned: int
     again = "plan again for what is there (autotune plan --from PLAN --gpus N), or start"
     if launch is not None:
         if launch.world_size != planned:
-            how = {"slurm": f"srun -n {planned}"}.get(launch.launcher, f"{planned} in all")
+            title = {"slurm": "srun", "environment": "the cluster (RANK, WORLD_SIZE)"}.get(launch.launcher)
+            how = f"srun -n {planned}" if launch.launcher == "slurm" else f"{planned} in all"
             raise InvalidInput(
-                f"{_title(launch.launcher)} started {launch.world_size} process(es), but the plan is for {planned}",
+                f"{title or launch.launcher} started {launch.world_size} process(es), but the plan is for {planned}",
                 hint=f"{again} as many as the plan says: {how}; alone, `autotune train` starts those of one machine",
             )
     elif planned % nodes.num_nodes:
@@ -244,15 +239,10 @@ def _tasks_of(tasks_per_node: str) -> Iterator[tuple[int, int]]:
 def _read_torchrun(variables: "_Variables") -> Launch:
     own = variables.text("TORCHELASTIC_RUN_ID", "none").startswith(OWN_RUN_ID)
     by_accelerate = any(name.startswith("ACCELERATE_") for name in variables.environment)
-    return Launch(
-        "autotune" if own else "accelerate" if by_accelerate else "torchrun",
-        variables.number("RANK"),
-        variables.number("LOCAL_RANK"),
-        variables.number("WORLD_SIZE"),
-        variables.number("LOCAL_WORLD_SIZE"),
-        variables.text("MASTER_ADDR"),
-        variables.number("MASTER_PORT"),
-    )
+    launcher: LauncherName = "autotune" if own else "accelerate" if by_accelerate else "torchrun"
+    rank, local_rank, world_size, local_world_size = map(variables.number, TORCH_RANKS)
+    address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    return Launch(launcher, rank, local_rank, world_size, local_world_size, address, port)
 
 
 def _read_env_ranks(variables: "_Variables") -> Launch | None:
@@ -318,10 +308,6 @@ def _is_pod_of_several(environment: Mapping[str, str]) -> bool:
 def _first_of(environment: Mapping[str, str], *names: str) -> str:
     """The first name that is set; the last one if none is, so that an error names it."""
     return next((name for name in names if name in environment), names[-1])
-
-
-def _title(launcher: LauncherName) -> str:
-    return {"slurm": "srun", "environment": "the cluster (RANK, WORLD_SIZE)"}.get(launcher, launcher)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,7 @@ MAX_JOIN_SECONDS = 3600
 
 
 def current_launch() -> Launch | None:
-    """The launch that this process belongs to; None if it was started alone.
-
-    Raises:
-        InvalidInput: as `read_launch`.
-    """
+    """The launch that this process belongs to; None if it was started alone. Raises InvalidInput as `read_launch`."""
     return read_launch(os.environ)
 
 
@@ -80,7 +76,8 @@ def launch(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of hosts whose addresses have no name
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     several = nodes.num_nodes > 1
     config = LaunchConfig(
         min_nodes=nodes.num_nodes,

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from collections.abc import MutableMapping
 
 from autotune.runtime.quiet import silence_libraries
@@ -11,11 +12,21 @@ SPIN_COUNT = "6000"
 """How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer than the gap between
 two operations. When another program with two threads ran, steps took 50 to 64 times as long with libgomp's 300,000 and
 3.4 times with this; alone they took the same (`benchmarks/threads.py` and its log)."""
+UNNEEDED = ("bitsandbytes", "scipy")
+"""Packages that diffusers, transformers and peft import if they find them, with Inductor: 900 modules and a quarter of
+the time of all imports."""
 
 
-def prepare_process() -> None:
-    """Silence the libraries, let idle threads sleep, end quickly. Safe to call twice; what the user has set stays."""
+def prepare_process(*, only_predicts: bool = False) -> None:
+    """Silence the libraries, let idle threads sleep, end quickly. Safe to call twice; what the user has set stays.
+
+    With `only_predicts`, for a process that neither trains nor tries anything, packages that predictions do not need
+    seem not to be installed, as long as the process lives.
+    """
     silence_libraries()
+    for name in UNNEEDED if only_predicts else ():
+        if name not in sys.modules:
+            sys.modules[name] = None  # type: ignore[assignment]
     limit_thread_spinning(os.environ)
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # at its end Python would look through all objects of the libraries, for two seconds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
+    from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of, first_problem
     from autotune.schema.candidate import CachingSettings, Candidate, Choice
     from autotune.schema.events import (
         CandidatesPredicted,
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
-    from autotune.schema.overheads import AdapterPractice, KeptPart, KeptPhase, Overheads, Part
+    from autotune.schema.overheads import AdapterPractice, KeptPart, Overheads, Part
     from autotune.schema.plan import (
         JOULES_PER_KWH,
         CheckResult,

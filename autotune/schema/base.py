@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 TRIAL_PROTOCOL_VERSION = 1
 """Version of how a trial measures; results of different versions are never compared."""
@@ -24,6 +24,12 @@ class Frozen(BaseModel):
     def changed(self, **changes: object) -> Self:
         """A copy with these values. It is validated, which `model_copy(update=)` does not do."""
         return type(self).model_validate({**dict(self), **changes})
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Where in a document the first of its problems is, as dotted keys, and what it is."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])), first["msg"]
 
 
 def digest_of(value: Frozen | dict[str, object]) -> str:

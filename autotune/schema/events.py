@@ -55,6 +55,8 @@ class SearchSpaceBuilt(Event):
 
     workload: Workload
     num_candidates: int
+    max_trials: int = 0
+    """The most trials that the search may run; 0 if it runs none."""
 
 
 class RecordsMatched(Event):
@@ -155,11 +157,7 @@ def event_line(event: Event) -> str:
 
 
 def parse_event(line: str) -> Event:
-    """The event that `event_line` wrote.
-
-    Raises:
-        ValueError: the line is not an event.
-    """
+    """The event that `event_line` wrote. Raises ValueError if the line is not an event."""
     data = json.loads(line)
     kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
     return kinds[data.pop("event")].model_validate_json(json.dumps(data))

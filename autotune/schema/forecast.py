@@ -31,11 +31,7 @@ class Alternative(Frozen):
         return self
 
     def candidate(self, settings: Candidate) -> Candidate:
-        """All of its values.
-
-        Raises:
-            ValidationError: a value is of the wrong kind.
-        """
+        """All of its values. Raises ValidationError if a value is of the wrong kind."""
         return settings.changed(**self.changes)
 
 

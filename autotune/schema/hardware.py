@@ -139,6 +139,8 @@ class Versions(Frozen):
     fastsafetensors: str | None = None
     xformers: str | None = None
     flash_attn: str | None = None
+    flash_attn_3: str | None = None
+    flash_attn_4: str | None = None
     kernels: str | None = None
     """The package that fetches prebuilt attention kernels."""
     sageattention: str | None = None
@@ -269,8 +271,8 @@ class HardwareProfile(Frozen):
             "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
             "memory_kind": self.device.memory_kind,
             "memory_model": self.host.memory_model,
-            "torch": _minor(self.versions.torch),
-            "cuda": _major(self.versions.cuda_runtime) if self.device.kind == "cuda" else None,
+            "torch": _beginning(self.versions.torch, 2),
+            "cuda": _beginning(self.versions.cuda_runtime, 1) if self.device.kind == "cuda" else None,
             "torchao": self.versions.torchao,
             "bitsandbytes": self.versions.bitsandbytes,
             "trial_protocol": str(TRIAL_PROTOCOL_VERSION),
@@ -286,9 +288,5 @@ class HardwareProfile(Frozen):
         return next((rate.value for rate in self.rates if rate.name == name), None)
 
 
-def _minor(version: str | None) -> str | None:
-    return None if version is None else ".".join(version.split("+")[0].split(".")[:2])
-
-
-def _major(version: str | None) -> str | None:
-    return None if version is None else version.split(".")[0]
+def _beginning(version: str | None, num_parts: int) -> str | None:
+    return None if version is None else ".".join(version.split("+")[0].split(".")[:num_parts])

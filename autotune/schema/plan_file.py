@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import write_text_atomic
-from autotune.schema.base import digest_of
+from autotune.schema.base import digest_of, first_problem
 from autotune.schema.job import Job
 from autotune.schema.migration import MAX_DEPTH, migrate
 from autotune.schema.plan import FrozenPart, TrainingPlan
@@ -256,39 +256,27 @@ def _validated(source: str, data: Any) -> TrainingPlan:
     try:
         return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        where, message = first_problem(error)
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidPlan(
-            f"{source} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
+            f"{source} is not a valid plan: {where or 'the file'}: {message.lower()}{more}",
+            hint="correct it under `job`" if where.startswith("job") else PLAN_AGAIN,
         ) from error
     except (TypeError, ValueError) as error:
         raise InvalidPlan(f"{source} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
 
 
-def _mend(where: str) -> str:
-    return "correct it under `job`" if where.startswith("job") else PLAN_AGAIN
-
-
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
-    """The same plan for another job; None leaves a value as it is.
-
-    Raises:
-        InvalidPlan: a value is out of range.
-    """
+    """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value is out of range."""
     said = {key: value for key, value in changes.items() if value is not None}
     return plan.changed(job=job_from(dict(plan.job), said))
 
 
 def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
-    """The job with the values of `before`, but for what was `said`.
-
-    Raises:
-        InvalidPlan: a value is out of range.
-    """
-    gone: dict[str, object] = (
-        {"revision": None} if said.keys() & {"model", "base"} else {}
-    )  # a commit of another repository
+    """The job with the values of `before`, but for what was `said`. Raises InvalidPlan if a value is out of range."""
+    gone: dict[str, object] = {}
+    if said.keys() & {"model", "base"}:
+        gone["revision"] = None  # a commit of another repository
     if "num_steps" in said:
         gone["num_train_epochs"] = None
     if "checkpointing_steps" in said:
@@ -296,6 +284,5 @@ def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
     try:
         return Job.model_validate({**before, **gone, **said})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, ("job", *first["loc"])))
-        raise InvalidPlan(f"{where}: {first['msg'].lower()}", hint="give the job another value") from error
+        where, message = first_problem(error)
+        raise InvalidPlan(f"job.{where}: {message.lower()}", hint="give the job another value") from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost import CostModel, time_doubt
+from autotune.cost import BLOCK_NUMBERS, CostModel, time_doubt
 from autotune.knobs import KNOBS, TuningContext
 from autotune.schema import Candidate
 from autotune.search.space import SearchSpace
@@ -29,7 +29,6 @@ MAX_STEP = 0.05
 than one block makes no step."""
 NUM_STEPS = 30
 """Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
-NAMES = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Mixtures:
     """Predicted mixtures of one setting of the other knobs."""
 
     numbers: Integers
-    """(mixtures, 4): numbers of blocks in the order of `NAMES`."""
+    """(mixtures, 4): numbers of blocks in the order of `BLOCK_NUMBERS`."""
     num_bytes: Floats
     seconds: Floats
 
@@ -50,25 +49,26 @@ def with_mixtures(space: SearchSpace, cost: CostModel) -> SearchSpace:
     found: dict[Candidate, None] = {}
     for base in space.candidates:
         found.update(dict.fromkeys(find_mixtures(base, space.choices, cost)))
+    cost.prepare(found)
     return replace(space, candidates=tuple(found))
 
 
 def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted `choices` by knob."""
-    plain = base.changed(**dict.fromkeys(NAMES, 0))
-    admitted = {name: _without_conflict(name, choices[name], base, cost.context) for name in NAMES}
+    plain = base.changed(**dict.fromkeys(BLOCK_NUMBERS, 0))
+    admitted = {name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_NUMBERS}
     passes, swapped = _passes(admitted, cost.workload.model.num_blocks), _spread(admitted["swapped_blocks"])
     num_bytes, seconds = cost.predict_mixtures(plain, passes, swapped)
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
     numbers = np.concatenate([passes[at], swapped[column][:, None]], axis=1)
     everything = Mixtures(numbers, num_bytes[at, column], seconds[at, column])
-    step = MAX_STEP * float(num_bytes[:, 0].max() - cost.weight_bytes(plain))
+    step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(_frontier(group), step) for group in _by_means(everything)], plain)
-    same = {name: value for name, value in plain if name not in NAMES}
+    same = {name: value for name, value in plain if name not in BLOCK_NUMBERS}
     # Not validated again, which would take most of the time: the rest is valid, and the numbers are admitted ones.
     return [
-        Candidate.model_construct(None, **same, **dict(zip(NAMES, row, strict=True)))
+        Candidate.model_construct(None, **same, **dict(zip(BLOCK_NUMBERS, row, strict=True)))
         for group in kept
         for row in group.numbers.tolist()
     ]
@@ -77,7 +77,7 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
 def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> Integers:
     """The numbers of one knob that can go with the other knobs' values, if enough blocks recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
-    tried = base.changed(**{**dict.fromkeys(NAMES, 0), **deep, name: 1})
+    tried = base.changed(**{**dict.fromkeys(BLOCK_NUMBERS, 0), **deep, name: 1})
     is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
     return np.array([number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64)
 
@@ -86,7 +86,7 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone, each with as few and
     with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as fine a
     step."""
-    levels = [_spread(admitted[name]) for name in NAMES[:2]]
+    levels = [_spread(admitted[name]) for name in BLOCK_NUMBERS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
     is_admitted = np.isin(rest, admitted["selective_blocks"])
@@ -137,7 +137,7 @@ def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
     """Each group less what another group beats in memory and, beyond what is doubtful of their ratio, in time."""
-    first = [plain.changed(**dict(zip(NAMES, map(int, group.numbers[0]), strict=True))) for group in groups]
+    first = [plain.changed(**dict(zip(BLOCK_NUMBERS, map(int, group.numbers[0]), strict=True))) for group in groups]
     left = []
     for one, group in zip(first, groups, strict=True):
         beaten = np.zeros(len(group.seconds), dtype=bool)

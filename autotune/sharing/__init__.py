@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         unshareable_reason,
         workload_class,
     )
-    from autotune.sharing.store import MergeResult, Store, open_store, save_record, user_store
+    from autotune.sharing.store import Store, Transfer, open_store, save_record, user_store
     from autotune.sharing.summary import RecordSummary, summarize_records
     from autotune.sharing.warm_start import NO_WARM_START, WarmStart, build_warm_start
 else:

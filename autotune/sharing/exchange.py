@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.runtime import atomic_write, open_regular
 from autotune.schema import TRIAL_PROTOCOL_VERSION
 from autotune.sharing.record import MAX_RECORD_BYTES, Record
-from autotune.sharing.store import MAX_RECORDS, MergeResult, RecordFile, Store, parse_file
+from autotune.sharing.store import MAX_RECORDS, RecordFile, Store, Transfer, parse_file
 
 MAX_TRANSFER_BYTES = 1 << 30
 """Limit on new records in one push, pull or import: more than any team has measured, less than a disk."""
@@ -19,13 +19,13 @@ EXPORTED_LINE = re.compile(rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<rec
 MAX_LINE_BYTES = MAX_RECORD_BYTES + 128
 
 
-def merge_stores(source: Store, target: Store) -> MergeResult:
+def merge_stores(source: Store, target: Store) -> Transfer:
     """Copy to `target` the records that only `source` has; nothing else is read."""
     sizes, entries = target.sizes(), source.entries()
     wanted = [entry for entry in entries if sizes.get(entry.key) != entry.size]
     _require_transferable(sum(min(entry.size, MAX_RECORD_BYTES) for entry in wanted), source.address)
     merged = target.add_files(source.read(wanted), sizes)
-    return MergeResult(merged.new, merged.present + len(entries) - len(wanted), merged.refused)
+    return merged.changed(num_present=merged.num_present + len(entries) - len(wanted))
 
 
 def _require_transferable(num_bytes: int, address: str) -> None:
@@ -44,7 +44,7 @@ def export_store(store: Store, path: Path) -> int:
     return count
 
 
-def import_file(path: Path, store: Store) -> MergeResult:
+def import_file(path: Path, store: Store) -> Transfer:
     """Add the records of a file that `export_store` wrote; bad lines are refused by number, the rest is taken.
 
     Raises:

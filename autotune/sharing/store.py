@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.runtime import SCHEME, data_path, shipped_path
-from autotune.schema import HardwareProfile, Residual, TrainingPlan
+from autotune.schema import Frozen, HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import KEY, Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, build_record, parse_record
@@ -61,14 +61,15 @@ class RecordFile:
         return f"{self.name[:12]} cannot be true: {reasons[0]}" if reasons else None
 
 
-@dataclass(frozen=True)
-class MergeResult:
+class Transfer(Frozen):
     """What a push, a pull or an import did."""
 
-    new: int
-    present: int
+    num_new: int
+    num_present: int
     refused: tuple[str, ...]
-    """Why each was not taken, with its name."""
+    """Why records were refused, one sentence each, with its name."""
+    target: str
+    """Where the records went."""
 
 
 class Store:
@@ -118,7 +119,7 @@ class Store:
         """Name and record of each valid file among the entries, or among all."""
         return ((file.name, file.record) for file in self.read(entries) if file.record)
 
-    def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> MergeResult:
+    def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> Transfer:
         """Write, byte for byte, those files that are sound and absent from `sizes`, which is what the store has.
 
         Batches that were written stay if a later one fails.
@@ -137,7 +138,7 @@ class Store:
                 self.files.write(batch)
                 batch = {}
         self.files.write(batch)
-        return MergeResult(new, present, tuple(refused))
+        return Transfer(num_new=new, num_present=present, refused=tuple(refused), target=self.address)
 
     def add(self, *records: Record) -> int:
         """Write records that were made here; how many were new."""

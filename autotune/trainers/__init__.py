@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autotune.trainers.blocks import count_blocks
     from autotune.trainers.exporting import (
         BLOCKS,
+        DIFFERENCE_KINDS,
         ExportedConfig,
         export_plan,
         expressible_targets,

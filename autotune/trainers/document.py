@@ -38,7 +38,7 @@ HINT = "name a configuration file of one of the trainers that `autotune import-c
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigValue:
     """One value of a configuration, and where it is written."""
 
     key: str
@@ -55,7 +55,7 @@ class Document:
 
     path: Path
     format: Format
-    settings: tuple[Setting, ...]
+    settings: tuple[ConfigValue, ...]
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key, the last if it is repeated; `default` if the file lacks it."""
@@ -87,13 +87,13 @@ def read_document(path: Path) -> Document:
         raise InvalidInput(f"{path} has {len(pairs)} settings, too many for a configuration", hint=HINT)
     searched = [value if key == "script" else key for key, value in pairs]
     lines = _line_numbers(text, searched, kind)
-    settings = tuple(Setting(key, value, line, path.name) for (key, value), line in zip(pairs, lines, strict=True))
+    settings = tuple(ConfigValue(key, value, line, path.name) for (key, value), line in zip(pairs, lines, strict=True))
     return Document(path, kind, settings)
 
 
 def with_references(
     document: Document, references: Mapping[str, str], depth: int = 2
-) -> tuple[Document, tuple[Setting, ...]]:
+) -> tuple[Document, tuple[ConfigValue, ...]]:
     """The document with the settings of the files that it names, and the settings whose file is not there.
 
     Its own settings come last: they win.
@@ -103,8 +103,8 @@ def with_references(
         references: for each key that names a file, the prefix for the keys of that file.
         depth: how many files may stand between.
     """
-    found: list[Setting] = []
-    missing: list[Setting] = []
+    found: list[ConfigValue] = []
+    missing: list[ConfigValue] = []
     for setting in document.settings if depth else ():
         if setting.key not in references or not isinstance(setting.value, str):
             continue

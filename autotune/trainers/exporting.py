@@ -1,7 +1,7 @@
 """From a plan to another trainer's files. What the trainer lacks is found by reading back what is written."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,8 +11,8 @@ from autotune.families import FAMILIES, Family, find_published
 from autotune.knobs import PIN, EncoderSize, describe_caching
 from autotune.schema import CachingSettings, Candidate, Frozen, Job, ModelSpec, Overheads, TrainingPlan, Workload
 from autotune.trainers.blocks import count_blocks
-from autotune.trainers.document import Setting
-from autotune.trainers.importing import ConfigLine, read_settings
+from autotune.trainers.document import ConfigValue
+from autotune.trainers.importing import Reading, read_settings
 from autotune.trainers.layers import layers_of
 from autotune.trainers.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
@@ -28,6 +28,12 @@ LEARNING = (
 LOADING = ("loader", "data_workers", "batch_memory")
 """Knobs of how files and batches are read: they change neither learning nor memory of the device."""
 Kind = Literal["learning", "settings", "loading"]
+DIFFERENCE_KINDS: Mapping[Kind, str] = {
+    "learning": "it will learn differently",
+    "settings": "settings of the plan that it lacks, and what is written instead",
+    "loading": "how files and batches are read is its own",
+}
+"""Kinds of differences, in words."""
 BLOCKS = ("checkpointed_blocks", "swapped_blocks")
 SPARING: Mapping[str, Any] = {
     "modulation": "resident",
@@ -94,13 +100,15 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     needed = _with_whole_checkpoints(planned)
     try:
         written = write_settings(trainer, known, needed, context, _weights(plan))
+        reading = _read_back(trainer, written, context)
+        for need in _find_needs(needed, reading.values, workload.model.num_blocks):
+            raise CannotExpress(need)
     except CannotExpress as error:
         raise InvalidInput(f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)) from error
-    read, lines = _read_back(trainer, written, context)
-    _require_no_more_memory(trainer, needed, read, workload.model.num_blocks)
-    differences = compare(planned, read, context)
+    differences = compare(planned, reading.values, context)
     overheads = trainer.overheads_of(written, known)
-    remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lines)) + trainer.notes
+    lost = (line for kind, line in reading.lines if kind == "not_carried" and line.line)
+    remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lost)) + trainer.notes
     remarks += (overheads.text,) if overheads else ()
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
@@ -120,23 +128,19 @@ def _with_whole_checkpoints(planned: Values) -> Values:
     return {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
 
 
-def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num_blocks: int) -> None:
+def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
+    """What takes more memory as it is read back than as it was planned."""
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
-            message = f"{trainer.title} cannot do what the plan says: {name} would be {there}, not {own}: more memory"
-            raise InvalidInput(message, hint=_plan_for(trainer))
+            yield f"{name} would be {there}, not {own}: more memory"
     if _stored_bits(read) > _stored_bits(planned):
-        message = f"{trainer.title} cannot do what the plan says: with this model it has no weight format like"
-        raise InvalidInput(f"{message} quantization {planned['quantization']}", hint=_plan_for(trainer))
+        yield f"with this model it has no weight format like quantization {planned['quantization']}"
     if _encoder_bytes(read) > _encoder_bytes(planned):
-        stored = describe_caching(_caching(planned))
-        message = f"{trainer.title} cannot do what the plan says: it encodes captions otherwise than {stored}"
-        raise InvalidInput(f"{message}: more memory", hint=_plan_for(trainer))
+        yield f"it encodes captions otherwise than {describe_caching(_caching(planned))}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
-            message = f"{trainer.title} cannot do what the plan says: {name} would be {usual}, not {own}: more memory"
-            raise InvalidInput(message, hint=_plan_for(trainer))
+            yield f"{name} would be {usual}, not {own}: more memory"
 
 
 def _caching(values: Values) -> CachingSettings:
@@ -196,10 +200,8 @@ def write_settings(trainer: Trainer, known: KnownModel, values: Values, context:
     return {key: value for key, value in written.items() if value is not None and key not in known.lacks}
 
 
-def _read_back(trainer: Trainer, written: Values, context: Context) -> tuple[Values, list[ConfigLine]]:
-    settings = {key: Setting(key, value, line=1) for key, value in written.items()}
-    reading = read_settings(trainer, settings, context)
-    return reading.values, [line for kind, line in reading.lines if kind == "not_carried" and line.line]
+def _read_back(trainer: Trainer, written: Values, context: Context) -> Reading:
+    return read_settings(trainer, {key: ConfigValue(key, value, line=1) for key, value in written.items()}, context)
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
@@ -257,13 +259,9 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
         f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
         f"{expected.required_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]
-    for kind, title in (
-        ("learning", "It will learn differently:"),
-        ("settings", "Settings of the plan that it lacks, and what is written instead:"),
-        ("loading", "How files and batches are read is its own:"),
-    ):
+    for kind, title in DIFFERENCE_KINDS.items():
         these = [f"  {d.name}: {d.planned} in the plan, {d.written} here" for d in differences if d.kind == kind]
-        lines += [title, *these] if these else []
+        lines += [f"{title[0].upper()}{title[1:]}:", *these] if these else []
     lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)] if remarks else []
     return "".join(f"# {line}\n" for line in lines)
 
@@ -345,9 +343,8 @@ def _reread(trainer: Trainer, known: KnownModel, rule: Rule, values: Values, con
     """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
     try:
         own = rule.write(values, context)
-        written = {key: value for key, value in own.items() if value is not None and key not in known.lacks}
     except CannotExpress:
         return None
-    settings = {key: Setting(key, value, line=1) for key, value in written.items()}
-    reading = read_settings(replace(trainer, rules=(rule,)), settings, context)
+    written = {key: value for key, value in own.items() if value is not None and key not in known.lacks}
+    reading = _read_back(replace(trainer, rules=(rule,)), written, context)
     return None if any(kind == "not_carried" for kind, _ in reading.lines) else reading.values

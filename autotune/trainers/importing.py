@@ -10,7 +10,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES
 from autotune.schema import Frozen, Overheads
-from autotune.trainers.document import Document, Setting, read_document, with_references
+from autotune.trainers.document import ConfigValue, Document, read_document, with_references
 from autotune.trainers.registry import get_trainer, trainers
 from autotune.trainers.rules import LOST, Context, Rule, Values, is_knob
 from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
@@ -120,7 +120,7 @@ def detect_trainer(document: Document) -> Trainer:
     return found
 
 
-def read_settings(trainer: Trainer, settings: Mapping[str, Setting], context: Context) -> Reading:
+def read_settings(trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context) -> Reading:
     """Apply a trainer's rules to settings, with its defaults for those that are absent.
 
     Raises:
@@ -160,14 +160,14 @@ def read_settings(trainer: Trainer, settings: Mapping[str, Setting], context: Co
     return Reading(values, tuple(lines))
 
 
-def _with_defaults(rule: Rule, settings: Mapping[str, Setting], defaults: Values) -> dict[str, Setting]:
+def _with_defaults(rule: Rule, settings: Mapping[str, ConfigValue], defaults: Values) -> dict[str, ConfigValue]:
     present = {key: settings[key] for key in rule.keys if key in settings and settings[key].value is not None}
     settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else present.keys()
     absent = [key for key in rule.keys if key in defaults and key not in settled and key not in present]
-    return present | {key: Setting(key, defaults[key]) for key in absent}
+    return present | {key: ConfigValue(key, defaults[key]) for key in absent}
 
 
-def line_for(setting: Setting, meaning: str) -> ConfigLine:
+def line_for(setting: ConfigValue, meaning: str) -> ConfigLine:
     """The account of one setting."""
     value = _value_text(setting.value)
     return ConfigLine(key=setting.key, value=value, line=setting.line, file=setting.file, meaning=meaning)
@@ -194,7 +194,7 @@ def _without_sections(document: Document, trainer: Trainer) -> Document:
 
 def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
     """The document with each of the keys once, with the list of what all of its sections say."""
-    settings: list[Setting] = []
+    settings: list[ConfigValue] = []
     for setting in document.settings:
         general = "[]".join(part.partition("]")[2] if i else part for i, part in enumerate(setting.key.split("[")))
         if general not in keys:
@@ -206,7 +206,7 @@ def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
     return replace(document, settings=tuple(settings))
 
 
-def _find_model(trainer: Trainer, settings: Mapping[str, Setting], path: Path) -> KnownModel:
+def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Path) -> KnownModel:
     """The known model whose keys are all as written, that with most keys first."""
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
         if all((settings[key].value if key in settings else None) == value for key, value in known.keys.items()):
@@ -220,7 +220,7 @@ def _find_model(trainer: Trainer, settings: Mapping[str, Setting], path: Path) -
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
 
 
-def _without_pointless(settings: dict[str, Setting], known: KnownModel) -> list[Setting]:
+def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
     """Take from the settings what does nothing for a model, and call the others as the rules do."""
     own, usual = known.part or ("", "")
     of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
@@ -232,7 +232,7 @@ def _without_pointless(settings: dict[str, Setting], known: KnownModel) -> list[
 
 
 def _model_of(
-    trainer: Trainer, known: KnownModel, settings: Mapping[str, Setting]
+    trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
 ) -> tuple[str, list[tuple[str, ConfigLine]]]:
     """What to plan for, and the lines that say so: the weights as written if `plan` can take them, else the model."""
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
@@ -249,7 +249,7 @@ def _model_of(
 
 
 def _other_lines(
-    trainer: Trainer, known: KnownModel, settings: Mapping[str, Setting], missing: tuple[Setting, ...]
+    trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue], missing: tuple[ConfigValue, ...]
 ) -> list[tuple[str, ConfigLine]]:
     """The account of the keys that no rule reads."""
     read = {key for rule in trainer.rules for key in rule.keys} | {*known.keys, *trainer.weights_keys}
@@ -262,7 +262,7 @@ def _other_lines(
     return lines
 
 
-def _other_line(trainer: Trainer, setting: Setting) -> tuple[str, ConfigLine]:
+def _other_line(trainer: Trainer, setting: ConfigValue) -> tuple[str, ConfigLine]:
     if (unlearned := trainer.find_unlearned(setting.key, setting.value)) is not None:
         words, is_on = unlearned
         return ("not_carried", line_for(setting, words)) if is_on else ("carried", line_for(setting, "as in autotune"))

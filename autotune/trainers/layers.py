@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from autotune.families import Family, target_matcher
+from autotune.weights import LAYOUTS
 
 ATTENTION = "{to_q,to_k,to_v,to_out.0}"
 JOINT = "attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}"
@@ -77,57 +78,12 @@ CONVOLUTIONS: Mapping[str, tuple[str, ...]] = {
     "SD3Transformer2DModel": ("pos_embed.proj",),
 }
 """Layers that some trainers adapt too, and autotune does not."""
-ORIGINAL_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "Flux2Transformer2DModel": (
-        (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"),
-        (r"^single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
-        (r"^transformer_blocks", "double_blocks"),
-        (r"attn\.to_[qkv]$", "img_attn.qkv"),
-        (r"attn\.to_out\.0$", "img_attn.proj"),
-        (r"attn\.add_[qkv]_proj$", "txt_attn.qkv"),
-        (r"attn\.to_add_out$", "txt_attn.proj"),
-        (r"ff\.linear_in$", "img_mlp.0"),
-        (r"ff\.linear_out$", "img_mlp.2"),
-        (r"ff_context\.linear_in$", "txt_mlp.0"),
-        (r"ff_context\.linear_out$", "txt_mlp.2"),
-    ),
-    "WanTransformer3DModel": (
-        (r"attn1\.to_", "self_attn."),
-        (r"attn2\.to_", "cross_attn."),
-        (r"out\.0$", "o"),
-        (r"ffn\.net\.(0)\.proj$|ffn\.net\.(2)$", r"ffn.\1\2"),
-    ),
-    "Krea2Transformer2DModel": (
-        (r"^transformer_blocks", "blocks"),
-        (r"^text_fusion", "txtfusion"),
-        (r"attn\.to_([qkv])$", r"attn.w\1"),
-        (r"attn\.to_out\.0$", "attn.wo"),
-        (r"attn\.to_gate$", "attn.gate"),
-        (r"\.ff\.", ".mlp."),
-        (r"^img_in", "first"),
-        (r"^final_layer", "last"),
-        (r"^time_embed\.linear_1", "tmlp.0"),
-        (r"^time_embed\.linear_2", "tmlp.2"),
-        (r"^txt_in\.linear_1", "txtmlp.1"),
-        (r"^txt_in\.linear_2", "txtmlp.3"),
-        (r"^time_mod_proj", "tproj.1"),
-    ),
-}
-"""By class of transformer: what its authors' own code calls layers, for trainers that train that code, as patterns and
-what takes their place, one after the other. Several layers may be one there. Layers outside the blocks are left out if
-no trainer adapts them."""
-
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
 """Numbers of blocks in a layer's name."""
 MAX_BLOCKS = 64
 """More than any list of a known model has."""
 Selects = Callable[[str], bool]
 """Whether a trainer adapts the layer of this name."""
-
-
-def general_name(layer: str) -> str:
-    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike ones."""
-    return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
 
 
 @cache
@@ -153,12 +109,11 @@ def _expand(text: str) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in _expand(part)))
 
 
-@cache
 def original_name(family: Family, layer: str) -> str:
-    """A layer's name in the code of the model's authors, if the model has another one there."""
-    for pattern, replacement in ORIGINAL_NAMES.get(family.transformer_class, ()):
-        layer = re.sub(pattern, replacement, layer)
-    return layer
+    """A layer's name in the code of the model's authors, if the model has another one there: several layers may be one
+    there."""
+    layout = LAYOUTS.get(family.transformer_class)
+    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
 
 def layers_of(family: Family, targets: str) -> frozenset[str]:
@@ -216,11 +171,6 @@ def _short(names: Sequence[str]) -> str:
 def _told(name: str) -> str:
     short = in_block(name)
     return f"{short} outside the blocks" if short == name else short
-
-
-def by_pattern(pattern: str) -> Selects:
-    """Layers whose whole name the pattern matches."""
-    return lambda name: re.fullmatch(pattern, name) is not None
 
 
 def by_ends(ends: Sequence[str]) -> Selects:

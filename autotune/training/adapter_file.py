@@ -1,25 +1,19 @@
 """The trained adapter: saved under the keys that diffusers loads, and in another format, then read back and judged."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from peft.utils import get_peft_model_state_dict
 
 from autotune.families import ADAPTER_NAME
-from autotune.schema import AdapterFormat, AdapterVerdict, SaveDtype, Workload
+from autotune.schema import AdapterFormat, AdapterVerdict, Workload
 from autotune.training.model import TrainingModel
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter, write_adapter
 
 EXPORT_FILE = "{}_lora_weights.safetensors"
 """The same adapter in another format."""
-SAVE_DTYPES: Mapping[SaveDtype, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 
 
 def save_trained(

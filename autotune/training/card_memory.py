@@ -11,7 +11,7 @@ import torch
 
 from autotune.hardware import NO_SPILL, shares_host_memory
 from autotune.schema import FrozenPart, HardwareProfile
-from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, leak_bytes_per_step
+from autotune.training.monitor import GrowthWatch
 
 SPILL_FACTOR = 3.0
 """A step this many times slower than measured has left the device's memory: spilling costs 5 to 20 times."""
@@ -67,8 +67,7 @@ class CardMemoryWatch:
         moves memory to the host; `allocator` the choice of that knob."""
         self.read, self.planned_seconds, self.can_spill, self.allocator = read, planned_seconds, can_spill, allocator
         self._seconds: deque[float] = deque(maxlen=SPILL_STEPS)
-        self._window: list[int] = []
-        self._floors: list[int] = []
+        self._growth_watch = GrowthWatch()
         self._told: set[str] = set()
         self._known_retries = 0
 
@@ -120,12 +119,7 @@ class CardMemoryWatch:
         return f"steps take {ratio:.1f} times what was planned: {why}; {NO_SPILL}, and {MORE_TO_SPARE}"
 
     def _growth(self, reading: CardReading) -> str | None:
-        self._window.append(reading.reserved_bytes)
-        if len(self._window) < WINDOW_STEPS:
-            return None
-        self._floors = [*self._floors, min(self._window)][-NUM_WINDOWS:]
-        self._window = []
-        if not (slope := leak_bytes_per_step(self._floors)):
+        if not (slope := self._growth_watch.add(reading.reserved_bytes)):
             return None
         return (
             f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is told too, it is fragmented: "

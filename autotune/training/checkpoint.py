@@ -53,24 +53,23 @@ def require_same_weights(output: Path, weights: str) -> None:
         return
 
 
+@dataclass
 class Checkpoints:
-    """The checkpoints of one run in `folder`; a context manager, so that no write is left unfinished.
+    """The checkpoints of one run; a context manager, so that no write is left unfinished."""
 
-    Args:
-        folder: folder of this run alone.
-        run_key: key that a checkpoint must carry to be resumed from.
-        weights: digest of the base weights, which checkpoints carry, too; see `require_same_weights`.
-        keep_last: number of newest files to keep.
-        keep_every: files at multiples of this many steps are never deleted; 0 for none.
-    """
+    folder: Path
+    run_key: str
+    """Key that a checkpoint must carry to be resumed from."""
+    keep_last: int
+    """Number of newest files to keep."""
+    keep_every: int = 0
+    """Files at multiples of this many steps are never deleted; 0 for none."""
+    weights: str | None = None
+    """Digest of the base weights, which checkpoints carry, too; see `require_same_weights`."""
+    _pending: Future[None] | None = None
 
-    def __init__(
-        self, folder: Path, run_key: str, *, keep_last: int, keep_every: int = 0, weights: str | None = None
-    ) -> None:
-        self.folder, self.run_key, self.weights = folder, run_key, weights
-        self.keep_last, self.keep_every = keep_last, keep_every
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autotune-checkpoint")
-        self._pending: Future[None] | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -89,11 +88,7 @@ class Checkpoints:
         self._pending = self._thread.submit(self._write, step, copies, state)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk.
-
-        Raises:
-            AutotuneError: it could not be written.
-        """
+        """Wait until the last checkpoint is on the disk. Raises AutotuneError if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

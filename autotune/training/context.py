@@ -29,5 +29,6 @@ class RunContext:
     phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
     """Measures what a phase within training takes."""
     card: CardMemoryWatch = field(default_factory=CardMemoryWatch)
+    """Warns of a card that runs short of memory without an error."""
     trace: Path | None = None
     """File to write a torch.profiler trace to; None for no trace."""

@@ -52,10 +52,12 @@ class WorkloadOverrides:
 
 
 COPIED_FIELDS = (
-    *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay", "optimizer"),
-    *("effective_batch_size", "quality", "objective"),
+    *("lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay", "optimizer"),
+    *("quality", "objective"),
 )
 """Fields that a workload has under the same names."""
+FAMILY_FIELDS = ("rank", "lora_alpha", "effective_batch_size")
+"""Such fields whose defaults are the family's."""
 
 
 def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOverrides:
@@ -63,7 +65,7 @@ def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOver
     largest, side = workload.largest_bucket, workload.resolution_px
     size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
     text_tokens = None if has_data else workload.max_text_tokens
-    copied = {name: getattr(workload, name) for name in COPIED_FIELDS}
+    copied = {name: getattr(workload, name) for name in (*COPIED_FIELDS, *FAMILY_FIELDS)}
     return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied)
 
 
@@ -147,15 +149,8 @@ def describe_workload(
         num_control_images=num_controls,
         rank=rank,
         lora_alpha=overrides.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
-        lora_dropout=overrides.lora_dropout,
-        targets=overrides.targets,
-        adapted_blocks=overrides.adapted_blocks,
-        adapter=overrides.adapter,
-        ema_decay=overrides.ema_decay,
-        optimizer=overrides.optimizer,
         effective_batch_size=given(overrides.effective_batch_size, defaults.effective_batch_size),
-        quality=overrides.quality,
-        objective=overrides.objective,
+        **{name: getattr(overrides, name) for name in COPIED_FIELDS},
     )
 
 

@@ -117,12 +117,15 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes:
         needed *= num_processes or planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
     host, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
+    misfits = []
     if host > there:
-        return (f"host memory: the plan needs {host / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
-    if needed <= budget:
-        return ()
-    where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
-    return (f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
+        misfits.append(f"host memory: the plan needs {host / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available")
+    if needed > budget:
+        where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
+        misfits.append(
+            f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}"
+        )
+    return tuple(misfits)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 
 from autotune.data import Dataset, list_places
-from autotune.errors import InvalidInput, InvalidPlan
+from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
 from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
@@ -98,20 +98,21 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
             for part in folder.glob(f"**/{PART_FILES}"):  # whoever wrote it is dead
                 part.unlink(missing_ok=True)
             write_plan(folder / RUN_PLAN_FILE, plan)
-    except InvalidInput:
-        folder_lock.release()
-        raise
+        hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
+        needed_bytes -= sum(path.stat().st_size for path in list_checkpoints(folder / CHECKPOINTS).values())
+        require_free_disk(folder, needed_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     except Timeout as error:
         raise InvalidInput(
             f"another run is writing to {folder} now", hint="wait for its end, or choose another folder with --output"
         ) from error
     except OSError as error:
+        folder_lock.release()
         raise InvalidInput(
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
-    hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-    written_bytes = sum(path.stat().st_size for path in list_checkpoints(folder / CHECKPOINTS).values())
-    require_free_disk(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
+    except AutotuneError:
+        folder_lock.release()  # here: who keeps the error keeps what this function had
+        raise
     return folder_lock
 
 
@@ -196,13 +197,11 @@ def is_in_use(folder: Path) -> bool:
     """Whether a run is writing to the output folder now."""
     if not (folder / LOCK_FILE).exists():
         return False
-    lock = FileLock(folder / LOCK_FILE)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / LOCK_FILE, timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
 
 
 def read_report(folder: Path) -> RunReport | None:

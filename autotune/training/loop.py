@@ -1,7 +1,6 @@
 """The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and progress events."""
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autotune.backends import ATTENTION_BACKENDS
 from autotune.data import BatchLoader, BatchOrder, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
@@ -26,6 +24,7 @@ from autotune.runtime import (
 from autotune.schema import Candidate, Notice, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint
 from autotune.training.context import RunContext
+from autotune.training.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import make_windows
 from autotune.training.monitor import (
@@ -43,22 +42,6 @@ from autotune.training.validation import HeldOutLoss, Validation
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
-
-LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
-TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
-MIN_LOSS_SCALE = 1.0
-"""Losses that need a smaller one have gradients that fp16 has no numbers for."""
-LOW_LOSS_SCALE = 2.0**8
-"""Gradients that still overflow after eight halvings are more likely wrong than large."""
-CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
-
-SURE_ATTENTION = ("_native_efficient", "_native_math")
-"""Backends that a step is taken again with when a gradient is not finite, the first that the machine has. Both take any
-mask; what they make not finite, no other would."""
-
-
-class _NotFinite(AutotuneError):
-    """A gradient is not finite although the loss is. The adapter is as it was before the step."""
 
 
 class TrainingLoop:
@@ -155,9 +138,12 @@ class TrainingLoop:
                     self._take_steps(signal_name, trace)
                     return
                 except Exception as error:
-                    if not is_single or not (isinstance(error, _NotFinite) or is_out_of_memory(error)):
+                    has_bad_gradient = isinstance(error, GradientNotFinite)
+                    if not is_single or not (has_bad_gradient or is_out_of_memory(error)):
                         raise
-                    safer = partial(self._change_attention, error) if isinstance(error, _NotFinite) else self._fall_back
+                    if has_bad_gradient and self.settings.attention in SURE_ATTENTION:
+                        raise
+                    safer = self._change_attention if has_bad_gradient else self._fall_back
                 safer()  # outside of the handler: the error references what the step had saved
 
     def _take_steps(self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None) -> None:
@@ -223,15 +209,11 @@ class TrainingLoop:
             )
         self._change_settings(safer, "memory ran out")
 
-    def _change_attention(self, error: "_NotFinite") -> None:
+    def _change_attention(self) -> None:
         """Take the step again with another attention backend: cuDNN's has returned such gradients at some lengths."""
-        kind, attention = self.model.device.type, self.settings.attention
-        needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SURE_ATTENTION}
-        sure = next(name for name, kinds in needs.items() if not kinds or kind in kinds)
-        if attention in SURE_ATTENTION:
-            raise error
         self.gradients.num_nonfinite += 1
-        self._change_settings(self.settings.changed(attention=sure), "a gradient was not finite")
+        sure = self.settings.changed(attention=sure_attention(self.model.device.type))
+        self._change_settings(sure, "a gradient was not finite")
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
@@ -277,7 +259,9 @@ class TrainingLoop:
         else:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        self._check(outcome, step)  # before anything is written: the newest checkpoint is a good one
+        can_change = self.settings.attention not in SURE_ATTENTION and self.context.processes.world_size == 1
+        # Before anything is written: the newest checkpoint is a good one.
+        require_finite(outcome, step + 1, can_change_attention=can_change)
         self.rate.step(outcome.loss)
         norm = None if outcome.overflowed else outcome.gradient_norm
         self.gradients.add(norm)
@@ -301,23 +285,6 @@ class TrainingLoop:
             loss_scale=outcome.loss_scale,
             remaining_seconds=self._remaining_seconds(step + 1),
         )
-
-    def _check(self, outcome: StepOutcome, step: int) -> None:
-        """Raise what a step's numbers leave no way around."""
-        scale, number, hint = outcome.loss_scale, step + 1, LOWER_LEARNING_RATE if step else CHECK_WEIGHTS
-        if scale is not None:
-            hint = f"{TRAIN_IN_FP32}; else {hint}"
-        if not math.isfinite(outcome.loss):
-            why = "" if scale is None else ": probably activations overflow fp16"
-            raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
-        if scale is not None and outcome.overflowed:
-            if scale < MIN_LOSS_SCALE:
-                raise AutotuneError(f"gradients overflow fp16 at step {number}, unscaled ones too", hint=hint)
-            is_single = self.context.processes.world_size == 1
-            if scale > LOW_LOSS_SCALE or self.settings.attention in SURE_ATTENTION or not is_single:
-                return
-        if not math.isfinite(outcome.gradient_norm):
-            raise _NotFinite(f"the norm of the gradient is {outcome.gradient_norm} at step {number}", hint=hint)
 
     def _remaining_seconds(self, done: int) -> float | None:
         """At the pace of this start without its first step, which warms up."""

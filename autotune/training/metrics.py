@@ -91,11 +91,9 @@ class Metrics:
 
 
 def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: None) -> list[StepFinished]:
-    """The recorded steps, up to the first line that is damaged, or cut short by a kill.
+    """The recorded steps, up to the first line that is damaged, or cut short by a kill; none without a file.
 
-    Args:
-        path: the file; without one there are no steps.
-        on_damage: is told why there are no more steps, if neither the file's end nor a kill is the reason.
+    `on_damage` is told why there are no more steps, if neither the file's end nor a kill is the reason.
     """
     events: list[StepFinished] = []
     try:
@@ -144,10 +142,6 @@ def require_tracker(report_to: str) -> None:
         )
 
 
-def _no_tracker(folder: Path, resumed_at: int) -> Tracker:
-    return Tracker()
-
-
 def _wandb(folder: Path, resumed_at: int) -> Tracker:
     from accelerate import PartialState
     from accelerate.tracking import WandBTracker
@@ -190,7 +184,7 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
 
 
 TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
-    "none": _no_tracker,
+    "none": lambda folder, resumed_at: Tracker(),
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }

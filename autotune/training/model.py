@@ -80,14 +80,11 @@ def load_model(
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
-    if settings.compile != "off" or settings.norm_rope == "compiled" or _compiles_products(settings, device):
+    compiles_products = device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
+    if settings.compile != "off" or settings.norm_rope == "compiled" or compiles_products:
         _prepare_compiler()
     apply_settings(loaded, settings)
     return loaded
-
-
-def _compiles_products(settings: Candidate, device: torch.device) -> bool:
-    return device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
 
 
 def _prepare_compiler() -> None:

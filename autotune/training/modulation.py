@@ -7,6 +7,7 @@ modulations, to the bit, as one that was never interrupted.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,36 +31,28 @@ class ConditionedImage:
     """The tensors that the family's modulation depends on, without a batch dimension."""
 
 
+@dataclass
 class ModulationWindows:
-    """Has the modulations of every step ready before it is taken.
+    """Has the modulations of every step ready before it is taken."""
 
-    Args:
-        model: whose modulations are computed ahead.
-        ahead: what computes and holds them.
-        noising: draws the noise levels.
-        images: what this process sees in a step, in order.
-        images_per_step: how many these are.
-        first_position: of the first of them in the effective batch.
-        place: brings a batch to the device as steps get it.
-    """
+    model: TrainingModel
+    ahead: ModulationAhead
+    noising: Noising
+    images: Callable[[int], Sequence[ConditionedImage]]
+    """What this process sees in a step, in order."""
+    images_per_step: int
+    first_position: int
+    """Of the first of them in the effective batch."""
+    place: Callable[[Batch], Batch]
+    """Brings a batch to the device as steps get it."""
+    share_seconds: float = 0.0
+    """A step's share of the time that computing the newest window took."""
+    _held: int = -1
 
-    def __init__(
-        self,
-        model: TrainingModel,
-        ahead: ModulationAhead,
-        noising: Noising,
-        images: Callable[[int], Sequence[ConditionedImage]],
-        images_per_step: int,
-        first_position: int,
-        place: Callable[[Batch], Batch],
-    ) -> None:
-        self.model, self.ahead, self.noising = model, ahead, noising
-        self.images, self.place, self.first_position = images, place, first_position
-        self.num_steps = window_steps(ahead.row_bytes, images_per_step)
-        self.capacity = self.num_steps * images_per_step
-        self.share_seconds = 0.0
-        """A step's share of the time that computing the newest window took."""
-        self._held = -1
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of a window."""
+        return window_steps(self.ahead.row_bytes, self.images_per_step)
 
     def prepare(self, step: int) -> None:
         """Compute the window that the step lies in, unless it is the one held."""
@@ -74,14 +67,10 @@ class ModulationWindows:
             for position, image in enumerate(self.images(step))
         ]
         self._held = -1  # an error may leave half a window
-        self._compute([image for image, _ in draws], [level for _, level in draws])
+        inputs, levels = [image.inputs for image, _ in draws], [level for _, level in draws]
+        collected = collect_conditionings(self.model, self.ahead, inputs, levels, self.place)
+        self.ahead.hold(collected, self.num_steps * self.images_per_step)
         self._held, self.share_seconds = window, (time.perf_counter() - started) / self.num_steps
-
-    def _compute(self, images: Sequence[ConditionedImage], levels: Sequence[float]) -> None:
-        collected = collect_conditionings(
-            self.model, self.ahead, [image.inputs for image in images], levels, self.place
-        )
-        self.ahead.hold(collected, self.capacity)
 
 
 def make_windows(

@@ -91,26 +91,38 @@ class MemoryWatch:
     def __init__(self, budget_bytes: int, planned_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.alarm_bytes = max(ALARM_SHARE * budget_bytes, PEAK_TOLERANCE * planned_bytes)
-        self.window: list[int] = []
-        self.floors: list[int] = []
+        self.growth = GrowthWatch()
         self.warned: set[str] = set()
 
     def check(self, memory_bytes: int, peak_bytes: int) -> str | None:
         """A warning, or None; memory between steps shows a leak, the peak how near the budget is."""
-        self.window.append(memory_bytes)
-        if "budget" not in self.warned and peak_bytes > self.alarm_bytes:
-            self.warned.add("budget")
+        slope, found = self.growth.add(memory_bytes), {}
+        if peak_bytes > self.alarm_bytes:
             share = peak_bytes / self.budget_bytes
-            return f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+            found["budget"] = f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+        if slope:
+            found["leak"] = f"memory grows by {slope / 2**20:.2f} MiB per step"
+        new = [warning for name, warning in found.items() if name not in self.warned]
+        self.warned |= found.keys()
+        return "; ".join(new) or None
+
+
+class GrowthWatch:
+    """Finds readings of memory that grow like a leak."""
+
+    def __init__(self) -> None:
+        self.window: list[int] = []
+        self.floors: list[int] = []
+
+    def add(self, num_bytes: int) -> float:
+        """Count the reading after a step; returns the growth in bytes per step, 0 unless a window that ends tells of
+        a leak."""
+        self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
-            return None
+            return 0.0
         self.floors = [*self.floors, min(self.window)][-NUM_WINDOWS:]
         self.window = []
-        slope = leak_bytes_per_step(self.floors)
-        if "leak" in self.warned or not slope:
-            return None
-        self.warned.add("leak")
-        return f"memory grows by {slope / 2**20:.2f} MiB per step"
+        return leak_bytes_per_step(self.floors)
 
 
 def leak_bytes_per_step(floors: list[int]) -> float:

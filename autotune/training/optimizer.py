@@ -152,11 +152,7 @@ class AdapterOptimizer:
         return {f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)}
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the masters alone, from any device.
-
-        Raises:
-            KeyError, RuntimeError: they belong to another adapter.
-        """
+        """Load the masters alone, from any device. Raises KeyError, RuntimeError if they belong to another adapter."""
         self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
 
     def _values(self) -> dict[str, dict[str, Any]]:

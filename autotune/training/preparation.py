@@ -1,7 +1,6 @@
 """Everything that is checked before a run's long work: plan, machine, model, data, output folder and disk."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def prepare(
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
-    _require_machine(plan, hardware, hardware_misfits, nodes)
+    _require_machine(plan, hardware, nodes)
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model, job, planned = inputs.data, inputs.model or read_model(plan), plan.job, plan.frozen.workload
     require_fit(model_misfits(plan, model.spec))
@@ -69,23 +68,18 @@ def prepare(
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
 
-def _require_machine(
-    plan: TrainingPlan,
-    hardware: HardwareProfile,
-    misfits: Callable[[TrainingPlan, HardwareProfile, int], tuple[str, ...]],
-    nodes: NodeGroup = THIS_NODE,
-) -> None:
-    """Raise DoesNotFit unless all processes of this machine have their device.
+def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup, *, by_keys: bool = False) -> None:
+    """Raise DoesNotFit unless all processes of this machine have their device; `by_keys` alone, whatever its memory.
 
     A process that another launcher started looks at its own device, before it meets the others and any takes memory.
     One of autotune's own skips this: what started it has looked, and by now the first may be loading.
     """
     launch = current_launch()
-    if launch is None:
-        local = plan.frozen.hardware.num_processes // nodes.num_nodes
-        require_fit((*misfits(plan, hardware, local), *card_misfits(plan, hardware, local)))
-    elif launch.launcher != "autotune":
-        require_fit(misfits(plan, hardware, launch.local_world_size))
+    if launch and launch.launcher == "autotune":
+        return
+    local = launch.local_world_size if launch else plan.frozen.hardware.num_processes // nodes.num_nodes
+    misfits = key_misfits(plan, hardware) if by_keys else hardware_misfits(plan, hardware, local)
+    require_fit((*misfits, *(() if launch else card_misfits(plan, hardware, local))))
 
 
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup = THIS_NODE) -> TrainingPlan:
@@ -100,13 +94,9 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGrou
     job = plan.job
     if not is_on_hub(job.pinned_model):
         return plan
-    measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
-    _require_machine(plan, hardware, hardware_misfits if measured else _kind_misfits, nodes)
+    may_change = plan.frozen.expected.evidence == "predicted"  # to settings that fit
+    _require_machine(plan, hardware, nodes, by_keys=may_change)
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
-
-
-def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int) -> tuple[str, ...]:
-    return key_misfits(plan, hardware)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:

@@ -66,20 +66,14 @@ class Preview:
         return {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps, "adapter": adapter, **made_by}
 
 
-class _TransformerReached(Exception):
-    """The pipeline has encoded all that it needs."""
-
-
-class _DecoderReached(Exception):
-    """The pipeline has called the transformer for the last time."""
+class _Reached(Exception):
+    """The pipeline has called what it was to be run up to."""
 
 
 class PreviewSampler:
     """Samples previews: `encode_prompts` first, then `attach` a transformer.
 
-    Args:
-        encoders: encode the prompts, and hold the VAE.
-        on_warning: called with a message if memory is too short for images of the requested size.
+    `encoders` hold the VAE, too; `on_warning` is told if memory is too short for images of the requested size.
     """
 
     def __init__(self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None) -> None:
@@ -124,7 +118,7 @@ class PreviewSampler:
             pipeline.encode_prompt = record
             try:
                 self._run(pipeline, preview)
-            except _TransformerReached:
+            except _Reached:
                 self.encoded[preview.prompt, preview.control_paths] = encoded
             finally:
                 pipeline.encode_prompt = encode
@@ -132,7 +126,7 @@ class PreviewSampler:
             setattr(pipeline, name, None)
 
     def _build_stopping_transformer(self) -> nn.Module:
-        """A transformer on meta that raises `_TransformerReached` when it is called."""
+        """A transformer on meta that raises `_Reached` when it is called."""
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
         shape.register_forward_pre_hook(_stop)
         return self._with_device(shape)
@@ -200,12 +194,15 @@ class PreviewSampler:
 
     def _sample(self, preview: Preview) -> list[Image.Image]:
         reduced = replace(preview, bucket=self._reduced(preview.bucket))
-        self.pipeline.vae.to(self.device)
+        decoders = [getattr(self.pipeline, name) for name in self.model.family.decoders]
+        for decoder in decoders:
+            decoder.to(self.device)
         try:
             with self._modulation(reduced):
                 return self._run_encoded(reduced)
         finally:
-            self.pipeline.vae.to("cpu" if self.encoders.caching.residency == "release" else self.encoders.vae_device)
+            for decoder in decoders:
+                decoder.to("cpu" if self.encoders.caching.residency == "release" else self.encoders.vae_device)
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
@@ -219,11 +216,11 @@ class PreviewSampler:
         if ahead is None:
             return contextlib.nullcontext()
         vae = self.pipeline.vae
-        vae.decode = _reach_decoder
+        vae.decode = _stop
         try:
             with ahead.collecting(self.model.family, self.transformer) as collected:
                 self._run_encoded(preview)
-        except _DecoderReached:
+        except _Reached:
             pass
         finally:
             del vae.decode
@@ -326,12 +323,8 @@ class PreviewSampler:
             )
 
 
-def _reach_decoder(*_args: object, **_options: object) -> None:
-    raise _DecoderReached
-
-
-def _stop(module: nn.Module, inputs: object) -> None:
-    raise _TransformerReached
+def _stop(*_: object, **__: object) -> None:
+    raise _Reached
 
 
 def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:

@@ -109,23 +109,12 @@ class Processes:
 
     def total(self, value: float | None) -> float | None:
         """The sum over all processes; None if any does not know its own."""
-        values = [value]
-        if self.world_size > 1:
-            values *= self.world_size
-            torch.distributed.all_gather_object(values, value, group=self.waiting_group)
-        known = [one for one in values if one is not None]
-        return sum(known) if len(known) == len(values) else None
+        known = [one for one in self._gather(value) if one is not None]
+        return sum(known) if len(known) == self.world_size else None
 
     def require_same(self, what: str, digest: str) -> None:
-        """Check that `what` has the same digest on all processes.
-
-        Raises:
-            InvalidInput: it has not.
-        """
-        if self.world_size == 1:
-            return
-        digests: list[str | None] = [None] * self.world_size
-        torch.distributed.all_gather_object(digests, digest, group=self.waiting_group)
+        """Check that `what` has the same digest on all processes. Raises InvalidInput if it has not."""
+        digests = self._gather(digest)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise InvalidInput(
@@ -133,12 +122,17 @@ class Processes:
                 hint="copy the plan, the data and the model to every node, and start the same command on each",
             )
 
-    def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
-        """The transformer as the steps call it: with several processes, wrapped to average gradients.
+    def _gather(self, value: T) -> list[T]:
+        """What all processes have, by rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(values, value, group=self.waiting_group)
+        return values
 
-        Args:
-            transformer: with an adapter.
-            has_unused: whether the loss leaves some of the adapter's layers without a gradient.
+    def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
+        """The adapted transformer as the steps call it: with several processes, wrapped to average gradients.
+
+        `has_unused` says whether the loss leaves some of the adapter's layers without a gradient.
 
         Raises:
             AutotuneError: its weights do not follow the strategy of the plan.

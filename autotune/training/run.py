@@ -13,7 +13,7 @@ from PIL.Image import Image
 from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.hardware import joules_per_image
-from autotune.knobs import configure_allocator
+from autotune.knobs import configure_allocator, torch_dtype
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
 from autotune.schema import (
     JOULES_PER_KWH,
@@ -30,7 +30,7 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import SAVE_DTYPES, export_trained, judge_adapter, save_trained
+from autotune.training.adapter_file import export_trained, judge_adapter, save_trained
 from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.context import RunContext
@@ -82,7 +82,8 @@ def train(
             processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
             with explain_lost_peer(), MemoryGuard(hardware.device.memory_kind) as guard:
                 on_event = on_event if processes.is_first else ignore_event
-                processes.require_same("the plan, its job or the model", _common_digest(plan, prepared, resume=resume))
+                common = {**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume}
+                processes.require_same("the plan, its job or the model", digest_of(common))  # paths may differ
                 if resume and (report := processes.share(lambda: finished_report(plan, prepared.data.training))):
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
@@ -92,11 +93,6 @@ def train(
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
-
-
-def _common_digest(plan: TrainingPlan, prepared: PreparedRun, *, resume: bool) -> str:
-    """Digest of what every process must have been started with; paths may differ from node to node."""
-    return digest_of({**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume})
 
 
 class _Run:
@@ -148,7 +144,7 @@ class _Run:
             with self.watch.phase("loading"):
                 trained = self._load()
                 processes.wait()
-            self._start_phase(f"training from step {first_step}" if checkpoint else "training")
+            self.on_event(PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training"))
             if processes.is_first:
                 self.metrics = Metrics(
                     self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn
@@ -185,7 +181,7 @@ class _Run:
             )
 
     def _load(self) -> TrainingModel:
-        self._start_phase("loading the transformer")
+        self.on_event(PhaseStarted(name="loading the transformer"))
         processes, settings = self.processes, self.plan.frozen.settings
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
         trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
@@ -212,11 +208,11 @@ class _Run:
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
-            self._start_phase("encoding the prompts of previews")
+            self.on_event(PhaseStarted(name="encoding the prompts of previews"))
             self.sampler.encode_prompts(self.previews, self.cache)
         for line in self.prepared.data.training.problem_summary:
             self._notify(line)
-        self._start_phase("encoding captions and images")
+        self.on_event(PhaseStarted(name="encoding captions and images"))
         encoded = encode_dataset(
             self.encoders,
             self.prepared.data.whole,
@@ -283,9 +279,6 @@ class _Run:
     def _notify(self, message: str) -> None:
         self.on_event(Notice(text=message, level="warning"))
 
-    def _start_phase(self, name: str) -> None:
-        self.on_event(PhaseStarted(name=name))
-
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
         loop.optimizer.turn_to_average()
@@ -293,7 +286,7 @@ class _Run:
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
-                dtype = SAVE_DTYPES[self.plan.job.save_dtype]
+                dtype = torch_dtype(self.plan.job.save_dtype)
                 save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, kept_step, dtype)
                 self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")
@@ -320,7 +313,7 @@ class _Run:
         return None
 
     def _sample_comparison(self, adapter: Path) -> None:
-        self._start_phase("sampling with and without the adapter")
+        self.on_event(PhaseStarted(name="sampling with and without the adapter"))
         pairs: list[tuple[Image, Image]] = []
         with self._drop_failing_previews(), self.watch.phase("previews"):
             pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)

@@ -1,6 +1,6 @@
 """What `autotune sample` is asked for, and whether the run's folder can answer: told before torch is imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from autotune.data import has_video_decoder
 from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, fetch_model
 from autotune.runtime import require_writable
-from autotune.schema import RUN_PLAN_FILE, Bucket, Notice, OnEvent, TrainingPlan, ignore_event, read_plan
+from autotune.schema import RUN_PLAN_FILE, Bucket, Notice, OnEvent, TrainingPlan, ignore_event, read_plan, read_variants
 from autotune.training.files import ADAPTER_FILE
 from autotune.weights import read_header
 
@@ -50,10 +50,10 @@ def read_sample_inputs(
     run: Path,
     request: SampleRequest,
     on_event: OnEvent = ignore_event,
-    require_machine: Callable[[TrainingPlan], None] = lambda plan: None,
+    choose: Callable[[Sequence[TrainingPlan]], TrainingPlan] = lambda plans: plans[0],
 ) -> SampleInputs:
     """Read what sampling from the adapter in a run's folder takes, or from the model of a plan file; a model of the hub
-    is fetched, a plan's if `require_machine` raises nothing.
+    is fetched, a plan's if `choose` finds one for the machine among those in the file.
 
     Raises:
         InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is missing or too many.
@@ -71,14 +71,13 @@ def read_sample_inputs(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     if adapter:
         read_header(adapter)
-    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
-    bucket = plan.frozen.workload.largest_bucket
+    plans = (read_plan(run / RUN_PLAN_FILE),) if adapter else read_variants(run)
+    bucket = plans[0].frozen.workload.largest_bucket
     file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
         raise InvalidInput("an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO)
-    if adapter is None:
-        require_machine(plan)
+    plan = plans[0] if adapter else choose(plans)
     model = fetch_model(plan.job.pinned_model)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     return SampleInputs(request, plan, model, adapter, file)

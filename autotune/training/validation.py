@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -41,31 +42,25 @@ class _Draw:
     level: float
 
 
+@dataclass
 class HeldOutLoss:
-    """Measures the loss on held-out images.
+    """Measures the loss on held-out images."""
 
-    Args:
-        model: what is trained.
-        encoded: the held-out images.
-        noising: as in training.
-        place: brings a batch to the device as steps get it.
-    """
-
-    def __init__(
-        self, model: TrainingModel, encoded: EncodedDataset, noising: Noising, place: Callable[[Batch], Batch]
-    ) -> None:
-        self.model, self.encoded, self.noising, self.place = model, encoded, noising, place
-        self.num_images = len(encoded.items)
-        self._draws = self._spread_draws()
+    model: TrainingModel
+    encoded: EncodedDataset
+    noising: Noising
+    place: Callable[[Batch], Batch]
+    """Brings a batch to the device as steps get it."""
 
     @property
     def digest(self) -> str:
         """Of what is measured, so that measurements of other images are never compared with these."""
         return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
 
-    def _spread_draws(self) -> list[_Draw]:
+    @cached_property
+    def _draws(self) -> list[_Draw]:
         """Draws by shape, so that those of a shape share micro-batches."""
-        count, groups = self.num_images, self.encoded.groups
+        count, groups = len(self.encoded.items), self.encoded.groups
         rounds = max(1, round(VALIDATION_DRAWS / count))
         draws = []
         for index in sorted(range(count), key=lambda index: groups[index]):
@@ -126,14 +121,8 @@ def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
 class Validation:
     """When a run measures the loss on its held-out images, what that has told so far, and which adapter was best.
 
-    Args:
-        meter: measures; None if no images are held out.
-        job: says how often, and whether the best adapter is kept.
-        num_steps: of the whole run.
-        optimizer: of the adapter.
-        context: of the run.
-        on_warning: is told that overfitting has begun, or why there are no more measurements.
-        state: what `state` returned in an earlier start of the run, if there was one.
+    `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what an earlier start of
+    the run got from `state`. `on_warning` is told that overfitting has begun, or why there are no more measurements.
     """
 
     def __init__(
@@ -227,7 +216,7 @@ class Validation:
         if self.meter is None or self.history is None or not self.history.best_step:
             return None
         return ValidationResult(
-            num_images=self.meter.num_images,
+            num_images=len(self.meter.encoded.items),
             base_loss=self.history.base_loss,
             final_loss=self.history.known_final_loss,
             lowest_loss=self.history.best_loss,

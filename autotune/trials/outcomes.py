@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune.errors import first_line
 from autotune.runtime import is_out_of_memory
 from autotune.schema import Outcome, TrialResult
 from autotune.training import SPILL_FACTOR, QualityMissed
@@ -29,9 +30,8 @@ def classify_error(error: BaseException) -> Outcome:
 
 def first_line_with_notes(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters, and the notes on where it happened."""
-    lines = str(error).strip().splitlines()
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return (lines[0][:200] if lines else "no message") + notes
+    return (first_line(error)[:200] or "no message") + notes
 
 
 @dataclass(frozen=True)

@@ -93,15 +93,11 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     ahead, place = find_modulation_ahead(model.transformer), partial(to_device, device=device, dtype=model.dtype)
     windows = None
     if ahead:
-        windows = ModulationWindows(model, ahead, _noising(model), lambda _: images, size, 0, place)
+        windows = ModulationWindows(model, ahead, Noising(process=model.noise), lambda _: images, size, 0, place)
     initial = [parameter.detach().clone() for parameter in model.adapter]
     return LoadedModel(
         model, largest, typical, initial, windows, time.perf_counter() - started, device_peak_bytes(device)
     )
-
-
-def _noising(model: TrainingModel) -> Noising:
-    return Noising(process=model.noise)
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
@@ -211,7 +207,7 @@ class StepRunner:
             self.model.transformer,
             self.optimizer,
             (to_device(batch, self.model.device, self.model.dtype) for batch in self.batches),
-            noising=_noising(self.model),
+            noising=Noising(process=self.model.noise),
             step=self.step_number,
             effective_batch_size=self.workload.effective_batch_size,
         )

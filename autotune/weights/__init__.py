@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from autotune.weights.files import read_header
     from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
-    from autotune.weights.layer_names import can_write
+    from autotune.weights.joined_layers import LoraLayer
+    from autotune.weights.layer_names import LAYOUTS, can_write
     from autotune.weights.loaders import LOADERS, has_gds, load_file
-    from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.publishing import require_login, upload
     from autotune.weights.resharding import reshard
     from autotune.weights.saving import save_file

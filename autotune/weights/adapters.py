@@ -25,10 +25,9 @@ from torch import Tensor
 from autotune.errors import InvalidInput, first_line
 from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
-from autotune.weights.joined_layers import join_layers, split_layers
+from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
 from autotune.weights.layer_names import LAYOUTS, Layout, can_write, find_class, find_layout, restore_dots
 from autotune.weights.loaders import load_file
-from autotune.weights.lora_layer import LoraLayer
 from autotune.weights.saving import save_file
 
 INFO_KEY = "autotune"

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from autotune.errors import first_line
-from autotune.weights.building import build_empty, from_pretrained_dtypes, transformers_renaming
+from autotune.weights.building import DtypePolicy, build_empty, from_pretrained_dtypes, transformers_renaming
 from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config
 from autotune.weights.errors import BadWeights
 from autotune.weights.file_parts import view_part
 from autotune.weights.sources import WeightSource, open_weights
-from autotune.weights.streaming import Transform, check_source, load_into
+from autotune.weights.streaming import Rename, Transform, check_source, load_into
 
 
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:
@@ -30,7 +30,7 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
         cls: Any = getattr(importlib.import_module(library), class_name)
         if not issubclass(cls, nn.Module):
             raise TypeError("it is no model")
-        if library == "diffusers":
+        if library != "transformers":
             config, build = cls.load_config(folder / name), cls.from_config
         else:
             config, build = cls.config_class.from_pretrained(folder / name), cls
@@ -45,13 +45,13 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
     return model
 
 
-def open_part(path: Path, name: str, model: nn.Module) -> WeightSource:
-    """The weights of the component `name` in its folder, or in a single file; `model` is of its class.
-
-    Raises BadWeights if there are none, they are damaged, or the file holds something else.
-    """
-    source = open_weights(path)
-    return view_part(source, name, model) if path.is_file() and path.suffix == ".safetensors" else source
+def _open(folder: Path, name: str, path: Path, dtype: torch.dtype) -> tuple[nn.Module, WeightSource, Rename | None]:
+    """The empty component, its weights in a folder or a single file at `path`, and how these are to be renamed."""
+    model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        source = view_part(source, name, model)
+    library, _ = component_class(folder, name)
+    return model, source, transformers_renaming(model) if library == "transformers" else None
 
 
 def check_part(folder: Path, name: str, path: Path) -> WeightSource:
@@ -59,10 +59,8 @@ def check_part(folder: Path, name: str, path: Path) -> WeightSource:
 
     Raises InvalidInput or BadWeights as `load_component`.
     """
-    library, _ = component_class(folder, name)
-    model = build_empty_component(folder, name, dtype=torch.float32)
-    source = open_part(path, name, model)
-    check_source(model, source, rename=transformers_renaming(model) if library == "transformers" else None)
+    model, source, rename = _open(folder, name, path, torch.float32)
+    check_source(model, source, rename)
     return source
 
 
@@ -86,15 +84,9 @@ def load_component(
     Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent, damaged or of another
     model.
     """
-    library, _ = component_class(folder, name)
-    model = build_empty_component(folder, name, dtype=dtype)
+    model, source, rename = _open(folder, name, weights or folder / name, dtype)
+    policy: DtypePolicy = from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored
     load_into(
-        model,
-        open_part(weights or folder / name, name, model),
-        loader=loader,
-        device=device,
-        dtype_policy=from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored,
-        rename=transformers_renaming(model) if library == "transformers" else None,
-        transform=transform(model),
+        model, source, loader=loader, device=device, dtype_policy=policy, rename=rename, transform=transform(model)
     )
     return model

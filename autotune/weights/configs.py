@@ -1,5 +1,6 @@
 """Configurations in an untrusted model folder: read with bounds, and judged before torch is imported."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,9 @@ from autotune.weights.sources import PIPELINE_INDEX
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries that component classes may come from: a name in an untrusted folder must not import anything else."""
+
+PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")
+"""Name of one of diffusers' packages of pipelines, where some keep classes of their own."""
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_BLOCKS = 1000
@@ -79,8 +83,8 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 def read_model_index(folder: Path) -> dict[str, Any]:
     """Read a pipeline's `model_index.json`: its class as `_class_name`, (library, class) of each component.
 
-    Raises InvalidInput if it cannot be read, or a component comes from a library that is not in LIBRARIES, or is of a
-    class that looks for its code in the folder.
+    Raises InvalidInput if it cannot be read, or a component comes from a library that is not in LIBRARIES, nor from one
+    of diffusers' packages of pipelines, or is of a class that looks for its code in the folder.
     """
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
@@ -91,7 +95,7 @@ def read_model_index(folder: Path) -> dict[str, Any]:
                 f"{name} in {folder} is an {entry[-1]}, which takes its code from the files",
                 hint="write the class that it stands for into model_index.json, or use the published pipeline",
             )
-        if entry[:1] not in ([None], *([library] for library in LIBRARIES)):
+        if entry[:1] not in ([None], *([library] for library in LIBRARIES)) and not _has_pipelines(*entry[:1]):
             raise InvalidInput(
                 f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from diffusers or transformers",
                 hint="use the published pipeline: code from elsewhere is never run",
@@ -99,9 +103,18 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     return index
 
 
+def _has_pipelines(name: object = None) -> bool:
+    """Whether diffusers has a package of pipelines of that name; it is not imported."""
+    if not isinstance(name, str) or not PIPELINE_PACKAGE.fullmatch(name):
+        return False
+    found = importlib.util.find_spec("diffusers")
+    places = (found and found.submodule_search_locations) or []
+    return any((Path(place) / "pipelines" / name / "__init__.py").is_file() for place in places)
+
+
 def component_class(folder: Path, name: str) -> tuple[str, str]:
-    """(library, class) of a component in `read_model_index`. Raises MissingWeights if the pipeline does not have it."""
+    """(module, class) of a component in `read_model_index`. Raises MissingWeights if the pipeline does not have it."""
     match read_model_index(folder).get(name):
         case [str(library), str(class_name)]:
-            return library, class_name
+            return library if library in LIBRARIES else f"diffusers.pipelines.{library}", class_name
     raise MissingWeights(f"{folder / PIPELINE_INDEX} does not say what {name} is", hint=DOWNLOAD_AGAIN)

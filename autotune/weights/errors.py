@@ -1,12 +1,4 @@
-"""Errors about weights, one type for each problem, so that callers and tests can distinguish them.
-
-InvalidInput
-└── BadWeights
-    ├── TruncatedFile, CorruptFile, HeaderTooLarge     a file that cannot be read
-    ├── MissingWeights, PickledWeights                 a folder without weights that can be read
-    ├── KeyMismatch, ShapeMismatch, DtypeMismatch      valid files of another model
-    └── HubError                                       a repository that cannot be fetched
-"""
+"""Errors about weights, one type for each problem, so that callers and tests can distinguish them."""
 
 from autotune.errors import InvalidInput
 

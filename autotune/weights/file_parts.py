@@ -4,16 +4,15 @@ source = view_part(open_weights(file), "vae", vae)      # as `single_file.view_a
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from autotune.weights.single_file import diffusers_conversion, make_view, split_scales, take_prefix
+from autotune.weights.single_file import Conversion, diffusers_conversion, make_view, read_part, shapes_of
 from autotune.weights.sources import WeightSource
 
 State = dict[str, Tensor]
-Conversion = Callable[[State, Mapping[str, Any]], Mapping[str, Tensor]]
 
 OPEN_CLIP = "conditioner.embedders.1.model."
 OPEN_CLIP_LAYER = "transformer.resblocks.0.ln_1.weight"
@@ -53,29 +52,19 @@ def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource
 
     Raises KeyMismatch and BadWeights as `view_as`.
     """
-    (file,) = source.files
-    tensors, scales = split_scales(file, take_prefix(file, PART_PREFIXES.get(name, ())))
-    if name != "vae":
-        lacking = tuple(f"{head}." for head in HEADS if not hasattr(model, head))
-        tensors = {key: entry for key, entry in tensors.items() if not key.endswith(IGNORED)}
-        tensors = {key: entry for key, entry in tensors.items() if not key.startswith(lacking)}
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()} if name == "vae" else {}
-    kind = type(model).__name__
+    part = read_part(source, PART_PREFIXES.get(name, ()))
     if name == "vae":
-        conversion = None if shapes.keys() <= tensors.keys() else VAES.get(kind)
-    else:
-        conversion = _open_clip if OPEN_CLIP_LAYER in tensors else None
-    config: Any = model.config
-    return make_view(
-        source,
-        tensors,
-        scales,
-        shapes,
-        kind,
-        config,
-        conversion,
-        frozenset({TURNED} if conversion is _open_clip else ()),
-    )
+        shapes = shapes_of(model)
+        has_own_names = shapes.keys() <= part.tensors.keys()
+        return make_view(part, model, None if has_own_names else VAES.get(type(model).__name__), shapes)
+    unused = tuple(f"{head}." for head in HEADS if not hasattr(model, head))
+    tensors = {
+        key: entry for key, entry in part.tensors.items() if not key.endswith(IGNORED) and not key.startswith(unused)
+    }
+    part = part._replace(tensors=tensors)
+    if OPEN_CLIP_LAYER in tensors:
+        return make_view(part, model, _open_clip, {}, {TURNED})
+    return make_view(part, model, None, {})
 
 
 def _ldm_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -99,12 +88,7 @@ def _unnest(name: re.Match[str]) -> str:
 
 def _flux2_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """That of FLUX.1 with the outer convolutions inside encoder and decoder, and a norm of the latents."""
-    moved = {
-        key.replace("encoder.quant_conv.", "quant_conv.").replace(
-            "decoder.post_quant_conv.", "post_quant_conv."
-        ): tensor
-        for key, tensor in state.items()
-    }
+    moved = {re.sub(r"(?:en|de)coder\.((?:post_)?quant_conv\.)", r"\1", key): tensor for key, tensor in state.items()}
     norm = {key: tensor for key, tensor in state.items() if key.startswith("bn.")}
     return {**_ldm_vae(moved, config), **norm}
 

@@ -8,17 +8,34 @@ published width.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.weights.layer_names import Layout, split_number
-from autotune.weights.lora_layer import LoraLayer
 
 MLP_RATIO = 4
 """Rows of FLUX.1's `proj_mlp` for each input."""
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """The two matrices of one adapted module; its update is `up @ down * alpha / rank`."""
+
+    down: Tensor
+    """(rank, inputs)"""
+    up: Tensor
+    """(outputs, rank)"""
+    alpha: float
+    magnitude: Tensor | None = None
+    """(outputs,) norms of DoRA; None of a LoRA."""
+
+    @property
+    def rank(self) -> int:
+        """Inner dimension of the two matrices."""
+        return int(self.down.shape[0])
 
 
 def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:

@@ -79,11 +79,19 @@ def _one(**names: str) -> dict[str, Parts]:
     return {original.replace("__", "."): (name,) for original, name in names.items()}
 
 
-def _embedder(original: str, name: str) -> dict[str, Parts]:
-    return {f"{original}.in_layer": (f"{name}.linear_1",), f"{original}.out_layer": (f"{name}.linear_2",)}
+def _embedder(original: str, name: str, layers: tuple[object, object] = ("in_layer", "out_layer")) -> dict[str, Parts]:
+    """Both layers of an embedder, which diffusers calls `linear_1` and `linear_2`."""
+    return {f"{original}.{layer}": (f"{name}.linear_{number}",) for number, layer in enumerate(layers, start=1)}
 
 
-FLUX_ATTENTION: Mapping[str, Parts] = {
+def _feed_forward(first: str, last: str) -> dict[str, Parts]:
+    """Of a double block of FLUX: for images, and for text."""
+    parts = {"img_mlp.0": f"ff.{first}", "img_mlp.2": f"ff.{last}"}
+    parts |= {"txt_mlp.0": f"ff_context.{first}", "txt_mlp.2": f"ff_context.{last}"}
+    return {original: (part,) for original, part in parts.items()}
+
+
+FLUX_ATTENTION: dict[str, Parts] = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "img_attn.proj": ("attn.to_out.0",),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
@@ -91,16 +99,7 @@ FLUX_ATTENTION: Mapping[str, Parts] = {
 }
 DOUBLE, SINGLE = {"double_blocks.#": "transformer_blocks.#"}, {"single_blocks.#": "single_transformer_blocks.#"}
 CHROMA: Mapping[str, Parts] = {
-    **_within(DOUBLE, FLUX_ATTENTION),
-    **_within(
-        DOUBLE,
-        {
-            "img_mlp.0": ("ff.net.0.proj",),
-            "img_mlp.2": ("ff.net.2",),
-            "txt_mlp.0": ("ff_context.net.0.proj",),
-            "txt_mlp.2": ("ff_context.net.2",),
-        },
-    ),
+    **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("net.0.proj", "net.2")),
     **_within(SINGLE, {"linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear2": ("proj_out",)}),
     **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
 }
@@ -114,16 +113,7 @@ FLUX1: Mapping[str, Parts] = {
     **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
 }
 FLUX2: Mapping[str, Parts] = {
-    **_within(DOUBLE, FLUX_ATTENTION),
-    **_within(
-        DOUBLE,
-        {
-            "img_mlp.0": ("ff.linear_in",),
-            "img_mlp.2": ("ff.linear_out",),
-            "txt_mlp.0": ("ff_context.linear_in",),
-            "txt_mlp.2": ("ff_context.linear_out",),
-        },
-    ),
+    **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("linear_in", "linear_out")),
     **_within(SINGLE, {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}),
     **_embedder("time_in", "time_guidance_embed.timestep_embedder"),
     **_one(
@@ -146,14 +136,9 @@ WAN: Mapping[str, Parts] = {
     },
     "blocks.#.ffn.0": ("blocks.#.ffn.net.0.proj",),
     "blocks.#.ffn.2": ("blocks.#.ffn.net.2",),
-    **_one(
-        time_embedding__0="condition_embedder.time_embedder.linear_1",
-        time_embedding__2="condition_embedder.time_embedder.linear_2",
-        text_embedding__0="condition_embedder.text_embedder.linear_1",
-        text_embedding__2="condition_embedder.text_embedder.linear_2",
-        time_projection__1="condition_embedder.time_proj",
-        head__head="proj_out",
-    ),
+    **_embedder("time_embedding", "condition_embedder.time_embedder", (0, 2)),
+    **_embedder("text_embedding", "condition_embedder.text_embedder", (0, 2)),
+    **_one(time_projection__1="condition_embedder.time_proj", head__head="proj_out"),
 }
 KREA2: Mapping[str, Parts] = {
     **_within(
@@ -169,13 +154,11 @@ KREA2: Mapping[str, Parts] = {
             **{f"mlp.{name}": (f"ff.{name}",) for name in ("gate", "up", "down")},
         },
     ),
+    **_embedder("tmlp", "time_embed", (0, 2)),
+    **_embedder("txtmlp", "txt_in", (1, 3)),
     **_one(
         first="img_in",
-        tmlp__0="time_embed.linear_1",
-        tmlp__2="time_embed.linear_2",
         tproj__1="time_mod_proj",
-        txtmlp__1="txt_in.linear_1",
-        txtmlp__3="txt_in.linear_2",
         txtfusion__projector="text_fusion.projector",
         last__linear="final_layer.linear",
     ),
@@ -231,12 +214,8 @@ UNET_LAYERS = (
 SDXL: Mapping[str, Parts] = {
     **_within(UNET_TRANSFORMERS, {layer: (layer,) for layer in UNET_LAYERS}),
     **_within(UNET_RESNETS, {"emb_layers.1": ("time_emb_proj",)}),
-    **_one(
-        time_embed__0="time_embedding.linear_1",
-        time_embed__2="time_embedding.linear_2",
-        label_emb__0__0="add_embedding.linear_1",
-        label_emb__0__2="add_embedding.linear_2",
-    ),
+    **_embedder("time_embed", "time_embedding", (0, 2)),
+    **_embedder("label_emb.0", "add_embedding", (0, 2)),
 }
 """Of the published UNet, with two layers a stage; its convolutions are left out."""
 
@@ -258,14 +237,9 @@ SD3: Mapping[str, Parts] = {
             "context_block.adaLN_modulation.1": ("norm1_context.linear",),
         },
     ),
-    **_one(
-        t_embedder__mlp__0="time_text_embed.timestep_embedder.linear_1",
-        t_embedder__mlp__2="time_text_embed.timestep_embedder.linear_2",
-        y_embedder__mlp__0="time_text_embed.text_embedder.linear_1",
-        y_embedder__mlp__2="time_text_embed.text_embedder.linear_2",
-        context_embedder="context_embedder",
-        final_layer__linear="proj_out",
-    ),
+    **_embedder("t_embedder.mlp", "time_text_embed.timestep_embedder", (0, 2)),
+    **_embedder("y_embedder.mlp", "time_text_embed.text_embedder", (0, 2)),
+    **_one(context_embedder="context_embedder", final_layer__linear="proj_out"),
 }
 SD3_TURNED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
 """In the last block, whose text ends there: it has no gates and no feed-forward part."""
@@ -283,7 +257,14 @@ LAYOUTS: Mapping[str, Layout] = {
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
 """By class in diffusers."""
-KEPT_NAMES = frozenset({"QwenImageTransformer2DModel", "Kandinsky5Transformer3DModel", "ZImageTransformer2DModel"})
+KEPT_NAMES = frozenset(
+    {
+        "QwenImageTransformer2DModel",
+        "Kandinsky5Transformer3DModel",
+        "ZImageTransformer2DModel",
+        "LTX2VideoTransformer3DModel",
+    }
+)
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
 NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
 """In the published models, of Stable Diffusion 3.5 in the large one, by their configurations."""
@@ -318,9 +299,8 @@ def can_write(to: AdapterFormat, transformer: str) -> bool:
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
     """The layout whose authors' names these are; None if there is none.
 
-    Args:
-        widths: (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart.
-        transformer: class of the model, if it is known.
+    `widths` are (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart; `transformer` is the
+    model's class, if it is known.
     """
     known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
     fitting = [layout for layout in known if widths and layout.has_originals(widths)]

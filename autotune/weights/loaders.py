@@ -11,11 +11,12 @@ torch is imported inside functions.
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from safetensors import safe_open
 
@@ -44,20 +45,23 @@ CHUNK_BYTES = 256 << 20
 NamedTensors = Generator[tuple[str, "Tensor"], None, None]
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """One way of reading."""
 
     name: ClassVar[str]
 
     def unavailable_reason(self, device: "torch.device") -> str | None:
         """Why it cannot read to `device` on this machine, or None."""
+        return None
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         """Maximum that it holds besides the tensors that it has yielded, for files of `stored_bytes`.
 
         `shares_memory`: whether the file's cached pages count against the device, as on integrated GPUs.
         """
+        return 0
 
+    @abstractmethod
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
         """Yield every tensor of `source` once, by name, on `device`, as stored: same dtype, shape and bits.
 
@@ -65,13 +69,10 @@ class Loader(Protocol):
         """
 
 
-class MappedLoader:
+class MappedLoader(Loader):
     """Hugging Face's own reader over a memory map."""
 
-    name: ClassVar[str] = "safetensors"
-
-    def unavailable_reason(self, device: "torch.device") -> str | None:
-        return None
+    name = "safetensors"
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return stored_bytes if shares_memory else 0  # otherwise the system drops mapped pages when it needs memory
@@ -101,20 +102,17 @@ def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
             yield entry.name, stored.view(entry.torch_dtype).view(entry.shape).to(device)
 
 
-class PreadLoader:
+class PreadLoader(Loader):
     """Positional reads into one fresh buffer per tensor.
 
     The library's `backend="pread"` holds Python's lock while it reads, takes twice the memory of one tensor, and its
     buffers start at any multiple of 16 bytes, on which CPU kernels may round differently from run to run.
     """
 
-    name: ClassVar[str] = "pread"
+    name = "pread"
 
     def unavailable_reason(self, device: "torch.device") -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
-
-    def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        return 0
 
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
         for file in source.files:
@@ -164,10 +162,10 @@ def _allocate(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
     return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(entry.shape), memoryview(pages)
 
 
-class FastLoader:
+class FastLoader(Loader):
     """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the caller keeps."""
 
-    name: ClassVar[str] = "fastsafetensors"
+    name = "fastsafetensors"
 
     def unavailable_reason(self, device: "torch.device") -> str | None:
         if device.type not in {"cpu", "cuda"}:
@@ -194,7 +192,7 @@ class FastLoader:
             hf_weights_files=[str(file.path) for file in supported],
             queue_size=-1,  # one chunk at a time
             use_tqdm_on_load=False,
-            device=_with_index(device),
+            device=str(device) if device != torch.device("cuda") else f"cuda:{torch.cuda.current_device()}",
             nogds=not has_gds(),
             tensor_filter=frozenset(source.locations).__contains__,
             all_local=True,
@@ -227,11 +225,6 @@ def _is_supported(file: WeightFile) -> bool:
 def has_gds() -> bool:
     """Whether the driver of GPUDirect Storage is installed. Otherwise fastsafetensors must not ask for it."""
     return Path("/dev/nvidia-fs0").exists()
-
-
-def _with_index(device: "torch.device") -> str:
-    is_indexed = device.type != "cuda" or device.index is not None
-    return str(device) if is_indexed else f"cuda:{torch.cuda.current_device()}"
 
 
 LOADERS: Mapping[str, Loader] = {loader.name: loader for loader in (MappedLoader(), PreadLoader(), FastLoader())}

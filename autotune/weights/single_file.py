@@ -9,16 +9,16 @@ rows it is. Rows are bytes one after the other: they are read from where they li
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from autotune.errors import first_line
 from autotune.weights.errors import BadWeights, KeyMismatch
-from autotune.weights.files import TensorEntry, WeightFile
+from autotune.weights.files import TensorEntry
 from autotune.weights.loaders import read_tensor
 from autotune.weights.sources import WeightSource
 
@@ -43,6 +43,15 @@ Conversion = Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tenso
 """Makes a state under diffusers' names of one under other names, for a model of a configuration."""
 Run = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first one, and how many."""
+
+
+class StoredPart(NamedTuple):
+    """One component in a single file, under the names that it has there, without a prefix."""
+
+    source: WeightSource
+    tensors: Mapping[str, TensorEntry]
+    scales: Mapping[str, Tensor]
+    """Of the weights that have one, by the name of the weight."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +89,17 @@ def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
         KeyMismatch: the file holds another model.
         BadWeights: it is stored in a way that is not understood.
     """
-    (file,) = source.files
-    tensors, scales = split_scales(file, take_prefix(file, PREFIXES))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    kind = type(model).__name__
-    has_own_names = shapes.keys() <= tensors.keys() or not has_conversion(kind)
-    conversion = None if has_own_names else diffusers_conversion(kind)
-    return make_view(source, tensors, scales, shapes, kind, cast(Any, model).config, conversion)
+    part, shapes, kind = read_part(source, PREFIXES), shapes_of(model), type(model).__name__
+    has_own_names = shapes.keys() <= part.tensors.keys() or not has_conversion(kind)
+    return make_view(part, model, None if has_own_names else diffusers_conversion(kind), shapes)
 
 
 def make_view(
-    source: WeightSource,
-    tensors: Mapping[str, TensorEntry],
-    scales: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: str,
-    config: Mapping[str, Any],
+    part: StoredPart,
+    model: nn.Module,
     conversion: Conversion | None,
-    turned: frozenset[str] = frozenset(),
+    shapes: Mapping[str, tuple[int, ...]],
+    turned: Collection[str] = (),
 ) -> WeightSource:
     """Stored tensors under the names that `conversion` gives them, or their own; in the model's `shapes`, by name.
 
@@ -105,18 +107,23 @@ def make_view(
 
     Raises KeyMismatch and BadWeights as `view_as`.
     """
+    source, tensors, _ = part
     if conversion is None:
         runs = {name: [(name, 0, max((1, *entry.shape[:1])))] for name, entry in tensors.items()}
     else:
-        runs = _convert(source, tensors, kind, config, conversion)
+        runs = _convert(part, type(model).__name__, cast(Any, model).config, conversion)
     unknown = sorted(tensors.keys() - {stored for found in runs.values() for stored, _, _ in found} - DROPPED)
     if unknown:
         raise KeyMismatch(f"{source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE)
-    views = [_view(name, shapes.get(name), found, tensors, scales) for name, found in runs.items()]
-    views = [replace(view, is_turned=view.name in turned) for view in views]
+    views = [_view(name, shapes.get(name), name in turned, found, part) for name, found in runs.items()]
     views.sort(key=lambda view: view.pieces)
     (file,) = source.files
     return WeightSource(source.path, (replace(file, entries=tuple(views)),), is_view=True)
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
@@ -124,27 +131,19 @@ def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> s
 
     Raises BadWeights as `view_as`; if diffusers has no conversion, names are taken as they are.
     """
-    (file,) = source.files
-    tensors, _ = split_scales(file, take_prefix(file, PREFIXES))
-    names: Iterable[str] = tensors
-    if has_conversion(kind):
-        names = _convert(source, tensors, kind, config, diffusers_conversion(kind))
+    part = read_part(source, PREFIXES)
+    names = _convert(part, kind, config, diffusers_conversion(kind)) if has_conversion(kind) else part.tensors
     return {name.partition(".")[0] for name in names}
 
 
-def take_prefix(file: WeightFile, prefixes: Iterable[str]) -> dict[str, TensorEntry]:
-    """The entries of one component, by their names without a prefix; all, if no name has any."""
-    for prefix in prefixes:
-        found = {name.removeprefix(prefix): entry for name, entry in file.by_name.items() if name.startswith(prefix)}
-        if found:
-            return found
-    return dict(file.by_name)
+def read_part(source: WeightSource, prefixes: Iterable[str]) -> StoredPart:
+    """The component whose names begin with the first of `prefixes` that any name has; if none has, all of the file.
 
-
-def split_scales(
-    file: WeightFile, entries: Mapping[str, TensorEntry]
-) -> tuple[dict[str, TensorEntry], dict[str, Tensor]]:
-    """Weights, and the scales of those that have one, by the name of the weight; scales are read."""
+    Only scales are read. Raises BadWeights as `view_as`.
+    """
+    (file,) = source.files
+    used = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in file.by_name)), "")
+    entries = {name.removeprefix(used): entry for name, entry in file.by_name.items() if name.startswith(used)}
     tensors = {name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))}
     scales: dict[str, Tensor] = {}
     for name, entry in entries.items():
@@ -156,7 +155,7 @@ def split_scales(
             message = f"{file.path}: {weight} is quantized in a way that is not understood"
             raise BadWeights(message, hint="take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself")
         scales[weight] = read_tensor(file, entry).float().reshape(-1)
-    return tensors, scales
+    return StoredPart(source, tensors, scales)
 
 
 def _scale_shapes(stored: TensorEntry) -> tuple[tuple[int, ...], ...]:
@@ -180,19 +179,14 @@ def diffusers_conversion(kind: str) -> Conversion:
     return lambda state, config: function(checkpoint=state, config=config)
 
 
-def _convert(
-    source: WeightSource,
-    tensors: Mapping[str, TensorEntry],
-    kind: str,
-    config: Mapping[str, Any],
-    conversion: Conversion,
-) -> dict[str, list[Run]]:
+def _convert(part: StoredPart, kind: str, config: Mapping[str, Any], conversion: Conversion) -> dict[str, list[Run]]:
     """The stored rows of each tensor of the model, by running the conversion on markers.
 
     Raises:
         KeyMismatch: the conversion does not find what it needs.
         BadWeights: it does more than to rename and to rearrange rows, or to turn a square matrix.
     """
+    source, tensors, _ = part
     order, unit = list(tensors), _unit(kind, tensors)
     prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
     markers = {prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)}
@@ -235,14 +229,9 @@ def _runs(name: str, marker: Tensor, order: list[str], unit: int, tensors: Mappi
     return found
 
 
-def _view(
-    name: str,
-    shape: tuple[int, ...] | None,
-    runs: list[Run],
-    tensors: Mapping[str, TensorEntry],
-    scales: Mapping[str, Tensor],
-) -> TensorView:
+def _view(name: str, shape: tuple[int, ...] | None, is_turned: bool, runs: list[Run], part: StoredPart) -> TensorView:
     """The tensor that is made of these rows; in the model's `shape` if it has as many elements."""
+    _, tensors, scales = part
     first, num_rows = tensors[runs[0][0]], sum(count for _, _, count in runs)
     if any((tensors[stored].dtype, tensors[stored].shape[1:]) != (first.dtype, first.shape[1:]) for stored, *_ in runs):
         raise BadWeights(f"{name} is made of tensors that differ in dtype or width", hint=NAME_BASE)
@@ -257,4 +246,4 @@ def _view(
     scale = torch.cat(factors) if any(stored in scales for stored, *_ in runs) else None
     if shape is None or math.prod(shape) != math.prod(as_stored):
         shape = as_stored  # which is refused later, with both shapes
-    return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale)
+    return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale, is_turned)

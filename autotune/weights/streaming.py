@@ -9,7 +9,7 @@ of the model.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ Transform = Callable[[str, nn.Module], nn.Module | None]
 """Called once with a module's qualified name and the module, as soon as all parameters and buffers of its own have
 arrived. It may change the module in place, or return another one to replace it."""
 
+Rename = Callable[[str], str]
+"""Returns the model's name of a stored tensor (`building.transformers_renaming`)."""
+
 TRIM_EVERY_BYTES = 4 << 20
 """Bytes of converted tensors after which free memory and pages of the file are returned to the system."""
 
@@ -42,7 +45,7 @@ def load_into(
     loader: str = "safetensors",
     device: str = "cpu",
     dtype_policy: DtypePolicy | None = None,
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     transform: Transform | None = None,
 ) -> None:
     """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation mode.
@@ -60,8 +63,7 @@ def load_into(
     loader = _loader_for(source, loader)
     stream_from = get_loader(loader, target).stream
     slots = _find_slots(model)
-    names = {stored: rename(stored) if rename else stored for stored in source.locations}
-    _check_match(model, slots, source, names)
+    names = _check_match(model, slots, source, rename)
     converted: list[Tensor] = []
     converted_bytes = 0
     filler = _Filler(model, slots, transform)
@@ -70,7 +72,7 @@ def load_into(
             name = names[stored]
             if name in filler.by_name:
                 slot = filler.by_name[name]
-                dtype = dtype_policy(name, tensor.dtype) if dtype_policy else slot.dtype
+                dtype = dtype_policy(name, tensor.dtype) if dtype_policy else slot.tensor.dtype
                 filler.fill(slot, tensor.to(dtype))
                 if transform or dtype != tensor.dtype or target.type != "cpu":
                     converted_bytes += tensor.nbytes
@@ -85,7 +87,7 @@ def load_into(
         _return_memory(converted)
 
 
-def check_source(model: nn.Module, source: WeightSource, rename: Callable[[str], str] | None = None) -> None:
+def check_source(model: nn.Module, source: WeightSource, rename: Rename | None = None) -> None:
     """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read nothing.
 
     `rename` as for `load_into`.
@@ -93,9 +95,7 @@ def check_source(model: nn.Module, source: WeightSource, rename: Callable[[str],
     Raises:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
     """
-    _check_match(
-        model, _find_slots(model), source, {name: rename(name) if rename else name for name in source.locations}
-    )
+    _check_match(model, _find_slots(model), source, rename)
 
 
 def stream_tensors(
@@ -143,15 +143,11 @@ def fill_random(
     slots = _find_slots(model)
     filler = _Filler(model, slots, transform)
     for slot in slots:
-        dtype = dtype_policy(slot.name, slot.dtype) if dtype_policy else slot.dtype
-        filler.fill(slot, _draw(slot, target, seed).to(dtype))
+        dtype = dtype_policy(slot.name, slot.tensor.dtype) if dtype_policy else slot.tensor.dtype
+        is_known = slot.is_buffer and not slot.tensor.is_meta
+        values = slot.tensor.to(target) if is_known else draw_random(slot.name, slot.tensor, target, seed)
+        filler.fill(slot, values.to(dtype))
     filler.finish(target)
-
-
-def _draw(slot: "_Slot", device: torch.device, seed: int) -> Tensor:
-    if slot.is_buffer and not slot.tensor.is_meta:
-        return slot.tensor.to(device)
-    return draw_random(slot.name, slot.tensor, device, seed)
 
 
 def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
@@ -174,10 +170,6 @@ class _Slot:
     @property
     def name(self) -> str:
         return self.names[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
 
     @property
     def is_buffer(self) -> bool:
@@ -253,8 +245,12 @@ class _Filler:
             torch.cuda.empty_cache()
 
 
-def _check_match(model: nn.Module, slots: tuple[_Slot, ...], source: WeightSource, names: Mapping[str, str]) -> None:
-    """Raise KeyMismatch, ShapeMismatch or DtypeMismatch unless the headers are those of the model's weights."""
+def _check_match(
+    model: nn.Module, slots: tuple[_Slot, ...], source: WeightSource, rename: Rename | None
+) -> dict[str, str]:
+    """The model's name of each stored tensor. Raises KeyMismatch, ShapeMismatch or DtypeMismatch unless the headers are
+    those of the model's weights."""
+    names = {stored: rename(stored) if rename else stored for stored in source.locations}
     entries: dict[str, TensorEntry] = {}
     for stored, name in names.items():
         entry = source.locations[stored][1]
@@ -272,12 +268,13 @@ def _check_match(model: nn.Module, slots: tuple[_Slot, ...], source: WeightSourc
     for slot in slots:
         for name in set(slot.names) & entries.keys():
             _check_slot(slot, name, entries[name])
+    return names
 
 
 def _check_slot(slot: _Slot, name: str, entry: TensorEntry) -> None:
     if entry.shape != tuple(slot.tensor.shape):
         message = f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
         raise ShapeMismatch(message, hint=OTHER_MODEL)
-    if entry.torch_dtype.is_floating_point != slot.dtype.is_floating_point:
-        message = f"{name} is {entry.dtype} in the file, {slot.dtype} in the model"
+    if entry.torch_dtype.is_floating_point != slot.tensor.dtype.is_floating_point:
+        message = f"{name} is {entry.dtype} in the file, {slot.tensor.dtype} in the model"
         raise DtypeMismatch(message, hint="quantized files cannot be loaded; load the original and quantize it")

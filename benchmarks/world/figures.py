@@ -13,22 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from scenes import EXCLUDED, draw_scene
+from scenes import EXCLUDED, PLACES, draw_pair, draw_placed, draw_scene
 
 from autotune.demo.judge import read_image
 from autotune.demo.lesson import load_pipeline, sample_images
-from autotune.demo.world import (
-    COLORS,
-    GROUNDS,
-    KNOWN_SHAPES,
-    NEW_SHAPES,
-    PLACES,
-    SIZE_PX,
-    Scene,
-    draw_centered,
-    draw_pair,
-    draw_placed,
-)
+from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, NEW_SHAPES, SIZE_PX, Scene, draw_centered
 
 
 def excluded_prompts(per_combination: int) -> list[Scene]:

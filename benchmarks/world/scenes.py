@@ -8,11 +8,36 @@ import numpy as np
 import torch
 from PIL.Image import Image
 
-from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, PLACES, Scene, draw_centered, draw_pair, draw_placed
+from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, SIZE_PX, Figure, Scene, draw_centered
 
 EXCLUDED_FILE = Path(__file__).with_name("excluded.txt")
 EXCLUDED = frozenset(tuple(line.split()) for line in EXCLUDED_FILE.read_text().splitlines())
 """(color, shape, ground) that pretraining never sees."""
+
+
+PLACES = {"on the left": (-1, 0), "on the right": (1, 0), "at the top": (0, -1), "at the bottom": (0, 1)}
+MARGIN_PX = 3
+
+
+def draw_placed(rng: random.Random, shape: str, color: str, ground: str, place: str) -> Scene:
+    """One smaller figure at a side."""
+    size = rng.uniform(26, 32)
+    room = SIZE_PX - size - 2 * MARGIN_PX
+    left, top = (
+        MARGIN_PX + room * {0: rng.uniform(0.4, 0.6), -1: rng.uniform(0, 0.1), 1: rng.uniform(0.9, 1)}[side]
+        for side in PLACES[place]
+    )
+    return Scene((Figure(shape, color, left, top, size),), ground, place)
+
+
+def draw_pair(rng: random.Random, left: tuple[str, str], right: tuple[str, str], ground: str) -> Scene:
+    """Two figures (shape, color) side by side."""
+    figures = []
+    for start, (shape, color) in zip((MARGIN_PX, SIZE_PX // 2 + MARGIN_PX), (left, right), strict=True):
+        size = rng.uniform(21, 25)
+        across = start + rng.random() * (SIZE_PX // 2 - 2 * MARGIN_PX - size)
+        figures.append(Figure(shape, color, across, SIZE_PX / 2 - size / 2 + rng.uniform(-4, 4), size))
+    return Scene(tuple(figures), ground)
 
 
 def draw_scene(rng: random.Random, shapes: Sequence[str] = KNOWN_SHAPES) -> Scene:

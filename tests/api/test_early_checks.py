@@ -62,7 +62,7 @@ def test_what_is_wrong_is_told_before_the_rates_are_measured(
         pytest.fail("the rates are being measured")
 
     monkeypatch.setattr("autotune.hardware.store.measure_rates", measure)
-    monkeypatch.setattr("autotune.hardware.store._load_sound", lambda path: None)
+    monkeypatch.setattr("autotune.hardware.store.has_valid_rates", lambda saved, now: False)
     arguments, words = WRONG[what]
     with pytest.raises(AutotuneError, match=words):
         autotune.plan(str(small[0]), **arguments(small[1], tmp_path / "data"), path=tmp_path / "plan.yaml")

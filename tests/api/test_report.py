@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,7 +227,8 @@ def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_large_run_stays_under_8_mb(run: Path) -> None:
     for step in range(100, 3000, 20):
-        noise(run / f"previews/step-{step:06}-0.png", 400)
+        preview = run / f"previews/step-{step:06}-0.png"
+        noise(preview, 400) if step == 100 else shutil.copy(run / "previews/step-000100-0.png", preview)
     assert (autotune.report(run)).stat().st_size < 8e6
 
 

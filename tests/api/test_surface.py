@@ -10,39 +10,36 @@ from hypothesis import strategies as st
 
 import autotune
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
-from autotune.cli.options import JobOptions
+from autotune.cli.options import JobOptions, WorkloadOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
 from autotune.errors import InvalidInput
 from autotune.schema.events import Event, event_line, parse_event
 
 FUNCTIONS = """
-    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
-    export_records fetch find_record import_config import_records inspect_weights is_first_process job_script
-    judge_lesson list_choices list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan
-    plan_from_config
-    plan_text plan_variants prepare_process probe prune_records publish pull_records push_records read_record report
-    require_gpu require_hub sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
+    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config export_records
+    fetch find_record import_config import_records inspect_weights is_first_process job_script judge_lesson list_choices
+    list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan plan_from_config plan_text
+    plan_variants prepare_process probe prune_records publish pull_records push_records read_record report require_gpu
+    require_hub sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
-    DataReport Demo
-    Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides
-    ModelSpec ModelSummary
-    PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace
-    Subject SubjectRun TrainingPlan Transfer TrialResult Workload WorkloadOptions
+    DataReport Demo Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job
+    JobOverrides ModelSpec ModelSummary PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary
+    RecordVerdict RunReport SearchSpace Subject SubjectRun TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
     CandidatesPredicted Event Notice PhaseStarted PreviewsWritten Progressed RecordsMatched RunStarted SearchSpaceBuilt
     StatusChanged StepFinished TrialFinished TrialStarted
 """
 ERRORS = """
-    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted
-    PlanNotWritten Preempted
+    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted PlanNotWritten
+    Preempted
 """
 MAIN = """
     probe estimate fetch plan train sample load_plan load_variants check doctor list_gpus list_models save_plan
-    list_choices
-    load_subjects subject_job train_many import_config plan_from_config export_config audit compare plan_variants report
+    list_choices load_subjects subject_job train_many import_config plan_from_config export_config audit compare
+    plan_variants report
 """
 
 
@@ -74,7 +71,8 @@ def test_overrides_of_a_job_are_its_fields() -> None:
 
 
 def test_options_of_the_plan_command_are_arguments_of_plan() -> None:
-    own = {field.name for field in dataclasses.fields(PlanCommandOptions)} - {"model", "data", "as_json", "list_knobs"}
+    fields = [*dataclasses.fields(PlanCommandOptions), *dataclasses.fields(WorkloadOptions)]
+    own = {field.name for field in fields} - {"model", "data", "as_json", "list_knobs"}
     assert own <= set(autotune.PlanOptions.__annotations__)
     job = {field.name for field in dataclasses.fields(JobOptions)}
     assert own | job | {"num_frames"} >= set(autotune.PlanOptions.__annotations__) - set(
@@ -96,7 +94,7 @@ def test_settings_that_do_not_exist_are_refused_by_estimate() -> None:
 
 
 def test_amounts_are_read_as_people_write_them() -> None:
-    assert (memory_bytes("1.5GB"), memory_bytes(7)) == (1_500_000_000, 7)
+    assert [*map(memory_bytes, ("20GiB", " 900 mib", "1.5GB", 7))] == [20 * 2**30, 900 * 2**20, 1_500_000_000, 7]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
     assert link_bytes_per_second("400Gbps") == link_bytes_per_second("50 GB/s") == link_bytes_per_second(50e9) == 50e9
     for wrong in ("400", "0Gbps", "400 gb", "-1Gbps"):

@@ -21,7 +21,6 @@ from autotune.errors import InvalidInput
 from autotune.runtime.process import limit_thread_spinning
 from autotune.schema.events import Notice
 from tests.conftest import autotune, autotune_here
-from tests.forked import autotune_forked
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
 
@@ -215,10 +214,6 @@ def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
         memory_bytes(text)
 
 
-def test_amounts_of_memory_in_both_kinds_of_units() -> None:
-    assert [memory_bytes(text) for text in ("20GiB", " 900 mib", "1.5GB")] == [20 * 2**30, 900 * 2**20, 1_500_000_000]
-
-
 @pytest.mark.parametrize("wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)])
 def test_numbers_beyond_any_use_are_refused_before_anything_is_read(
     capfd: pytest.CaptureFixture[str], wrong: tuple[str, str]
@@ -324,13 +319,13 @@ def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixtur
     assert [text.strip() for text in capfd.readouterr()] == ["model  /models/[/red] [bold]v2"] * 2
 
 
-def test_progress_can_be_read_by_programs_or_left_out() -> None:
-    process = autotune_forked("--progress", "json", "probe", "--quick", "--json")
+def test_progress_can_be_read_by_programs_or_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    process = autotune_here(capfd, "--progress", "json", "probe", "--quick", "--json")
     first, *_ = (json.loads(line) for line in process.stderr.splitlines())
     assert first == {"event": "StatusChanged", "text": "reading the machine"}
     assert json.loads(process.stdout)["device"]["kind"]
-    assert autotune_forked("--progress", "none", "probe", "--quick").stderr == ""
-    assert autotune_forked("--progress", "loud", "models").returncode == 2
+    assert autotune_here(capfd, "--progress", "none", "probe", "--quick").stderr == ""
+    assert autotune_here(capfd, "--progress", "loud", "models").returncode == 2
 
 
 def test_errors_hints_and_warnings_are_wrapped_for_a_terminal_and_whole_in_a_log(

@@ -109,7 +109,8 @@ for words in json.loads(sys.argv[1]):
             main()
         except SystemExit as ended:
             status = ended.code or 0
-    told.append((status, said.getvalue(), sorted({{*{HEAVY!r}}} & (sys.modules.keys() - before))))
+    imported = {{name for name, module in sys.modules.items() if module and name not in before}}
+    told.append((status, said.getvalue(), sorted(imported.intersection({HEAVY!r}))))
 print(json.dumps(told))
 """
 

@@ -14,7 +14,7 @@ from autotune.knobs import KNOBS
 from autotune.reporting.run import step_text
 from autotune.reporting.text import smoothed
 from autotune.schema.candidate import Candidate
-from autotune.schema.events import RunStarted, TrialStarted
+from autotune.schema.events import RunStarted, SearchSpaceBuilt, TrialFinished, TrialStarted
 from autotune.schema.plan import TrainingPlan
 from tests.cli.test_cli import autotune
 from tests.planning.golden import FOLDER
@@ -106,16 +106,21 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
 
 
-def test_the_bar_of_trials_keeps_its_name_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_trials", [3, 1])
+def test_the_bar_of_trials_tells_its_name_and_the_time_left(monkeypatch: pytest.MonkeyPatch, max_trials: int) -> None:
     console = terminal.PlainConsole(stderr=True)
     console.size, console._force_terminal = (80, 25), True
     monkeypatch.setattr(terminal, "err", console)
+    plan = golden_plan()
     with show_events() as show, console.capture():
-        show(TrialStarted(candidate=with_everything_unusual(golden_plan()).frozen.settings))
+        show(SearchSpaceBuilt(workload=plan.frozen.workload, num_candidates=9, max_trials=max_trials))
+        show(TrialFinished(result=plan.frozen.trials[0].changed(wall_seconds=400.0)))
+        show(TrialStarted(candidate=with_everything_unusual(plan).frozen.settings))
         with console.capture() as captured:
             console.print(show.progress.get_renderable())
-    (line,) = captured.get().splitlines()
+    line = captured.get().splitlines()[-1]
     assert line.startswith("trials ")
+    assert ("1/3" in line, "≤ 0:13:20" in line) == (max_trials == 3,) * 2, "beyond the limit nobody knows"
     assert "batch 7" in line
     assert "…" in line
     assert len(line) <= 80

@@ -21,6 +21,7 @@ DEPTHS = {
 }
 
 
+@pytest.mark.quick(("flux1-dev", "2-3,5"), ("sd3.5", "cpu"))
 @pytest.mark.parametrize(
     ("name", "rules", "adapted"),
     [

@@ -150,7 +150,14 @@ def _live_caches(transformer):
                 yield value.untyped_storage()._cdata
 
 
-@pytest.mark.quick("qwen-image", "flux1-dev", "wan-2.1", "qwen-image-2.1")
+@pytest.mark.quick(
+    ("qwen-image", 1.0, "none"),
+    ("flux1-dev", 0.5, "none"),
+    ("wan-2.1", 0.5, "none"),
+    ("sdxl", 0.5, "none"),
+    ("qwen-image", 0.5, "fp8-matmul"),
+    ("qwen-image", 1.0, "bnb-nf4"),
+)
 @pytest.mark.parametrize(
     ("name", "share", "quantization"),
     [
@@ -173,6 +180,11 @@ def _live_caches(transformer):
         ("wan-2.1", 0.0, "none"),
         ("wan-2.1", 0.5, "none"),
         ("wan-2.2", 1.0, "none"),
+        ("wan-2.2-14b", 0.5, "none"),
+        ("flux2-dev", 0.5, "none"),
+        ("qwen-image-edit", 0.5, "none"),
+        ("ltx-2.3", 0.0, "none"),
+        ("ltx-2.3", 0.5, "none"),
         ("sdxl", 0.0, "none"),
         ("sdxl", 0.5, "none"),
         ("sdxl", 1.0, "none"),
@@ -204,7 +216,7 @@ def test_peak_with_fused_norm_and_rope(predictor, name, share):
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 
 
-@pytest.mark.quick("qwen-image", "flux1-dev")
+@pytest.mark.quick("flux1-dev")
 @pytest.mark.parametrize(
     ("name", "whole", "selective", "quantization", "precision"),
     [
@@ -238,6 +250,7 @@ def test_peak_with_compiled_norm_and_rope(predictor, name):
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 
 
+@pytest.mark.quick("flux1-dev")
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [

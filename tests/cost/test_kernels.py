@@ -7,6 +7,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
+from autotune.cost.small_kernels import CACHE_GAIN, KERNEL_SECONDS
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
@@ -53,6 +54,41 @@ def test_kernels_made_for_ampere_do_not_grow_with_blackwells_peak():
 def measured(card: str, rates: dict[str, float]):
     known = (Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1) for name, value in rates.items())
     return gpu(card).model_copy(update={"rates": tuple(known)})
+
+
+RANK_16 = ("matmul", (4096, 3072, 16), 2 * 4096 * 3072 * 16, 2 * (4096 * 3072 + 3072 * 16 + 4096 * 16))
+
+
+def test_no_kernel_of_a_gpu_is_shorter_than_a_floor():
+    tiny = ("elementwise", (), 0, 64)
+    assert Rates(gpu("nvidia-h100-sxm"), "bf16", "native", "cudnn").seconds(tiny) == KERNEL_SECONDS
+    one = measured("nvidia-h100-sxm", {"kernel.least": 2e-6})
+    assert Rates(one, "bf16", "native", "cudnn").seconds(tiny) == 2e-6
+    assert Rates(cpu(), "fp32", "native", "cpu").seconds(tiny) < 1e-6
+
+
+def test_what_fits_the_cache_moves_faster():
+    """50 MiB: up to half of it is taken to be there still."""
+    rates = {"memory.bandwidth": 3e12, "memory.cache": 9e12, "matmul.bf16.4096x3072x3072": 5e14}
+    for card, gain in ((gpu("nvidia-h100-sxm"), CACHE_GAIN), (measured("nvidia-h100-sxm", rates), 3)):
+        inside, outside = (
+            size / Rates(card, "bf16", "native", "cudnn").seconds(("elementwise", (), 0, size))
+            for size in (25 * 2**20, 26 * 2**20)
+        )
+        assert inside / outside == pytest.approx(gain)
+
+
+def test_products_of_a_rank_take_the_time_of_their_bytes_as_measured_and_leave_others_alone():
+    rank_8 = ("matmul", (4096, 3072, 8), RANK_16[2] // 2, RANK_16[3] // 2)
+    rates = {"matmul.bf16.4096x3072x3072": 5e14, "memory.bandwidth": 3e12}
+    measured_thin = measured("nvidia-h100-sxm", {**rates, "matmul.bf16.4096x3072x16": RANK_16[2] / 2e-5})
+    known, unknown = (
+        Rates(one, "bf16", "native", "cudnn") for one in (measured_thin, measured("nvidia-h100-sxm", rates))
+    )
+    assert known.seconds(RANK_16) == pytest.approx(2e-5)
+    assert known.seconds(rank_8) == pytest.approx(1e-5)
+    assert known.matmul_rate((2048, 3072, 768)) == unknown.matmul_rate((2048, 3072, 768))
+    assert unknown.seconds(RANK_16) == pytest.approx(RANK_16[3] / unknown.bandwidth)
 
 
 def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks():

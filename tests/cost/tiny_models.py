@@ -107,6 +107,15 @@ TINY: dict[str, dict[str, Any]] = {
         "context_in_dim": 48,
         "axes_dims_rope": (8, 12, 12),
     },
+    "ltx-2.3": {
+        "num_layers": 5,
+        "rope_type": "split",
+        "use_prompt_embeddings": False,
+        "perturbed_attn": True,
+        **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+        **{"num_attention_heads": 4, "attention_head_dim": 32, "cross_attention_dim": 128},
+        **{"audio_num_attention_heads": 4, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 64},
+    },
     "wan-2.1": WAN,
     "wan-2.2-14b": WAN,
     "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},
@@ -145,7 +154,7 @@ def gpu(name: str) -> HardwareProfile:
 def workload_of(name: str, **changes: Any) -> Workload:
     family, config = FAMILIES[name], TINY.get(name, {})
     config = changes.pop("config", config)
-    frames = 5 if family.can_train_clips else 1
+    frames = 1 + family.frames_per_latent if family.can_train_clips else 1
     values: dict[str, Any] = {
         "model": ModelSpec(
             family=name,

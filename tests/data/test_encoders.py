@@ -76,7 +76,8 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
     pipeline = encoders.load_pipeline()
     embeddings(small, pipeline)
     for name in encoders.model.family.text_encoders:
-        assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
+        part = getattr(pipeline, name)
+        assert all(parameter.is_meta for parameter in getattr(part, name, part).parameters())
 
 
 @pytest.mark.quick(*KINDS)
@@ -84,6 +85,8 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
 def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_format: str, least: float) -> None:
     if WEIGHT_FORMATS[weight_format].hides_dtype and small.family.casts_to_weight_dtype:
         pytest.skip("planning refuses it")
+    if small.family.connectors:  # of two in a row the angles add up
+        least = 2 * least**2 - 1
     encoders = encoders_of(small, CachingSettings(text_encoder_quantization=weight_format))
     expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.load_pipeline())
     for name, tensor in expected.items():

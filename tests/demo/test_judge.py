@@ -9,18 +9,8 @@ from PIL import Image, ImageFilter
 
 from autotune.demo.judge import Reading, read_image, score_image
 from autotune.demo.lesson import known_scenes, taught_scenes, unseen_scenes
-from autotune.demo.world import (
-    COLORS,
-    GROUNDS,
-    KNOWN_SHAPES,
-    NEW_SHAPES,
-    PLACES,
-    SIZE_PX,
-    Scene,
-    draw_centered,
-    draw_pair,
-    draw_placed,
-)
+from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, NEW_SHAPES, SIZE_PX, Scene, draw_centered
+from benchmarks.world.scenes import PLACES, draw_pair, draw_placed
 
 SHAPES = (*KNOWN_SHAPES, *NEW_SHAPES)
 COUNT = 1000

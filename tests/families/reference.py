@@ -179,7 +179,30 @@ def sd3(transformer, noisy, sigma, sample: Tensors):
     ).sample[0][:, None]
 
 
+def ltx_2(transformer, noisy, sigma, sample: Tensors):
+    """Of a picture: what a model with sound says of it while neither hears the other, whatever the sound."""
+    _, frames, height, width = noisy.shape
+    sound = torch.Generator().manual_seed(1)
+    out = transformer(
+        torch.stack([noisy[:, t, y, x] for t in range(frames) for y in range(height) for x in range(width)])[None],
+        torch.randn(1, 5, transformer.config.audio_in_channels, generator=sound),
+        sample["prompt_embeds"][None],
+        torch.randn(1, 3, transformer.config.audio_cross_attention_dim, generator=sound),
+        timestep=torch.full((1, frames * height * width), 1000 * sigma),
+        audio_timestep=torch.tensor([[300.0]]),
+        sigma=torch.tensor([1000 * sigma]),
+        num_frames=frames,
+        height=height,
+        width=width,
+        fps=24.0,
+        audio_num_frames=5,
+        isolate_modalities=True,
+    ).sample
+    return torch.einsum("pc->cp", out[0]).reshape(noisy.shape)
+
+
 PREDICTIONS = {
+    "ltx-2.3": ltx_2,
     "sd3.5": sd3,
     "chroma": chroma,
     "flux1-kontext": flux_kontext,

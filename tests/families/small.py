@@ -36,7 +36,7 @@ class Small:
 
     @property
     def bucket(self) -> Bucket:
-        frames = 5 if self.family.can_train_clips else 1
+        frames = 1 + self.family.frames_per_latent if self.family.can_train_clips else 1
         width = 48 if 48 % self.family.size_multiple_px == 0 else 96
         return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
 

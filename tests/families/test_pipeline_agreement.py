@@ -15,7 +15,8 @@ AREA = 64 * 64
 
 
 def _calls(transformer, monkeypatch, answer=None):
-    """Records every call of `transformer`: its noisy input and what it returns; with `answer`, that instead."""
+    """Records every call of `transformer`: its noisy input and what it returns; with `answer`, that instead. Of a model
+    with sound those in which the picture does not hear it, as in training."""
     calls = []
     forward = transformer.forward
 
@@ -24,7 +25,8 @@ def _calls(transformer, monkeypatch, answer=None):
         hidden = args[0] if args else kwargs["hidden_states"]
         hidden = hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)  # a pipeline may write into it
         output = output if answer is None else answer(output)
-        calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
+        if kwargs.get("isolate_modalities", True):
+            calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
         return output
 
     monkeypatch.setattr(transformer, "forward", record)
@@ -44,7 +46,9 @@ def _options(small, monkeypatch):
     if family.name == "chroma":
         mask_padding(small.pipeline, monkeypatch)
     if family.can_train_clips:
-        options["num_frames"] = 5
+        options["num_frames"] = small.bucket.num_frames
+    if family.name == "ltx-2.3":
+        options |= {"audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0, "guidance_rescale": 0.0}
     return options
 
 
@@ -78,6 +82,8 @@ def _unpack(family, hidden, shape):
     if family.name.startswith("kandinsky5"):
         return hidden[..., :channels].permute(0, 4, 1, 2, 3)
     if hidden.ndim == 3:
+        if family.can_train_clips:
+            return hidden.mT.reshape(1, *shape)
         rows, columns = height // family.patch, width // family.patch
         tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
@@ -167,6 +173,9 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
 
 def _still(output):
     if isinstance(output, tuple):
-        first = output[0]
-        return ([torch.zeros_like(one) for one in first] if isinstance(first, list) else torch.zeros_like(first),)
+        return _still_of(output[0]), *output[1:]
     return type(output)(sample=torch.zeros_like(output.sample))
+
+
+def _still_of(first):
+    return [torch.zeros_like(one) for one in first] if isinstance(first, list) else torch.zeros_like(first)

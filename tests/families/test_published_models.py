@@ -49,6 +49,8 @@ NUM_BLOCKS = {
     "sd3.5-turbo": 38,
     "z-image": 34,
     "z-image-turbo": 34,
+    "ltx-2.3": 48,
+    "ltx-2": 48,
 }
 
 
@@ -68,7 +70,8 @@ def test_autoencoders_decode_in_tiles_of_the_published_size(name):
     with torch.device("meta"):
         vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
     sides = [getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")]
-    assert max(filter(None, sides)) == (1024 if parts.vae_class in ("AutoencoderKL", "AutoencoderKLFlux2") else 256)
+    others = {"AutoencoderKL": 1024, "AutoencoderKLFlux2": 1024, "AutoencoderKLLTX2Video": 512}
+    assert max(filter(None, sides)) == others.get(parts.vae_class, 256)
 
 
 def _written_configs(family):
@@ -85,7 +88,7 @@ def published_folder(folder, name):
     transformer, vae = CONFIGS.get(name) or _written_configs(family)
     for part in family.components:
         (folder / part).mkdir()
-        if part.startswith("text_encoder"):
+        if part in family.text_encoders:
             save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
     parts = {family.denoiser: family.transformer_class, "vae": family.parts.vae_class}
     named = {"_class_name": family.pipeline_class, **family.pipeline_config}

@@ -106,7 +106,7 @@ def _catch(caught, decode, vae, latents, *args, **kwargs):
     return decode(vae, latents, *args, **kwargs)
 
 
-@pytest.mark.quick("qwen-image", "sdxl")
+@pytest.mark.quick("qwen-image")
 def test_overfitting_one_image_brings_samples_closer_to_it(small, short_prompts, learnable_image, monkeypatch):
     """Distances are between latents: the small pipelines' VAEs are random, so their pixels say little."""
     frames = small.bucket.num_frames

@@ -5,6 +5,7 @@ import pytest
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
+from autotune.hardware.rates import Meter
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.trials.parity import check_parity
@@ -41,3 +42,9 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardwar
         if capability.name in must and not capability.available
     ]
     assert not failed
+
+
+def test_small_kernels_are_measured_without_the_host(hardware):
+    meter = Meter(hardware, lambda: None)
+    assert 3e-7 < meter.small("kernel.least").value < 1e-5
+    assert meter.small("memory.cache").value > 0.8 * meter.bandwidth().value

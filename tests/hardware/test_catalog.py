@@ -216,7 +216,7 @@ def test_a_catalog_card_can_be_told_to_have_a_package() -> None:
     assert "leave --assume out" in old.value.hint
     with pytest.raises(InvalidInput, match="sageattention") as useless:
         hardware_for("4090", assume=["sageattention"])
-    assert useless.value.hint == "these can be assumed: flash-attn, xformers"
+    assert useless.value.hint == "these can be assumed: flash-attn, flash-attn-3, flash-attn-4, xformers"
     with pytest.raises(InvalidInput, match="known"):
         hardware_for(told.changed(origin="probe"), assume=["flash-attn"])
     with pytest.raises(InvalidInput, match="known"):

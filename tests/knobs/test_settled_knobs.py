@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from autotune.backends import WEIGHT_FORMATS
+from autotune.errors import InvalidInput
 from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
 from autotune.hardware.store import hardware_named
@@ -205,6 +206,27 @@ def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures
         assert choices.on_request[name] == f"published for its kernel is {speed} times the speed of native"
     without = attention_choices(hardware_named(card), padding)
     assert without.rejected["flash"] == "package: flash_attn is not installed"
+
+
+@pytest.mark.parametrize(
+    ("card", "package", "name", "says"),
+    [
+        ("h100-sxm", "flash-attn-3", "flash-3", None),
+        ("h100-sxm", "flash-attn-4", "flash-4", "published for its kernel is 0.96 times the speed of native"),
+        ("b200", "flash-attn-4", "flash-4", None),
+        ("5090", "flash-attn-4", "flash-4", "published for its kernel is 1.00 times the speed of native"),
+    ],
+)
+def test_later_versions_of_flash_attention_are_tried_where_they_are_published_to_be_faster(card, package, name, says):
+    choices = attention_choices(with_assumed_packages(hardware_named(card), [package]), "exact")
+    assert choices.admitted == (("native", name) if says is None else ("native",))
+    assert choices.on_request.get(name) == says
+
+
+def test_flash_attention_3_runs_on_hopper_alone():
+    for card in ("b200", "4090"):
+        with pytest.raises(InvalidInput, match="needs compute capability 9"):
+            with_assumed_packages(hardware_named(card), ["flash-attn-3"])
 
 
 def test_dora_has_whole_weights_on_the_device():

@@ -206,6 +206,7 @@ def test_the_cost_model_traces_a_format_from_outside(walked: Journey) -> None:
     assert 19 << 30 < weights["train"] < 21 << 30  # 20.4 billion parameters, few of them outside the blocks
 
 
+@pytest.mark.slow
 def test_the_probe_measures_attention_from_outside(acme: Acme) -> None:
     script = """
 from autotune.hardware.probing import probe

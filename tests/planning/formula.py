@@ -1,7 +1,7 @@
 """Predictions by formula instead of traces, without torch; the measured golden plan has the real ones."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -73,6 +73,9 @@ class FormulaCostModel:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
+    def activation_bytes(self, candidate: Candidate) -> float:
+        return float(self._formula(candidate)[0] - self.weight_bytes(candidate))
+
     def host_memory_bytes(self, candidate: Candidate) -> int:
         return GIB * (1 + candidate.swapped_blocks)
 
@@ -119,6 +122,9 @@ class FormulaCostModel:
         accumulation = -(-work.effective_batch_size // size)
         pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
         return allocated, pace * accumulation * (0.1 + 0.2 * pixels * size) * (1 + repeated / 4)
+
+    def prepare(self, candidates: Iterable[Candidate]) -> None:
+        """There is nothing to find ahead."""
 
     def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
         whole, selective, offloaded = passes.T[:, :, None]

@@ -23,6 +23,7 @@ from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
 def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
     """Four processes that share the weights out have no use for smaller storages."""

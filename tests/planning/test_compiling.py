@@ -70,6 +70,7 @@ def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> N
     assert len(tried) == 2
 
 
+@pytest.mark.quick("-0.1")
 @pytest.mark.parametrize(
     ("saved", "startup", "words"), [(0.3, 400.0, "400 s to start"), (-0.1, 1.0, "steps become 0.1 s slower")]
 )

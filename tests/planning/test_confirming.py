@@ -16,10 +16,13 @@ from tests.builders import GIB, trial
 from tests.conftest import Journey
 from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
+FEW = tuple((name, "0") for name in ("selective_blocks", "offloaded_inputs", "swapped_blocks"))
+"""Fewer settings to choose from: a plan in a third of the time."""
+
 
 @pytest.fixture(scope="module")
 def case() -> PlanningProblem:
-    return PlanningProblem.build(request(), HARDWARE, surroundings())
+    return PlanningProblem.build(request(pins=FEW), HARDWARE, surroundings())
 
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
@@ -77,7 +80,7 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
-    plan = make_plan(request(), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(request(pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
@@ -91,7 +94,7 @@ def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
 
-    plan = make_plan(request(max_trials=1), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(request(max_trials=1, pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
     assert plan.frozen.expected.step_seconds == 0.5
     assert any("no such encoder (in the caching phase)" in note for note in plan.frozen.advice)
 
@@ -107,7 +110,7 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
         def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
             return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
 
-        asked = request(max_trials=1)
+        asked = request(max_trials=1, pins=FEW)
         return make_plan(asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
 
     whole, without_caching = planned(*phases), planned(*phases[1:])
@@ -123,7 +126,7 @@ def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
     def run(candidate: Candidate) -> TrialResult:
         return trial(candidate, 1.0, peak_bytes)
 
-    plan = make_plan(request(max_trials=1), hardware, backend=surroundings(run))
+    plan = make_plan(request(max_trials=1, pins=FEW), hardware, backend=surroundings(run))
     assert plan.frozen.expected.required_memory_bytes == 23 * GIB
     assert hardware_misfits(plan, hardware) == ()
 

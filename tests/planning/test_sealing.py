@@ -105,6 +105,9 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
+PACKAGES = ("flash-attn", "xformers")
+
+
 @pytest.mark.usefixtures("_by_formula")
 def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_tried() -> None:
     asked = replace(request(pins=(("attention", "flash"),)), is_local=False)
@@ -116,6 +119,10 @@ def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_
     there = list_choices(earlier=plan, hardware="nvidia-t4", pins={}, on_event=notices_to(notes.append))
     assert "flash" not in there.choices["attention"]
     assert any("the earlier plan assumed flash-attn: flash-attn does not run on" in note for note in notes)
+    both = plan.changed(frozen=plan.frozen.changed(hardware=plan.frozen.hardware.changed(assumed=PACKAGES)))
+    spaces = (there, list_choices(earlier=both, hardware="nvidia-t4", pins={}))
+    lacking_here = [any("xformers is not" in one.reason for one in space.rejected["attention"]) for space in spaces]
+    assert lacking_here == [True, False], "what does run there is kept"
     lacking = Capability(name="attention.flash", available=False, reason="package: flash_attn is not installed")
     here = HERE.changed(capabilities=(*HERE.capabilities, lacking))
     with pytest.raises(DoesNotFit, match="attention flash: package: flash_attn is not installed"):

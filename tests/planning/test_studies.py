@@ -137,6 +137,7 @@ def _unignored_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unignored_signals")
 def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
@@ -207,6 +208,7 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tm
     ]
 
 
+@pytest.mark.slow
 def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRequest, tmp_path: Path) -> None:
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
@@ -224,6 +226,7 @@ def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRe
     ]
 
 
+@pytest.mark.slow
 def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     rehearsed: list[Candidate] = []
@@ -266,6 +269,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, 
     assert len(second) >= 4
 
 
+@pytest.mark.slow
 def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(asked: PlanRequest) -> None:
     def fails(candidate: Candidate) -> object:
         return builders.trial(candidate, None, wall_seconds=1.0)

@@ -65,6 +65,7 @@ def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFix
     assert f"autotune train {file}" in " ".join(done.stdout.split())
     assert autotune_here(capfd, "check", file, "--hardware", "3060").returncode == 0
     assert autotune_here(capfd, "check", file, "--file-only").returncode == 0
+    assert "none of the plan's variants" in autotune_here(capfd, "sample", file, "--prompt", "x").stderr
     assert "quantization = " in autotune_here(capfd, "explain", file, "--hardware", "3060").stdout
     again = ("plan", "--from", file, "--hardware", "4090", "-o", tmp_path / "again.yaml")
     assert autotune_here(capfd, *again).returncode == 0, "any variant tells what was asked for"

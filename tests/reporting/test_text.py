@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from autotune.cli.terminal import err, out
-from autotune.reporting.plan import prediction_lines, train_hint, variant_lines
+from autotune.reporting.plan import (
+    TRIAL_HEADER,
+    full_settings_lines,
+    prediction_lines,
+    train_hint,
+    trial_lines,
+    variant_lines,
+)
 from autotune.reporting.run import after_training_lines
 from autotune.reporting.text import (
     WIDTH,
@@ -21,7 +28,7 @@ from autotune.reporting.text import (
     with_command,
     wrapped,
 )
-from autotune.schema import PhaseMemory, Prediction
+from autotune.schema import Candidate, PhaseMemory, Prediction, TrialResult
 from tests.reporting.page.pages import golden_plan, run_report
 
 
@@ -98,13 +105,40 @@ def test_a_table_of_predictions_stays_aligned_beyond_100_gib() -> None:
         )
         for size in (9 << 30, int(101.2 * 2**30), 2000 << 30)
     ]
-    rows = prediction_lines(predictions, 10 << 30)[2:]
+    rows = [row for row in prediction_lines(predictions, 10 << 30)[2:] if row[:2].strip()]
     assert len({row.index(" GiB") for row in rows}) == 1
     assert any("101.2 GiB no: train" in row for row in rows)
     assert max(map(len, rows)) <= WIDTH
+
+
+def test_each_trial_after_the_first_tells_what_it_changes() -> None:
+    first = Candidate(micro_batch_size=8, checkpointed_blocks=0, modulation="ahead", norm_rope="fused")
+    trials = [
+        TrialResult(candidate=candidate, outcome="ok", step_seconds=(0.5,), peak_memory_bytes=25 << 20)
+        for candidate in (
+            first,
+            first.changed(modulation="resident"),
+            first.changed(micro_batch_size=4, data_workers=0),
+        )
+    ]
+    rows = [line for number, trial in enumerate(trials, 1) for line in trial_lines(number, trial, first)]
+    column = TRIAL_HEADER.index("settings")
+    assert [row[column:] for row in rows] == [
+        "checkpointed_blocks=0, modulation=ahead,",
+        "norm_rope=fused",
+        "as 1 but modulation=resident",
+        "as 1",
+    ]
 
 
 def test_a_path_that_is_longer_than_a_line_stays_whole() -> None:
     path = "/home/" + "a-folder/" * 12 + "plan.yaml"
     lines = wrapped(f"what the only trial ran is written to {path} and can be trained", 4)
     assert lines == ["what the only trial ran is written to", f"    {path}", "    and can be trained"]
+
+
+def test_where_encoders_run_is_not_told_of_the_text_encoder_alone() -> None:
+    plan = golden_plan()
+    caching = plan.frozen.caching.changed(vae_device="cpu")
+    plan = plan.changed(frozen=plan.frozen.changed(caching=caching))
+    assert full_settings_lines(plan)[-1] == "encoders       training device, as they are, VAE on cpu"

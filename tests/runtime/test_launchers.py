@@ -1,5 +1,6 @@
 """What the environments of launchers say of a process, and what they cannot say."""
 
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
+from autotune.runtime import launch
 from autotune.runtime.launchers import (
     SLURM_PORTS,
     THIS_NODE,
@@ -263,3 +265,14 @@ def test_another_number_of_processes_than_planned_is_refused() -> None:
         require_planned_number(None, NodeGroup(3, 0, "a", 1), 8)
     with pytest.raises(InvalidInput, match="start 2 processes each"):
         require_planned_number(None, NodeGroup(2, 0, "a", 1), 8, 2)
+
+
+def test_processes_share_the_cores_that_a_job_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")  # what is set below is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: lambda *_: None)
+    assert launch(2, (), set) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "2"

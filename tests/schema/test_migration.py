@@ -136,9 +136,9 @@ def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
     first, second, third = (Store(LocalFiles(tmp_path / where)) for where in ("first", "second", "third"))
     file = parse_file(name, content)
     first.files.write({file.key: content})
-    assert merge_stores(first, second).new == 1
+    assert merge_stores(first, second).num_new == 1
     assert export_store(second, tmp_path / "all.jsonl") == 1
-    assert import_file(tmp_path / "all.jsonl", third).new == 1
+    assert import_file(tmp_path / "all.jsonl", third).num_new == 1
     for store in (first, second, third):
         assert verify_store(store) == (1, ())
         ((_, stored),) = store.files.read(store.sizes())

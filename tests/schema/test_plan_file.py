@@ -156,6 +156,7 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: t + "extra: 1\n", "extra"),
         (lambda t: t.replace("num_steps: 100", "num_steps: many"), "job.num_steps"),
         (lambda t: t.replace("num_steps: 100", "num_steps: -1"), "job.num_steps"),
+        (lambda t: t.replace("preview_steps: 20", "preview_steps: 1000000000"), "job.preview_steps"),
         (lambda t: t.replace("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
         (lambda t: t.replace("num_steps: 100", "num_steps: 2001-01-01"), "job.num_steps"),
         (lambda t: t.replace("seed: 0", f"seed: {2**63}"), "job.seed"),
@@ -168,7 +169,7 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: t.replace("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
         (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
         (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),  # YAML 1.1 makes a number of it, in minutes
-        (lambda t: t + "".join(f"key{i}: 1\n" for i in range(200_000)), "more than 100000 values"),
+        (lambda t: t + "".join(f"key{i}: 1\n" for i in range(100_001)), "more than 100000 values"),
         (
             lambda t: t.replace("schema_version: 2", "schema_version: 3"),
             "has schema 3, and this autotune knows schemas up to 2",

@@ -112,6 +112,7 @@ def test_two_plans_are_compared(command: Command) -> None:
     assert "native -> _native_math" in compared.stdout
 
 
+@pytest.mark.slow
 @same_stack
 def test_the_measured_plan_trains(command: Command, tmp_path: Path) -> None:
     output = tmp_path / "run"
@@ -143,6 +144,7 @@ def test_the_sealed_plan_is_known_as_the_predicted_ones() -> None:
     assert sealed.frozen.predicted_digest == predicted.identity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_a_recording_replays_to_the_same_settings(name: str, command: Command, tmp_path: Path) -> None:
     asked = (SCHEMA_1 / f"{name}.command.txt").read_text().split()[1:]

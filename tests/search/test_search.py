@@ -93,6 +93,7 @@ def search(
     return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
 
+@pytest.mark.quick("0", "3", "6")
 @pytest.mark.parametrize("seed", range(8))
 def test_eight_trials_come_close_to_the_exhaustive_best(cost: CostModel, space: SearchSpace, seed: int) -> None:
     run = machine(cost, seed)

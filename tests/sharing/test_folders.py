@@ -149,7 +149,7 @@ def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path)
         git(shared, "merge", "-q", "--no-edit", branch)
     clone = tmp_path / "clone"
     git(tmp_path, "-c", "core.autocrlf=true", "clone", "-q", str(shared), str(clone))
-    assert merge_stores(open_store(str(clone)), mine).new == 5
+    assert merge_stores(open_store(str(clone)), mine).num_new == 5
     assert verify_store(open_store(str(clone))) == (5, ())
     assert verify_store(mine) == (5, ())
 

@@ -153,7 +153,8 @@ _LEAVES = """
     machine.rates.spread machine.rates.unit machine.rates.value machine.total_memory_bytes
     machine.versions.accelerate machine.versions.bitsandbytes machine.versions.cuda_driver
     machine.versions.cuda_runtime machine.versions.cudnn machine.versions.diffusers machine.versions.driver
-    machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.kernels machine.versions.peft
+    machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.flash_attn_3
+    machine.versions.flash_attn_4 machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
     trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.joules_per_image

@@ -28,7 +28,7 @@ def test_a_fault_that_passes_is_not_even_noticed(
     kind: str, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store]
 ) -> None:
     s3[1].set(kind, spare=2, count=1)
-    assert merge_stores(mine, s3_store()).new == 6
+    assert merge_stores(mine, s3_store()).num_new == 6
     assert s3[1].seen > 6
     assert verify_store(s3_store()) == (6, ())
 
@@ -46,8 +46,8 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
     assert count < 6
     assert bad == ()
     bob = Store(LocalFiles(tmp_path / "bob"))
-    assert merge_stores(s3_store(), bob).new == count
-    assert merge_stores(mine, s3_store()).new == 6 - count
+    assert merge_stores(s3_store(), bob).num_new == count
+    assert merge_stores(mine, s3_store()).num_new == 6 - count
     assert verify_store(s3_store()) == (6, ())
 
 

@@ -45,12 +45,12 @@ def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
     alice, bob, team = local(tmp_path / "alice"), local(tmp_path / "bob"), opened()
     alice.add(*several(3))
     bob.add(*several(3, start=2))
-    assert merge_stores(alice, team).new == 3
+    assert merge_stores(alice, team).num_new == 3
     pushed = merge_stores(bob, opened())
-    assert (pushed.new, pushed.present, pushed.refused) == (2, 1, ())
-    assert merge_stores(opened(), alice).new == 2
+    assert (pushed.num_new, pushed.num_present, pushed.refused) == (2, 1, ())
+    assert merge_stores(opened(), alice).num_new == 2
     assert names(alice) == names(opened()) == {one.name for one in several(5)}
-    assert [merge_stores(opened(), alice).new, merge_stores(alice, opened()).new] == [0, 0]
+    assert [merge_stores(opened(), alice).num_new, merge_stores(alice, opened()).num_new] == [0, 0]
 
 
 def test_only_what_is_new_is_read(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_only_what_is_new_is_read(opened: Open, tmp_path: Path, monkeypatch: pyt
     asked: list[str] = []
     real = team.files.read
     monkeypatch.setattr(team.files, "read", lambda sizes: asked.extend(sizes) or real(sizes))
-    assert merge_stores(team, mine).new == 1
+    assert merge_stores(team, mine).num_new == 1
     assert len(asked) == 1
 
 
@@ -83,7 +83,7 @@ def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest
     )
     mine = local(tmp_path / "mine")
     merged = merge_stores(opened(), mine)
-    assert merged.new == 1
+    assert merged.num_new == 1
     assert names(mine) == {good.name}
     assert {one[:12] for one in merged.refused} == {
         name[:12] for name in (altered.name, moved.name, name_of(bomb), name_of(yaml), "0" * 64)
@@ -99,7 +99,7 @@ def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_pat
     poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
     opened().add(poison)
     merged = merge_stores(opened(), local(tmp_path / "mine"))
-    assert merged.new == 0
+    assert merged.num_new == 0
     assert "faster than the device's peak" in merged.refused[0]
     assert poison.name[:12] in merged.refused[0]
     assert len(verify_store(opened())[1]) == 1
@@ -109,7 +109,7 @@ def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None
     mine, made = local(tmp_path / "mine"), record()
     mine.add(made)
     opened().files.write({f"{made.folder}/{made.name}.json": made.content[:100]})
-    assert merge_stores(mine, opened()).new == 1
+    assert merge_stores(mine, opened()).num_new == 1
     assert verify_store(opened()) == (1, ())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.trainers.document import Setting, read_document
+from autotune.trainers.document import ConfigValue, read_document
 from autotune.trainers.importing import ConfigLine, ImportedConfig, read_config, read_settings
 from autotune.trainers.registry import get_trainer, trainers
 from autotune.trainers.rules import Context
@@ -163,7 +163,7 @@ def test_odd_values_are_refused_by_name_or_accounted_for(name: str, odd: list[An
     written = {one.key.rpartition(".")[2] if trainer.sections_kept else one.key: one for one in own}
     for value in odd:
         key = data.draw(st.sampled_from(sorted({key for rule in trainer.rules for key in rule.keys})))
-        written[key] = Setting(key, value, 1, name)
+        written[key] = ConfigValue(key, value, 1, name)
     with contextlib.suppress(InvalidInput):
         assert read_settings(trainer, written, context).lines
 

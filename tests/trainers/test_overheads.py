@@ -96,6 +96,7 @@ def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_oth
     assert kept_by_a_checkpoint(musubi, "bnb-nf4") == 2 * kept_by_a_checkpoint(None, "none")
 
 
+@pytest.mark.slow
 def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> None:
     family, machine = FAMILIES["sdxl"], gpu("nvidia-h100-sxm")
     own = CostModel.build(machine, workload_of("sdxl"), family, TINY["sdxl"], family.parts)

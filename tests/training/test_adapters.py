@@ -24,7 +24,6 @@ from autotune.training.start import start_from
 from autotune.weights.adapters import read_adapter
 from tests.builders import workload
 from tests.cost.tiny_models import TINY
-from tests.kinds import KINDS
 from tests.training.conftest import CPU, Bench
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -35,7 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image", ("sdxl", "lora"))
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_the_shapes_of_an_adapter_are_known_without_making_it(name: str, adapter: str) -> None:
@@ -74,6 +73,7 @@ def saved(loop: TrainingLoop, plan: TrainingPlan, file: Path) -> Path:
     return file
 
 
+@pytest.mark.quick("dora")
 def test_it_goes_on_to_the_bit_and_diffusers_computes_with_the_file_what_was_trained(
     changed: ChangedBench, tmp_path: Path
 ) -> None:
@@ -99,6 +99,7 @@ def test_it_goes_on_to_the_bit_and_diffusers_computes_with_the_file_what_was_tra
     loop.model = dataclasses.replace(loop.model, transformer=transformer)
 
 
+@pytest.mark.quick("rslora")
 def test_the_scale_of_rslora_is_told_as_an_alpha(changed: ChangedBench, tmp_path: Path) -> None:
     plan = changed.plan(num_steps=1)
     work = plan.frozen.workload

@@ -18,6 +18,7 @@ from tests.builders import workload
 from tests.training.conftest import Bench
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize(
     ("checkpointed", "backend"),
     [
@@ -71,6 +72,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return graphs
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("checkpointed", [0, 1])
 def test_buckets_and_captions_compile_a_block_at_most_twice(
     bench: Bench, checkpointed: int, compiled: list[torch.fx.GraphModule]

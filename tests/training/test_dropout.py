@@ -51,6 +51,7 @@ def test_it_changes_what_is_learned_and_never_what_is_evaluated(
     assert find_dropout_layers(dropping.trained.transformer)
 
 
+@pytest.mark.slow
 def test_interruptions_and_recomputed_blocks_meet_the_same_draws(dropping: DroppingBench, tmp_path: Path) -> None:
     from autotune.training.model import apply_settings
 

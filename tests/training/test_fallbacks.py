@@ -52,6 +52,7 @@ def breaks_down(monkeypatch: pytest.MonkeyPatch, *, at: int, error: Exception, t
     monkeypatch.setattr(loop_module, "optimizer_step", step)
 
 
+@pytest.mark.quick("CUDA out of memory")
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 def test_the_step_is_taken_again_with_the_next_safer_settings(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -88,6 +89,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
         bench.loop(planned(bench, SMALLER), tmp_path)
 
 
+@pytest.mark.quick("inf")
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
@@ -103,6 +105,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
     assert max(list_checkpoints(tmp_path / "checkpoints")) == 2
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_again(
     bench: Bench, tmp_path: Path, bad: float

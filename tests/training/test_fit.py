@@ -139,5 +139,8 @@ def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more:
 def test_a_host_with_too_little_memory_does_not_fit() -> None:
     plan, here = planned(), machine()
     expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
-    (misfit,) = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"expected": expected})), here)
+    plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
+    (misfit,) = hardware_misfits(plan, here)
     assert misfit == "host memory: the plan needs 48.00 GiB, 48.00 GiB are available"
+    poor = here.changed(device=here.device.changed(budget_bytes=1))
+    assert [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor)] == ["host memory", "run memory"]

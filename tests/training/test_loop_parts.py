@@ -27,7 +27,7 @@ from autotune.training.model import find_token_multiple
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import Noising, optimizer_step
-from autotune.weights.lora_layer import LoraLayer
+from autotune.weights.joined_layers import LoraLayer
 from tests.training.conftest import Bench
 
 

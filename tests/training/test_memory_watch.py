@@ -29,7 +29,7 @@ def test_a_leak_is_noticed_in_a_run_that_is_near_its_budget() -> None:
     watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
     told = [watch.check(8 * 10**8 + step * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message.split()[1] for message in told if message] == ["is", "grows"]
-    assert len(watch.window) < WINDOW_STEPS
+    assert len(watch.growth.window) < WINDOW_STEPS
 
 
 def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more() -> None:

@@ -35,7 +35,6 @@ from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.errors import KeyMismatch, ShapeMismatch
 from tests.events import steps_to
-from tests.kinds import KINDS
 from tests.training.conftest import CPU, Bench, Killed
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
 
@@ -119,7 +118,7 @@ def relative_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> f
     return (difference / sum(float(b.double().square().sum()) for b in other)) ** 0.5
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_gradients_are_those_of_resident_layers(
     family_bench: Bench, checkpointed: int, short_windows: int, fetches: list[int]
@@ -135,6 +134,7 @@ def test_gradients_are_those_of_resident_layers(
     assert any(tensor.abs().max() > 0 for tensor in resident)
 
 
+@pytest.mark.quick("qwen-image", "sd3.5")
 def test_layers_are_not_loaded(family_bench: Bench) -> None:
     plan = plan_with(family_bench, AHEAD)
     loop = loop_of(family_bench, plan)
@@ -148,6 +148,7 @@ def test_layers_are_not_loaded(family_bench: Bench) -> None:
     assert sum(sizes[name] for name in ahead.tensors) > 0.1 * sum(sizes.values())
 
 
+@pytest.mark.quick("qwen-image", "sd3.5")
 def test_all_draws_of_a_run_come_from_windows(family_bench: Bench, short_windows: int, fetches: list[int]) -> None:
     loop = loop_of(family_bench, plan_with(family_bench, AHEAD, num_steps=5, caption_dropout=0.1))
     gradients(loop, range(5))

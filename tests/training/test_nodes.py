@@ -85,6 +85,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(bench: Bench, two: TwoNodes) -> None:
     started = two.start()
     two.wait_for_step(5, started)

@@ -17,13 +17,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
+from autotune.runtime import THIS_NODE
 from autotune.runtime.launching import launch
 from autotune.schema.events import ignore_event
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
 from autotune.training.adapter_file import save_trained
 from autotune.training.files import ADAPTER_FILE, checkpoints_of
-from autotune.training.fit import hardware_misfits
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare
 from autotune.training.processes import join_processes
@@ -201,15 +201,15 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
     with pytest.raises(DoesNotFit, match="on cuda:1"):
-        _require_machine(plan, free, hardware_misfits)
+        _require_machine(plan, free, THIS_NODE)
     with pytest.raises(DoesNotFit, match="here"):
-        _require_machine(plan, full, hardware_misfits)
+        _require_machine(plan, full, THIS_NODE)
     for name, value in launched("autotune-1").items():
         monkeypatch.setenv(name, value)
-    _require_machine(plan, full, hardware_misfits)
+    _require_machine(plan, full, THIS_NODE)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's own")
     with pytest.raises(DoesNotFit, match="here"):
-        _require_machine(plan, full, hardware_misfits)
+        _require_machine(plan, full, THIS_NODE)
 
 
 def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:

@@ -256,6 +256,7 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
+@pytest.mark.quick("memory is too short for a preview")
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -347,6 +348,7 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later(
@@ -563,6 +565,7 @@ def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> N
         assert pairs == ({1} if masked else {1, 2})
 
 
+@pytest.mark.quick("run.save_trained")
 @pytest.mark.parametrize(
     ("where", "error"),
     [

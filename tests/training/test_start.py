@@ -15,7 +15,7 @@ from autotune.schema.job import Job
 from autotune.training.adapter_file import update_norm
 from autotune.training.start import start_from, starting_values
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
-from autotune.weights.lora_layer import LoraLayer
+from autotune.weights.joined_layers import LoraLayer
 from tests.training.small import machine, make_plan, write_model_and_images
 
 

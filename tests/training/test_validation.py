@@ -122,6 +122,7 @@ def test_validation_changes_nothing_that_is_learned(bench: Bench, tmp_path: Path
     assert same(bench.loop(bench.plan(**job, keep_best=True), tmp_path / "validated", held_out=2), plain)
 
 
+@pytest.mark.slow
 def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(bench: Bench, tmp_path: Path) -> None:
     job: dict[str, Any] = {"num_steps": STEPS, "validation": "40%", "validation_every": 2, "keep_best": True}
     whole = bench.loop(bench.plan(**job, checkpointing_steps=1), tmp_path / "whole", held_out=2)
@@ -182,6 +183,7 @@ def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
     assert loop.validation.result(4) is None
 
 
+@pytest.mark.quick("adapter")
 @pytest.mark.parametrize("broken", ["base", "adapter"])
 def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -216,6 +218,7 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
     assert any("could not be compared" in failure for failure in report.failures)
 
 
+@pytest.mark.quick("qwen-image")
 def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:  # noqa: F811
     found = []
     for settings_ in (AHEAD, AHEAD.changed(modulation="resident")):

@@ -60,6 +60,7 @@ def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.Mo
     assert "in the training phase" in result.message
 
 
+@pytest.mark.slow
 def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(small_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(small_model, tmp_path / "model")
     (model / "text_encoder" / "model.safetensors").write_bytes(b"damaged")

@@ -49,6 +49,7 @@ def test_memory_is_measured_after_the_first_step_that_was_taken(
     assert len(result.warmup_seconds) == 4
 
 
+@pytest.mark.slow
 def test_gradients_that_never_stop_overflowing_are_a_defect(measured: Callable[[int], TrialResult]) -> None:
     result = measured(1000)
     assert result.outcome == "numerics"

@@ -119,7 +119,7 @@ def children() -> dict[str, ChildState]:
     return {family: ChildState() for family in FAMILIES}
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image", ("sdxl", "int8-matmul"), ("sdxl", "bnb-nf4"))
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_format_agrees_on_every_family(family: str, storage: str, children: dict[str, ChildState]) -> None:

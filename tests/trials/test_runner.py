@@ -43,6 +43,7 @@ def test_cheap_knobs_share_a_child_and_a_reload_gets_a_fresh_one(runner: Process
     assert (second.peak_memory_bytes or 0) > (first.peak_memory_bytes or 0) > (quantized.peak_memory_bytes or 0)
 
 
+@pytest.mark.slow
 def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessTrialRunner) -> None:
     settings = (
         FIRST,
@@ -92,6 +93,7 @@ def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> N
         assert runner.run(FIRST).outcome == "ok"
 
 
+@pytest.mark.quick("SIGKILL")
 @pytest.mark.parametrize(("fault", "outcome"), [(signal.SIGSEGV, "crash"), (signal.SIGKILL, "oom")])
 def test_a_child_that_dies_is_an_outcome(runner: ProcessTrialRunner, fault: signal.Signals, outcome: str) -> None:
     assert runner.run(FIRST).outcome == "ok"
@@ -161,6 +163,7 @@ def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick("all-linear")
 @pytest.mark.parametrize("targets", ["attention+mlp", "all-linear"])
 def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
     runner: ProcessTrialRunner, small_model: Path, targets: str

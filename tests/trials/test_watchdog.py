@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from autotune.hardware import available
+from autotune.hardware import sources
 from autotune.schema.hardware import MemoryKind
 from autotune.trials.requests import ChildState, Failure
 from autotune.trials.runner import ProcessTrialRunner
@@ -46,7 +46,7 @@ def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model
     watchdog = Watchdog(floor_bytes=0)
     with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
         runner.ask(Grab(str(tmp_path / "pid"), blocks=0))  # a child that was allowed more than is left now
-        watchdog.floor_bytes = available.available_bytes() - 600 * MIB
+        watchdog.floor_bytes = sources.available_bytes() - 600 * MIB
         answer = runner.ask(Grab(str(tmp_path / "pid"), blocks=256))  # 16 GiB at most, should the watchdog fail
         assert isinstance(answer, Failure)
         result = runner.classify(FIRST, answer)
@@ -81,15 +81,14 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
     assert 0 < default_watchdog("host").floor_bytes <= 2 * GIB
-    assert default_watchdog("discrete").floor_bytes <= available.available_bytes() // 4 + 64 * MIB
+    assert default_watchdog("discrete").floor_bytes <= sources.available_bytes() // 4 + 64 * MIB
 
 
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("hardware.available", "hardware.sources"):
-        monkeypatch.setattr(f"autotune.{module}.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)])
-    monkeypatch.setattr(available, "_is_limited", lambda: True)
+    monkeypatch.setattr("autotune.hardware.sources.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)])
+    monkeypatch.setattr(sources, "_is_limited", lambda: True)
     for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):
         watchdog = default_watchdog(kind)  # type: ignore[arg-type]
         assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (bool(left), bool(left))

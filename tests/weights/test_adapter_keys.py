@@ -18,10 +18,9 @@ from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
 from autotune.schema.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
+from autotune.weights.joined_layers import LoraLayer
 from autotune.weights.layer_names import FLUX1_CLASS, KEPT_NAMES, LAYOUTS, find_class
-from autotune.weights.lora_layer import LoraLayer
 from tests.builders import workload
-from tests.kinds import KINDS
 
 TABLES = Path(__file__).parent / "adapter_keys"
 PROGRAMS = ("comfyui", "kohya")
@@ -90,7 +89,7 @@ def check_against_table(program: str, model: str, tensors: Mapping[str, Tensor],
     assert found >= made.keys()
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES])
 def test_each_program_finds_every_layer_of_every_family_by_its_own_name(

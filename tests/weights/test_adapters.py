@@ -22,7 +22,7 @@ from autotune.weights.adapters import (
 )
 from autotune.weights.errors import BadWeights, CorruptFile, PickledWeights
 from autotune.weights.files import read_header
-from autotune.weights.lora_layer import LoraLayer
+from autotune.weights.joined_layers import LoraLayer
 from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
@@ -240,6 +240,17 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
     with pytest.raises(error) as caught:
         parse_adapter(state, metadata)
     assert caught.value.hint
+
+
+def test_thousands_of_alphas_cost_no_more_than_their_number():
+    """Each pattern against each layer would be twenty million."""
+    names = [f"blocks.{number}.to_q" for number in range(1000)]
+    state = {f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1) for name in names for part in "AB"}
+    patterns = {f"^blocks\\.{number}\\.to_q": 1.0 + number for number in range(20_000)}
+    began = time.process_time()
+    adapter = parse_adapter(state, {DIFFUSERS_KEY: json.dumps({"transformer.alpha_pattern": patterns})})
+    assert time.process_time() - began < 5
+    assert [adapter.layers[name].alpha for name in names] == [1.0 + number for number in range(1000)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
 from autotune.weights.errors import CorruptFile, MissingWeights
 from autotune.weights.files import read_header
-from autotune.weights.lora_layer import LoraLayer
+from autotune.weights.joined_layers import LoraLayer
 from autotune.weights.saving import save_file
 from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model

@@ -3,9 +3,8 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
-from autotune.weights.joined_layers import join_layers, split_layers
+from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
 from autotune.weights.layer_names import FLUX1_CLASS, LAYOUTS, SD3_CLASS, find_class
-from autotune.weights.lora_layer import LoraLayer
 from tests.weights.conftest import bits
 
 WIDTH = 3072

@@ -9,7 +9,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import MAX_KNOWN, PLAIN, called, key_of, on_meta, tensors_in
+from autotune.cost.trace.shapes import PLAIN, called, known_of, on_meta, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +48,6 @@ Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tenso
 
 OWN_FRAMES = frozenset({"_sums_gradients", "__torch_dispatch__", "_fn", "inner"})
 """Of functions between an operation and this module's look at it."""
-
-_charges: dict[Hashable, tuple[Work, int]] = {}
-"""What operations do and their scratch memory, by what decides it: see `shapes.key_of`."""
 
 SCRATCH = 0
 """Storage number of kernel scratch memory, which lives within one operation."""
@@ -104,9 +101,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tensors_in(args)
         for tensor in inputs:  # what nobody seeded before: plain attributes and caches of modules
             self._watch(tensor, None)
-        args = on_meta(args)
-        key = key_of(func, args, kwargs)
-        out = called(func, args, kwargs, key)
+        args = on_meta(args, inputs)
+        known = known_of(func, args, kwargs)
+        out = called(func, args, kwargs, known)
         segment = self.segments[-1]
         outputs = tensors_in((out,))
         fresh = 0
@@ -117,10 +114,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
-            charge = _charges.get(key) if key is not None else None
+            charge = known.charge if known else None
             if charge is None:
                 charge = _charge_of((func, args, kwargs, out, inputs, outputs))
-                _remember(key, charge)
+                if known:
+                    known.charge = charge
             work, scratch = charge
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
@@ -181,13 +179,6 @@ def _charge_of(call: Call) -> tuple[Work, int]:
         formula = flop_registry.get(func.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
     return (kind, shape, flops, moved), scratch
-
-
-def _remember(key: Hashable | None, charge: tuple[Work, int]) -> None:
-    if key is not None:
-        if len(_charges) >= MAX_KNOWN:
-            _charges.clear()
-        _charges[key] = charge
 
 
 def _storage_key(tensor: "Tensor") -> int:

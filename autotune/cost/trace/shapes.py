@@ -5,6 +5,7 @@ sizes and storages repeat the same few hundred calls thousands of times, so each
 """
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +15,69 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensors that an operation can be remembered of: no subclasses, as quantized weights are."""
 
 _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_known: dict[Hashable, tuple[_Result | None, ...]] = {}
-"""(shape, strides, dtype) of each tensor in the result, by function and what it was called with; None for no tensor.
-Of functions that write into their first argument and return it: nothing."""
-_kinds: dict[Any, str] = {}
+
+
+@dataclass(slots=True)
+class Known:
+    """What is remembered of a function called with arguments of certain shapes."""
+
+    results: tuple[_Result | int | None, ...] | None = None
+    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known, so it is called again.
+    Of functions that write into an argument and return it: nothing."""
+    charge: Any = None
+    """Whatever else follows from the key, for who records; None until it is found."""
+
+
+_known: dict[Hashable, Known] = {}
+_kinds: dict[int, str] = {}
 MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
-    """What `func` gives: something "new", its first argument, written "in place", or a "view" or another alias."""
-    if func not in _kinds:
-        _kinds[func] = _find_kind(func)
-    return _kinds[func]
+    """What `func` gives: something "new", what it wrote into, its first argument ("in place") or `out`, or a "view" or
+    another alias."""
+    if id(func) not in _kinds:  # overloads live as long as the process, and hashing one takes a call
+        _kinds[id(func)] = _find_kind(func)
+    return _kinds[id(func)]
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable | None) -> Any:
-    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give; `key` is its `key_of`."""
+def known_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    """What is remembered of such a call, nothing at first; None if no call can be told from others by `key_of`."""
+    key = key_of(func, args, kwargs)
     if key is None:
-        return func(*args, **kwargs)
-    kind, known = kind_of(func), _known.get(key)
-    if known is not None:
-        if kind == "in place":
-            return args[0]
-        made = tuple(each and torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") for each in known)
-        return made if len(func._schema.returns) > 1 else made[0]
-    out = func(*args, **kwargs)
-    results = () if kind == "in place" else out if isinstance(out, tuple) else (out,)
-    if all(item is None or _fresh(item, args) for item in results):
+        return None
+    known = _known.get(key)
+    if known is None:
         if len(_known) >= MAX_KNOWN:
             _known.clear()
-        _known[key] = tuple(item if item is None else (item.shape, item.stride(), item.dtype) for item in results)
+        known = _known[key] = Known()
+    return known
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
+    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give; `known` by `known_of`."""
+    if known is None:
+        return func(*args, **kwargs)
+    kind = kind_of(func)
+    written = args[0] if kind == "in place" else kwargs["out"] if kind == "out" else None
+    if known.results is not None:
+        if written is not None:
+            return written
+        made = tuple(
+            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
+            for each in known.results
+        )
+        return made if len(func._schema.returns) > 1 else made[0]
+    before = None if written is None else written.shape
+    out = func(*args, **kwargs)
+    if written is not None:
+        known.results = () if written.shape == before else None
+        return out
+    results = out if isinstance(out, tuple) else (out,)
+    if all(item is None or type(item) is int or _fresh(item, args) for item in results):
+        known.results = tuple(
+            (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item for item in results
+        )
     return out
 
 
@@ -57,14 +91,16 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantized weight: let it say which plain operations it is made of
-        args, kwargs = on_meta(args), kwargs or {}
-        return called(func, args, kwargs, key_of(func, args, kwargs))
+        args, kwargs = on_meta(args, tensors_in(args)), kwargs or {}
+        return called(func, args, kwargs, known_of(func, args, kwargs))
 
 
-def on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose tensors are all on the meta device if any is: some models read numbers from tensors, such as
+def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments whose `tensors` are all on the meta device if any is: some models read numbers from tensors, such as
     where an image lies in a sequence, so those are on the host, and used together with the others."""
-    places = {tensor.device.type for tensor in tensors_in(args) if tensor.ndim}
+    if all(tensor.is_meta for tensor in tensors):
+        return args
+    places = {tensor.device.type for tensor in tensors if tensor.ndim}
     return _to_meta(args) if len(places) > 1 else args
 
 
@@ -90,9 +126,11 @@ def _find_kind(func: Any) -> str:
     aliases = [item.alias_info for item in (*arguments, *returns) if item.alias_info]
     if not aliases:
         return "new"
-    alone = len(returns) == 1 and len(aliases) == 2 and arguments[0].alias_info and returns[0].alias_info
-    written = alone and all(alias.is_write for alias in aliases) and torch.Tag.inplace_view not in func.tags
-    return "in place" if written else "view"
+    alone = len(returns) == 1 and len(aliases) == 2 and returns[0].alias_info
+    if not alone or not all(alias.is_write for alias in aliases) or torch.Tag.inplace_view in func.tags:
+        return "view"
+    written = next(argument for argument in arguments if argument.alias_info)
+    return "in place" if written is arguments[0] else "out" if written.name == "out" else "view"
 
 
 def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
@@ -109,17 +147,17 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     """What decides the result; None where that is not known for certain, as with numbers in tensors, and for views."""
     if kind_of(func) == "view":
         return None
-    parts: list[Hashable] = [func]
-    for item in (*args, *kwargs.items()):
+    parts: list[Hashable] = [id(func)]
+    for item in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         if isinstance(item, torch.Tensor):
-            if item.device.type != "meta" or item.ndim == 0:
+            if not item.is_meta or item.ndim == 0:
                 return None
             parts.append((item.dtype, item.shape, item.stride()))
         elif isinstance(item, list | tuple):
             tensors = [part for part in item if isinstance(part, torch.Tensor)]
             if not tensors:
                 parts.append(tuple((type(part), tuple(part) if isinstance(part, list) else part) for part in item))
-            elif len(tensors) < len(item) or any(part.device.type != "meta" or part.ndim == 0 for part in tensors):
+            elif len(tensors) < len(item) or any(not part.is_meta or part.ndim == 0 for part in tensors):
                 return None
             else:
                 parts.append(tuple((part.dtype, part.shape, part.stride()) for part in tensors))

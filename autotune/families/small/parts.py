@@ -11,6 +11,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GemmaTokenizer,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -151,6 +154,36 @@ def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
         **{"num_attention_heads": 1, "head_dim": 32, "image_size": 28},
     }
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+
+
+def gemma_tokenizer(captions: Sequence[str], max_length: int) -> Any:
+    """A `GemmaTokenizer` with byte-level BPE trained on `captions`."""
+    bpe = ByteLevelBPETokenizer()
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    bpe.train_from_iterator(captions, vocab_size=512, min_frequency=1, show_progress=False, special_tokens=special)
+    model = json.loads(bpe.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    return GemmaTokenizer(vocab=model["vocab"], merges=merges, model_max_length=max_length)
+
+
+def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+    """A small `Gemma3ForConditionalGeneration` with a one-layer vision tower."""
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+    }
+    vision = {
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
+        **{"image_size": 28, "patch_size": 14, "vision_use_head": False},
+    }
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config).eval()
 
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:

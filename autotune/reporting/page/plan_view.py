@@ -20,18 +20,11 @@ SHOWN_BUDGET = 2.0
 def plan_sections(subject: PlanSubject) -> list[Element]:
     """Everything about it, the answer first."""
     points = points_of(subject)
+    speed = h("section", h("h3", "Memory against speed"), _scatter(subject, points), _points_table(subject, points))
+    phases = phase_bars(subject.expected, subject.forecast, subject.budget_bytes)
     return [
         _answer(subject, points),
-        h(
-            "div",
-            h("section", h("h3", "Memory against speed"), _scatter(subject, points), _points_table(subject, points)),
-            h(
-                "section",
-                h("h3", "Memory by phase"),
-                phase_bars(subject.expected, subject.forecast, subject.budget_bytes),
-            ),
-            class_="wide",
-        ),
+        h("div", speed, h("section", h("h3", "Memory by phase"), phases), class_="wide"),
         h("section", h("h3", "What each knob is worth here"), worth_table(subject, points)),
         *_trials(subject),
         _settings(subject),
@@ -46,22 +39,16 @@ def _answer(subject: PlanSubject, points: list[Point]) -> Element:
     steps = -(-work.effective_batch_size // settings.micro_batch_size)
     batch = f"micro-batch {settings.micro_batch_size}"
     accumulated = f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
-    left = subject.budget_bytes - expected.required_memory_bytes
+    took = f"{seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)}"
+    step = f"{took} for a step of {work.effective_batch_size}"
+    left = memory_text(subject.budget_bytes - expected.required_memory_bytes)
+    budget = f"{memory_text(subject.budget_bytes)} that a run may take; {left}"
     joules = expected.joules_per_image
     found = [
         ("Chosen batch", h("b", batch), accumulated if steps > 1 else ", the whole effective batch at once"),
         ("Why it won", _why(subject, points)),
-        (
-            "Speed",
-            h("b", f"{expected.images_per_second:.3g} images/s"),
-            f", {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} for a step of "
-            f"{work.effective_batch_size} ({expected.evidence})",
-        ),
-        (
-            "Memory",
-            h("b", memory_text(expected.required_memory_bytes)),
-            f" of the {memory_text(subject.budget_bytes)} that a run may take; {memory_text(left)} stay free",
-        ),
+        ("Speed", h("b", f"{expected.images_per_second:.3g} images/s"), f", {step} ({expected.evidence})"),
+        ("Memory", h("b", memory_text(expected.required_memory_bytes)), f" of the {budget} stay free"),
         *([("Energy", h("b", energy_text(joules)), " an image, by the GPU alone")] if joules else ()),
         ("Nearest out-of-memory", _nearest(subject, points)),
     ]
@@ -135,15 +122,9 @@ def _scatter(subject: PlanSubject, points: list[Point]) -> Element:
     front = sorted((p.run_memory_bytes, p.images_per_second) for p in points if p.is_front)
     rules = [("x", float(budget), f"budget {memory_text(budget)}")] if is_near else []
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
-    return chart(
-        x,
-        y,
-        title=f"Each mark is one set of settings: up is faster, left needs less memory.{beyond}",
-        marks=marks,
-        lines=[Line(front, "front", is_stepped=True)],
-        rules=rules,
-        legend=_legend({point.kind for point in points}),
-    )
+    title = f"Each mark is one set of settings: up is faster, left needs less memory.{beyond}"
+    lines, legend = [Line(front, "front", is_stepped=True)], _legend({point.kind for point in points})
+    return chart(x, y, title=title, marks=marks, lines=lines, rules=rules, legend=legend)
 
 
 def _tick_memory(value: float) -> str:

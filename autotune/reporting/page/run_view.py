@@ -1,18 +1,18 @@
 """The part of a page that is about a run: curves, memory, previews, promise against measurement."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from xml.etree.ElementTree import Element
 
-from autotune.reporting.limits import limit_text
 from autotune.reporting.page.charts import Axis, Line, Mark, chart, thinned
 from autotune.reporting.page.html import Child, h, image_source, table
+from autotune.reporting.page.limits import limit_text
 from autotune.reporting.page.phases import compared_phases
 from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
 from autotune.reporting.run import gradient_lines, validation_lines, verdict_lines
 from autotune.reporting.text import change_text, energy_text, loss_text, memory_text, seconds_text, smoothed
-from autotune.schema import RunReport, StepFinished
+from autotune.schema import StepFinished
 
 HICCUP = 3.0
 """How many times the median a step must take to be called a hiccup."""
@@ -21,17 +21,14 @@ SHOWN_BUDGET = 2.0
 
 def run_sections(subject: RunSubject) -> list[Element]:
     """Everything about a run, how it stands first."""
+    warnings = subject.report.warnings if subject.report else ()
     return [
         _answer(subject),
-        *(h("p", note, class_="warning") for note in _warnings(subject)),
+        *(h("p", note, class_="warning") for note in (*warnings, *subject.notes)),
         *_pictures(subject),
         h("div", *(h("section", part) for part in _charts(subject)), class_="wide small"),
         *_compared(subject),
     ]
-
-
-def _warnings(subject: RunSubject) -> list[str]:
-    return [*(subject.report.warnings if subject.report else ()), *subject.notes]
 
 
 def _answer(subject: RunSubject) -> Element:
@@ -45,7 +42,8 @@ def _answer(subject: RunSubject) -> Element:
         measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
         words = f", planned {seconds_text(expected.step_seconds)} ({change_text(measured / expected.step_seconds - 1)})"
         found.append(("Step time", h("b", seconds_text(measured)), words))
-        found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
+        waits = statistics.fmean(step.data_seconds for step in steps[2:] or steps)
+        found.append(("Limited by", limit_text(subject.plan, measured, waits), ""))
     if report and report.measured_joules_per_image is not None:
         promised = report.expected_joules_per_image
         words = "" if promised is None else f", planned {energy_text(promised)}"
@@ -71,10 +69,6 @@ def _seconds(steps: Sequence[StepFinished]) -> list[float]:
     return [step.seconds for step in steps[2:] or steps]  # the first ones warm up
 
 
-def _waits(steps: Sequence[StepFinished]) -> list[float]:
-    return [step.data_seconds for step in steps[2:] or steps]
-
-
 def _charts(subject: RunSubject) -> list[Element]:
     steps = subject.steps
     if len(steps) < 2:
@@ -84,22 +78,29 @@ def _charts(subject: RunSubject) -> list[Element]:
     return [_loss(steps, x), *held_out, _rate(steps, x), _gradients(steps, x), _times(subject, x), _memory(subject, x)]
 
 
+def _curve(
+    head: str,
+    title: str,
+    x: Axis,
+    y: Axis,
+    points: Sequence[tuple[float, float]],
+    text: Callable[[float], str],
+    *,
+    raw: Sequence[tuple[float, float]] = (),
+    rules: Sequence[tuple[str, float, str]] = (),
+) -> Element:
+    """A line over the steps under a heading, over a thin one of `raw` values; `text` says a value in words."""
+    readings = [(a, b, f"step {a:.0f}: {text(b)}") for a, b in points]
+    lines = [Line(raw, "raw"), Line(points, "smooth")]
+    return h("div", h("h3", head), chart(x, y, title=title, lines=lines, rules=rules, readings=readings))
+
+
 def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
     raw = [(float(step.step), step.loss) for step in steps]
-    smooth = [(float(s.step), value) for s, value in zip(steps, smoothed([s.loss for s in steps]), strict=True)]
-    shown = thinned(smooth, _last)
+    smooth = [(a, value) for (a, _), value in zip(raw, smoothed([loss for _, loss in raw]), strict=True)]
+    y, shown = Axis.over([loss for _, loss in raw], "loss", "{:.3g}".format), thinned(smooth, _last)
     title = "Loss of each step (thin) and smoothed (thick)."
-    return h(
-        "div",
-        h("h3", "Loss"),
-        chart(
-            x,
-            Axis.over([loss for _, loss in raw], "loss", "{:.3g}".format),
-            title=title,
-            lines=[Line(thinned(raw, _last), "raw"), Line(shown, "smooth")],
-            readings=[(a, b, f"step {a:.0f}: smoothed loss {loss_text(b)}") for a, b in shown],
-        ),
-    )
+    return _curve("Loss", title, x, y, shown, lambda b: f"smoothed loss {loss_text(b)}", raw=thinned(raw, _last))
 
 
 def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
@@ -130,26 +131,19 @@ def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
 
 def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
     norms = thinned([(float(s.step), s.gradient_norm) for s in steps if s.gradient_norm is not None], max)
-    spikes, nonfinite = steps[-1].gradient_spikes, steps[-1].nonfinite_gradients
-    skipped = steps[-1].overflowed_gradients
+    last = steps[-1]
+    skipped = last.overflowed_gradients
     overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
-    figure = chart(
-        x,
-        Axis.over([norm for _, norm in norms], "norm", "{:.3g}".format),
-        title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
-        f"{spikes}; not finite: {nonfinite}{overflows}.",
-        lines=[Line(norms, "smooth")],
-        readings=[(a, b, f"step {a:.0f}: norm {b:.3g}") for a, b in norms],
-    )
-    return h("div", h("h3", "Gradient"), figure)
+    counts = f"Spikes: {last.gradient_spikes}; not finite: {last.nonfinite_gradients}{overflows}."
+    title = f"Norm of each step's gradient before clipping, the largest of neighbors. {counts}"
+    y = Axis.over([norm for _, norm in norms], "norm", "{:.3g}".format)
+    return _curve("Gradient", title, x, y, norms, "norm {:.3g}".format)
 
 
 def _rate(steps: Sequence[StepFinished], x: Axis) -> Element:
     rates = thinned([(float(step.step), step.learning_rate) for step in steps], _last)
     y = Axis.over([rate for _, rate in rates], "learning rate", "{:.2g}".format, can_log=False, from_zero=True)
-    readings = [(a, b, f"step {a:.0f}: learning rate {b:.3g}") for a, b in rates]
-    figure = chart(x, y, title="Learning rate of each step.", lines=[Line(rates, "smooth")], readings=readings)
-    return h("div", h("h3", "Learning rate"), figure)
+    return _curve("Learning rate", "Learning rate of each step.", x, y, rates, "learning rate {:.3g}".format)
 
 
 def _times(subject: RunSubject, x: Axis) -> Element:
@@ -162,15 +156,13 @@ def _times(subject: RunSubject, x: Axis) -> Element:
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     lost = sum(step.seconds - median for step in hiccups)
     cost = f", {seconds_text(lost)} lost to them" if hiccups else ""
-    figure = chart(
-        x,
-        y,
-        title=f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
-        lines=[Line(times, "smooth")],
-        rules=[("y", planned, f"planned {seconds_text(planned)}")],
-        readings=[(a, b, f"step {a:.0f}: {seconds_text(b)}, {b / planned:.3g} times the plan") for a, b in times],
-    )
-    return h("div", h("h3", "Step time"), figure)
+    title = f"Seconds of each step, the slowest of neighbors. {slow}{cost}."
+    rules = [("y", planned, f"planned {seconds_text(planned)}")]
+
+    def text(seconds: float) -> str:
+        return f"{seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
+
+    return _curve("Step time", title, x, y, times, text, rules=rules)
 
 
 def _tick_seconds(value: float) -> str:
@@ -188,15 +180,8 @@ def _memory(subject: RunSubject, x: Axis) -> Element:
     rules = [("y", float(promise), f"promised for the whole run {memory_text(promise)}")]
     rules += [("y", float(budget), f"budget {memory_text(budget)}")] if is_near else []
     far = "" if is_near else f" The budget, {memory_text(budget)}, is far above."
-    figure = chart(
-        x,
-        y,
-        title=f"Memory that is held between steps.{far}",
-        lines=[Line(held, "smooth")],
-        rules=rules,
-        readings=[(a, b, f"step {a:.0f}: {memory_text(b)} held") for a, b in held],
-    )
-    return h("div", h("h3", "Memory"), figure)
+    title = f"Memory that is held between steps.{far}"
+    return _curve("Memory", title, x, y, held, lambda b: f"{memory_text(b)} held", rules=rules)
 
 
 def _last(values: Sequence[float]) -> float:
@@ -230,16 +215,13 @@ def _preview_row(prompt: str, pictures: list[PreviewPicture]) -> Element:
 
 
 def _slider(compared: Comparison) -> Element:
+    without = _image(compared.without, f"{compared.label}, without the adapter")
+    with_adapter = _image(compared.with_adapter, f"{compared.label}, with the adapter")
     label = f"How much of the picture without the adapter: {compared.label}"
     return h(
         "figure",
         h("figcaption", compared.label),
-        h(
-            "div",
-            _image(compared.without, f"{compared.label}, without the adapter"),
-            _image(compared.with_adapter, f"{compared.label}, with the adapter"),
-            class_="both",
-        ),
+        h("div", without, with_adapter, class_="both"),
         h("input", type="range", min=0, max=100, value=50, aria_label=label),
         h("p", h("span", "left: without the adapter"), h("span", "right: with it"), class_="ends"),
         class_="slider",
@@ -261,25 +243,12 @@ def _compared(subject: RunSubject) -> list[Element]:
         ("images per second", *_pair(frozen.expected.images_per_second, report.images_per_second, "{:.3g}".format)),
         ("whole run", *_pair(subject.plan.job_seconds, report.total_seconds, seconds_text)),
     ]
-    figures = table(
-        ("", "promised", "measured", "difference"), rows, caption="What the plan promised, and what the run took."
-    )
-    return [
-        h(
-            "div",
-            h("section", h("h3", "Promised against measured"), figures),
-            h("section", h("h3", "Memory by phase"), _phases(subject, report)),
-            class_="wide",
-        )
-    ]
+    head, caption = ("", "promised", "measured", "difference"), "What the plan promised, and what the run took."
+    phases = compared_phases(report, frozen.expected.process_memory_bytes, frozen.hardware.budget_bytes)
+    against = h("section", h("h3", "Promised against measured"), table(head, rows, caption=caption))
+    return [h("div", against, h("section", h("h3", "Memory by phase"), phases), class_="wide")]
 
 
-def _phases(subject: RunSubject, report: RunReport) -> Element:
-    frozen = subject.plan.frozen
-    return compared_phases(report, frozen.expected.process_memory_bytes, frozen.hardware.budget_bytes)
-
-
-def _pair(promised: float, measured: float | None, text: object) -> tuple[str, str, str]:
-    assert callable(text)
+def _pair(promised: float, measured: float | None, text: Callable[[float], str]) -> tuple[str, str, str]:
     difference = change_text(measured / promised - 1, 1) if measured and promised else "-"
-    return str(text(promised)), "-" if measured is None else str(text(measured)), difference
+    return text(promised), "-" if measured is None else text(measured), difference

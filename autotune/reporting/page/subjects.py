@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.schema import (
     Candidate,
@@ -153,14 +153,10 @@ def points_of(subject: PlanSubject) -> list[Point]:
         elif trial.candidate in predicted and trial.outcome != "ok":
             each = predicted[trial.candidate]
             word = f"tried: {OUTCOMES[trial.outcome]} (placed by its prediction)"
-            found[trial.candidate] = Point(
-                trial.candidate, batch / each.step_seconds, each.run_memory_bytes, "failed", word
-            )
-    kind, word = ("measured", "measured") if subject.is_measured else ("predicted", "predicted")
-    promise = Point(
-        settings, batch / expected.step_seconds, expected.required_memory_bytes, kind, f"chosen, {word}", True
-    )
-    found[settings] = promise
+            speed, run_bytes = batch / each.step_seconds, each.run_memory_bytes
+            found[trial.candidate] = Point(trial.candidate, speed, run_bytes, "failed", word)
+    speed, kind = batch / expected.step_seconds, expected.evidence
+    found[settings] = Point(settings, speed, expected.required_memory_bytes, kind, f"chosen, {kind}", is_chosen=True)
     return _with_front(list(found.values()))
 
 
@@ -185,12 +181,7 @@ def _with_front(points: list[Point]) -> list[Point]:
         if point.run_memory_bytes < least:
             least = point.run_memory_bytes
             front.add(point.candidate)
-    return [
-        Point(
-            p.candidate, p.images_per_second, p.run_memory_bytes, p.kind, p.outcome, p.is_chosen, p.candidate in front
-        )
-        for p in points
-    ]
+    return [replace(point, is_front=point.candidate in front) for point in points]
 
 
 def nearest_beyond(subject: PlanSubject, points: Sequence[Point]) -> Point | None:

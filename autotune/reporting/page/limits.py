@@ -1,6 +1,6 @@
 """What limits a run: its step time beside what the same work takes at the rates that the probe measured."""
 
-from autotune.schema import StepTime, TrainingPlan
+from autotune.schema import TrainingPlan
 
 KINDS = {
     "compute": ("matmul_seconds", "adapter_seconds", "attention_seconds", "convolution_seconds"),
@@ -26,11 +26,4 @@ def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> 
     seconds = {kind: sum(getattr(time, name) for name in names) for kind, names in KINDS.items()}
     seconds["data"] = data_seconds
     kind = max(seconds, key=lambda name: seconds[name])
-    probed = probed_seconds(time) + data_seconds
-    return f"{kind}, {probed / step_seconds:.0%} of what this device reached in the probe"
-
-
-def probed_seconds(time: StepTime) -> float:
-    """A step at the probe's rates."""
-    names = (name for names in KINDS.values() for name in names)
-    return sum(float(getattr(time, name)) for name in names)
+    return f"{kind}, {sum(seconds.values()) / step_seconds:.0%} of what this device reached in the probe"
