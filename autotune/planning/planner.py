@@ -145,9 +145,9 @@ def make_plan(
             if backend.recorded_trials is None:
                 try:
                     trials = _search(problem, backend, warm_start, study, on_event)
-                    if not warm_start.is_reproduced(trials):  # else a record has confirmed them
+                    if not warm_start.is_reproduced(trials):
                         trials = _try_compiled(problem, backend, trials, study, on_event)
-                        trials = _confirm(problem, backend, trials, study, on_event)
+                    trials = _confirm(problem, backend, trials, study, on_event)  # phases here, not on another machine
                 except KeyboardInterrupt:
                     known = take_snapshot(study).results
                     if any(trial.outcome == "ok" for trial in known):

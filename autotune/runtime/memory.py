@@ -4,11 +4,13 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import mmap
 import os
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -118,16 +120,24 @@ def library_bytes() -> int:
     return sum(map(int, RESIDENT_KIB_OF_LIBRARY.findall(Path("/proc/self/smaps").read_bytes()))) * 1024
 
 
-_recent_library_bytes: dict[int, int] = {}
-"""By process id: what `library_bytes` was at the last look, for every step."""
+_recent_library_bytes: dict[int, tuple[float, int]] = {}
+"""By process id: when `library_bytes` was looked at last, by the monotonic clock, and what it was."""
+MAX_LIBRARY_AGE_SECONDS = 1.0
+"""A look at each short step would slow it; without new ones, libraries that steps first use would seem to be growth."""
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now, without shared libraries as of the last look at them."""
-    libraries = _recent_library_bytes.get(os.getpid())
-    if libraries is None:
-        libraries = _recent_library_bytes[os.getpid()] = library_bytes()
+    """Resident memory of this process now, without shared libraries as of the last second."""
+    looked_at, libraries = _recent_library_bytes.get(os.getpid(), (-math.inf, 0))
+    if time.monotonic() - looked_at > MAX_LIBRARY_AGE_SECONDS:
+        libraries = _look_at_libraries()
     return int(_process(os.getpid()).memory_info().rss) - libraries
+
+
+def _look_at_libraries() -> int:
+    libraries = library_bytes()
+    _recent_library_bytes[os.getpid()] = (time.monotonic(), libraries)
+    return libraries
 
 
 def host_peak_bytes() -> int:
@@ -136,8 +146,7 @@ def host_peak_bytes() -> int:
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
-            libraries = _recent_library_bytes[os.getpid()] = library_bytes()
-            return int(line.split()[1]) * 1024 - libraries
+            return int(line.split()[1]) * 1024 - _look_at_libraries()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -25,8 +25,9 @@ PEAK_TOLERANCE = 1.05
 
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
-LEAK_SHARE = 0.02
-"""Growth over `NUM_WINDOWS` windows, each higher than the last, that counts as a leak: caches fill unevenly."""
+LEAK_SHARE = 0.05
+"""Growth over `NUM_WINDOWS` windows, each higher than the last, that counts as a leak: as much as
+a run may take beyond its promise; a process's memory wavers by less."""
 
 SPIKE_FACTOR = 10.0
 """How many times the median of the steps before a gradient's norm must be to count as a spike."""
@@ -64,6 +65,7 @@ class PhaseWatch:
             yield
         finally:
             self._record(self._nested.pop(), time.monotonic() - started)
+            trim_heap()  # nor is what this one has freed the next one's
             self._reset_peaks()
 
     def _reset_peaks(self) -> None:

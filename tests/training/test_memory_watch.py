@@ -27,7 +27,7 @@ def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
 
 def test_a_leak_is_noticed_in_a_run_that_is_near_its_budget() -> None:
     watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
-    told = [watch.check(8 * 10**8 + step * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    told = [watch.check(8 * 10**8 + step * 2 * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message.split()[1] for message in told if message] == ["is", "grows"]
     assert len(watch.growth.window) < WINDOW_STEPS
 
@@ -40,13 +40,13 @@ def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_mo
 
 @given(st.integers(10**6, 10**9), st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS))
 def test_noise_is_no_leak(level: int, noise: list[int]) -> None:
-    assert leak_bytes_per_step([level + one for one in noise]) == 0.0 or max(noise) - min(noise) > level * 0.02
+    assert leak_bytes_per_step([level + one for one in noise]) == 0.0 or max(noise) - min(noise) > level * 0.05
 
 
 def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
     floors = [950 + window + (30 if window >= NUM_WINDOWS - 1 else 0) for window in range(NUM_WINDOWS)]
     assert leak_bytes_per_step(floors) == 0.0
-    assert leak_bytes_per_step([950 + 5 * window for window in range(NUM_WINDOWS)]) == 5 / WINDOW_STEPS
+    assert leak_bytes_per_step([950 + 10 * window for window in range(NUM_WINDOWS)]) == 10 / WINDOW_STEPS
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak")

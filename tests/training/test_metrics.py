@@ -45,7 +45,8 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
     metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard", on_warning=warnings.append)
     metrics.add(finished_step(1))
     if is_there:
-        shutil.rmtree(curves)
+        while curves.exists():  # TensorBoard's thread may write into it meanwhile
+            shutil.rmtree(curves, ignore_errors=True)
     metrics.add(finished_step(2))
     metrics.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
