@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
     curves = tmp_path / "tensorboard"
     if not is_there:
         curves.write_text("")
+    before = set(threading.enumerate())
     metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard", on_warning=warnings.append)
     metrics.add(finished_step(1))
     if is_there:
@@ -49,6 +51,8 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
             shutil.rmtree(curves, ignore_errors=True)
     metrics.add(finished_step(2))
     metrics.close()
+    for thread in set(threading.enumerate()) - before:  # what it raises later would be the next test's
+        thread.join(timeout=10)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     assert len(warnings) <= 1
     assert all("no more curves" in warning for warning in warnings)
