@@ -1,0 +1,80 @@
+"""Writes `docs/cards.md`: what the exact levers are predicted to be worth on every GPU of the catalog.
+
+    python benchmarks/cards.py
+
+With the levers, the figures are those of `profiles/predictions.json`; without them 88 plans are predicted here, some six
+CPU-minutes.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+from autotune.runtime.quiet import silence_libraries
+
+silence_libraries()
+
+from autotune.errors import NothingFits
+from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.planning.elsewhere import FILE
+from autotune.planning.planner import make_plan
+from autotune.planning.request import PlanRequest
+from autotune.runtime.files import write_text_atomic
+from autotune.runtime.paths import shipped_path
+
+PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
+MODELS = {"qwen-image": "Qwen-Image", "flux1-dev": "FLUX.1 dev"}
+LEVERS = (("modulation", "resident"), ("norm_rope", "stock"), ("selective_blocks", "0"), ("offloaded_inputs", "0"))
+"""Values of the levers' knobs that leave them out."""
+
+TEXT = """# What the exact levers are predicted to be worth, card by card
+
+Seconds of an optimizer step (four images of 1024 px, rank 16, `--quality high`) that `autotune plan --hardware CARD`
+predicts, without and with three levers that change nothing about what is learned: modulation ahead of time, norm and
+rotary positions as one function, and checkpoints that keep attention or wait on the host. "Gain" is without divided by
+with; the median is {medians}. Memory is that of the phase that
+needs most, with them.
+
+**All of it is predicted.** None of these cards has run autotune yet, and predictions of time have a standard error of 60
+to 65% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on each.
+`benchmarks/cards.py` writes this page.
+
+"""
+
+
+def seconds_without(model: str, gpu: CatalogGpu) -> float | None:
+    """Predicted seconds of a step without the levers, or None if nothing fits then."""
+    request = PlanRequest(model=model, is_local=False, pins=LEVERS)
+    try:
+        return make_plan(request, profile_of_gpu(gpu)).plan.frozen.expected.step_seconds
+    except NothingFits:
+        return None
+
+
+def main() -> None:
+    known = json.loads(shipped_path(FILE).read_text())["models"]
+    columns = " | ".join(f"{name} without, s | with, s | gain | GiB" for name in MODELS.values())
+    rows: list[tuple[float, str]] = []
+    gains: dict[str, list[float]] = {model: [] for model in MODELS}
+    for gpu in load_catalog():
+        cells = [gpu.id]
+        for model in MODELS:
+            there, without = known[model][gpu.id], seconds_without(model, gpu)
+            cells.append(f"{without:#.3g}" if without else "nothing fits")
+            if there is None:
+                cells += ["nothing fits", "", ""]
+                continue
+            if without:
+                gains[model].append(without / there["step_seconds"])
+            gain = f"{gains[model][-1]:.2f}" if without else ""
+            cells += [f"{there['step_seconds']:#.3g}", gain, f"{there['run_memory_bytes'] / 2**30:.1f}"]
+        first = known["qwen-image"][gpu.id]
+        rows.append((first["step_seconds"] if first else float("inf"), f"| {' | '.join(cells)} |"))
+        print(rows[-1][1].replace(".|", "|"), flush=True)
+    medians = " and ".join(f"{statistics.median(gains[model]):.2f} for {name}" for model, name in MODELS.items())
+    table = [f"| card | {columns} |", "|---" * (1 + 4 * len(MODELS)) + "|", *(row for _, row in sorted(rows))]
+    write_text_atomic(PAGE, TEXT.format(medians=medians) + "\n".join(table).replace(". |", " |") + "\n")
+
+
+if __name__ == "__main__":
+    main()
