@@ -32,8 +32,7 @@ TEXT = """# What the exact levers are predicted to be worth, card by card
 Seconds of an optimizer step (four images of 1024 px, rank 16, `--quality high`) that `autotune plan --hardware CARD`
 predicts, without and with three levers that change nothing about what is learned: modulation ahead of time, norm and
 rotary positions as one function, and checkpoints that keep attention or wait on the host. "Gain" is without divided by
-with; the median is {medians}. Memory is that of the phase that
-needs most, with them.
+with; the median is {medians}. Memory is that of the phase that needs most, with them.
 
 **All of it is predicted.** None of these cards has run autotune yet, and predictions of time have a standard error of 60
 to 65% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on each.
