@@ -2,8 +2,8 @@
 
     python benchmarks/cards.py
 
-With the levers, the figures are those of `profiles/predictions.json`; without them 88 plans are predicted here, some six
-CPU-minutes.
+With the levers, the figures are those of `profiles/predictions.json`; without them 88 plans are predicted here, which
+takes some six CPU-minutes.
 """
 
 import json
@@ -34,8 +34,8 @@ predicts, without and with three levers that change nothing about what is learne
 rotary positions as one function, and checkpoints that keep attention or wait on the host. "Gain" is without divided by
 with; the median is {medians}. Memory is that of the phase that needs most, with them.
 
-**All of it is predicted.** None of these cards has run autotune yet, and predictions of time have a standard error of 60
-to 65% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on each.
+**All of it is predicted.** None of these cards has run autotune yet, and predictions of time have a standard error of
+60 to 65% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on each.
 `benchmarks/cards.py` writes this page.
 
 """
