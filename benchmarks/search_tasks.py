@@ -213,7 +213,7 @@ def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
     speed, memory = BIAS[prior]
     bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
     truth, seconds = {}, {}
-    for candidate in space.candidates:
+    for candidate in dict.fromkeys(c for one in space.candidates for c in (one, space.without_rules(one))):
         true_seconds, truth[candidate] = bend.result(cost.predict(candidate))
         if truth[candidate].outcome == "ok":
             seconds[candidate] = true_seconds
@@ -246,6 +246,9 @@ class _Bend:
         pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
         pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)
         alone = self.factor(self.speed / 2, c.quantization) + self.factor(self.speed / 2, c.attention)
+        alone += self.factor(self.speed / 3, "norm_rope", c.norm_rope)
+        alone += self.factor(self.speed / 3, "modulation", c.modulation)
+        alone += self.factor(self.speed / 3, "swap") * min(1.0, c.swapped_blocks / 20)
         log = self.offset + alone + pairs + self.recompute * math.sqrt(blocks / 60)
         log += self.saturation * (1 - c.micro_batch_size**-0.5)
         peak = predicted.allocated_memory_bytes

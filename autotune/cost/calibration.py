@@ -14,6 +14,7 @@ from functools import lru_cache
 from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
 OFFSET, DOUBLING, KEEPS_ATTENTION, OFFLOADS = "offset", "batch>", "keeps attention", "offloads"
+LEVERS = ("modulation=", "norm_rope=")
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
@@ -27,6 +28,9 @@ VARIANT_SHARE = 0.03
 """The same for variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image, FLUX.1, Z-Image at 1,024 px
 on a 4090, predicted), and a quarter of that is doubted. With .1, searches on simulated cards took 11 trials; with .03
 they take 8 to 10, and without these variants 7 or 8."""
+LEVER_SHARE = 0.3
+"""The same for modulation ahead of time and for norm and RoPE as one function. Without these terms a search never
+learned that one of them is worth less than predicted (see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
@@ -43,6 +47,8 @@ def features_of(candidate: Candidate) -> tuple[str, ...]:
         candidate.quantization,
         candidate.attention,
         candidate.precision,
+        candidate.modulation,
+        candidate.norm_rope,
         candidate.recomputed_blocks > 0,
         (candidate.micro_batch_size - 1).bit_length(),
     )
@@ -57,6 +63,8 @@ def _features(
     quantization: str,
     attention: str,
     precision: str,
+    modulation: str,
+    norm_rope: str,
     recomputes: bool,
     doublings: int,
 ) -> tuple[str, ...]:
@@ -67,6 +75,8 @@ def _features(
         f"quantization={quantization}",
         f"attention={attention}",
         f"precision={precision}",
+        f"modulation={modulation}",
+        f"norm_rope={norm_rope}",
         f"recomputes={recomputes}",
         # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for one term.
         *(f"{DOUBLING}{2**number}" for number in range(doublings)),
@@ -88,6 +98,8 @@ class Posterior:
             return self.prior
         if feature in (KEEPS_ATTENTION, OFFLOADS):
             return self.prior * VARIANT_SHARE
+        if feature.startswith(LEVERS):
+            return self.prior * LEVER_SHARE
         return self.prior * (DOUBLING_SHARE if feature.startswith(DOUBLING) else CHOICE_SHARE)
 
     def log_factor(self, candidate: Candidate) -> float:

@@ -94,6 +94,9 @@ class Knob(ABC):
     """Whether it is a number of blocks, which the cost model chooses together with the other numbers of blocks."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
+    compared_with: ClassVar[Choice | None] = None
+    """If a rule settles the knob: the libraries' own way, which the last trial of a search compares it with. Gradients
+    of the other values are compared with this one's, so that it needs no such check."""
 
     @property
     def title(self) -> str:

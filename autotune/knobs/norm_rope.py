@@ -1,8 +1,9 @@
 """Norm, rotary positions and joining of queries and keys: diffusers' operations, or one function of our own.
 
-A rule settles it, so no search spends trials on it. On a CPU the plain operations of `fused` were as fast as compiled
-ones and need no start-up. A GPU waits for memory there, and compiled code moves half as much as `fused` and a tenth of
-what diffusers' operations do. Where gradients turn out wrong, the next in line is taken.
+A rule settles it, and the last trial of a search tries the best settings with diffusers' operations instead. On a CPU
+the plain operations of `fused` were as fast as compiled ones and need no start-up. A GPU waits for memory there, and
+compiled code moves half as much as `fused` and a tenth of what diffusers' operations do. Where gradients turn out
+wrong, the next in line is taken.
 """
 
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ class NormRope(Knob):
     name = "norm_rope"
     title = "norm and rope"
     names = ("stock", "fused", "compiled")
+    compared_with = "stock"
 
     def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         return unavailable_reason(hardware, "compile") if choice == "compiled" else None

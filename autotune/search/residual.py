@@ -123,6 +123,9 @@ class ResidualSearch:
         if first:
             return first
         remaining = self.remaining(results, running)
+        comparison = self._comparison(results, running)
+        if comparison and self._expects_no_gain(results, running):
+            return comparison
         if not remaining:
             return None
         apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
@@ -201,11 +204,31 @@ class ResidualSearch:
         return ScoredCandidate(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
 
     def has_converged(self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()) -> bool:
-        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best that ran."""
+        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best that ran, and that was
+        compared with the libraries' own way."""
+        return self._expects_no_gain(results, running) and self._comparison(results, running) is None
+
+    def _expects_no_gain(self, results: Sequence[TrialResult], running: Collection[Candidate]) -> bool:
         remaining = self.remaining(results, running)
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
         return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
+
+    def _comparison(self, results: Sequence[TrialResult], running: Collection[Candidate]) -> Candidate | None:
+        """The best settings with the libraries' own way of what rules settle; None if some such settings were tried, or
+        these do not fit."""
+        ran = [result for result in results if result.outcome == "ok"]
+        if not ran or self.objective == "memory":  # what a rule settles never needs more
+            return None
+        best = min(ran, key=self._value).candidate
+        plain = self.space.without_rules(best)
+        tried = {result.candidate for result in results} | set(running)
+        if plain == best or any(self.space.without_rules(candidate) == candidate for candidate in tried):
+            return None
+        cost = self._calibrate(results)
+        prediction = cost.predict(plain)
+        fits = memory_upper_bound(prediction) < self._memory_limit(results, cost)
+        return plain if fits and prediction.host_memory_bytes <= _host_memory_limit(results, cost) else None
 
     def require_told(self, results: Sequence[TrialResult]) -> None:
         """Raise NothingFits once trials ran and none told the energy that is the objective."""
@@ -246,11 +269,15 @@ class ResidualSearch:
 
     def _best(self, results: Sequence[TrialResult]) -> float:
         """Natural logarithm of the best value of the objective; some result must have run, and told it."""
+        return math.log(min(self._value(result) for result in results if result.outcome == "ok"))
+
+    def _value(self, result: TrialResult) -> float:
+        """What the objective wants little of, as a trial that ran measured it; infinite if it did not tell."""
         if self.objective == "memory":
-            return math.log(min(r.peak_memory_bytes or math.inf for r in results if r.outcome == "ok"))
+            return result.peak_memory_bytes or math.inf
         if self.objective == "energy":
-            return math.log(min(r.joules_per_image or math.inf for r in results if r.outcome == "ok"))
-        return math.log(best_seconds(results))
+            return result.joules_per_image or math.inf
+        return result.median_step_seconds or math.inf
 
     def _within_reach(
         self, best: ScoredCandidate, remaining: Sequence[ScoredCandidate], results: Sequence[TrialResult]

@@ -33,6 +33,22 @@ class SearchSpace:
         known = {name: (*choices, *self.on_request.get(name, ())) for name, choices in self.choices.items()}
         return all(getattr(candidate, name) in choices for name, choices in known.items())
 
+    @property
+    def tried_choices(self) -> dict[str, tuple[Choice, ...]]:
+        """Values that trials may have, by knob: the admitted ones, and what settled knobs are compared with."""
+        compared = self._compared_choices()
+        return {
+            name: (*choices, compared[name]) if name in compared else choices for name, choices in self.choices.items()
+        }
+
+    def without_rules(self, candidate: Candidate) -> Candidate:
+        """The candidate with the libraries' own way of each knob that a rule settles, as far as that may be tried."""
+        return candidate.changed(**self._compared_choices())
+
+    def _compared_choices(self) -> dict[str, Choice]:
+        known = {knob.name: knob.compared_with for knob in KNOBS if knob.compared_with is not None}
+        return {name: value for name, value in known.items() if value in self.on_request.get(name, ())}
+
 
 def build_search_space(
     context: TuningContext,

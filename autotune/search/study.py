@@ -114,7 +114,7 @@ class ResidualSampler(BaseSampler):
         self.search, self.is_over = search, is_over
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {name: CategoricalDistribution(choices) for name, choices in self.search.space.choices.items()}
+        return {name: CategoricalDistribution(choices) for name, choices in self.search.space.tried_choices.items()}
 
     # Gives nothing when the search is over: the trial then has nothing to do.
     def sample_relative(
@@ -276,7 +276,7 @@ def _objective(
     if not trial.relative_params:
         trial.study.stop()
         raise optuna.TrialPruned("the search was over")
-    values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
+    values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.tried_choices.items()}
     candidate = Candidate.model_validate(values)
     trial.set_user_attr(CANDIDATE, _json(candidate))
     try:

@@ -47,6 +47,7 @@ ON_DEVICE = (
     ("offloaded_inputs", "0"),
     ("selective_blocks", "0"),
     ("modulation", "resident"),
+    ("norm_rope", "fused"),
 )
 """Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
@@ -102,6 +103,29 @@ def test_eight_trials_come_close_to_the_exhaustive_best(cost: CostModel, space: 
     found = best_seconds(results)
     assert len(results) <= 8
     assert found <= 1.10 * exhaustive
+
+
+@pytest.mark.parametrize(("stock_is", "ends_with"), [(0.8, "stock"), (1.2, "fused")])
+def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
+    cost: CostModel, stock_is: float, ends_with: str
+) -> None:
+    """By the best settings, once no others are expected to be better."""
+    pins = (*ON_DEVICE[:-1], ("quantization", "none"))
+    free = with_mixtures(build_search_space(builders.context(GPU, WORK), pins), cost)
+
+    def run(candidate: Candidate) -> TrialResult:
+        expected = cost.predict(candidate.changed(norm_rope="fused"))
+        seconds = expected.step_seconds * (stock_is if candidate.norm_rope == "stock" else 1.0)
+        return builders.trial(candidate, seconds, expected.allocated_memory_bytes)
+
+    limits = SearchLimits(max_trials=20, max_seconds=math.inf)
+    results = run_search(ResidualSearch(free, cost, 100 * GIB), run, limits, lambda result: None)
+    (compared_at,) = (number for number, result in enumerate(results) if result.candidate.norm_rope == "stock")
+    fastest = min(results[:compared_at], key=lambda result: result.median_step_seconds or math.inf).candidate
+    assert results[compared_at].candidate == fastest.changed(norm_rope="stock")
+    winner = choose_winner(score_trials(results), "throughput")
+    assert winner is not None
+    assert winner.candidate.norm_rope == ends_with
 
 
 def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostModel, space: SearchSpace) -> None:
