@@ -35,7 +35,7 @@ rotary positions as one function, and checkpoints that keep attention or wait on
 with; the median is {medians}. Memory is that of the phase that needs most, with them.
 
 **All of it is predicted.** None of these cards has run autotune yet, and predictions of time have a standard error of
-60 to 65% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on
+62 to 67% in common, which a ratio of two of them shares in large part. `norm_rope: compiled` is assumed to work on
 each. `benchmarks/cards.py` writes this page.
 
 """

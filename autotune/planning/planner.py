@@ -191,7 +191,7 @@ def _find_warm_start(
         return NO_MATCHES, NO_WARM_START
     found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
     found, warm_start = build_warm_start(
-        found, problem.space.choices, problem.budget_bytes, problem.workload, problem.cost
+        found, problem.space.tried_choices, problem.budget_bytes, problem.workload, problem.cost
     )
     kind = found.records[0].match.kind if found.records else "none"
     on_event(RecordsMatched(kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused))

@@ -215,14 +215,15 @@ class ResidualSearch:
         return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
 
     def _comparison(self, results: Sequence[TrialResult], running: Collection[Candidate]) -> Candidate | None:
-        """The best settings with the libraries' own way of what rules settle; None if some such settings were tried, or
-        these do not fit."""
+        """The best settings with the libraries' own way of what rules settle; None if some such settings were tried,
+        here or where the priors are from, or if these do not fit."""
         ran = [result for result in results if result.outcome == "ok"]
         if not ran or self.objective == "memory":  # what a rule settles never needs more
             return None
         best = min(ran, key=self._value).candidate
         plain = self.space.without_rules(best)
         tried = {result.candidate for result in results} | set(running)
+        tried |= {candidate for prior in self.priors(results) for candidate, _ in prior.residuals}
         if plain == best or any(self.space.without_rules(candidate) == candidate for candidate in tried):
             return None
         cost = self._calibrate(results)
