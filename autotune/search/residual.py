@@ -31,6 +31,9 @@ MAX_GROWTH = 1.5
 corrected by every trial, and stay right that near to it."""
 SAFE_SHARE = 0.5
 """Share of the budget that is safe to try: what is predicted to need less may be wrong by a factor of two and fits."""
+COMPARE_AFTER = 6
+"""Trials after which the best settings are compared with the libraries' own way, if the search has not converged: it
+may have but two more."""
 DOUBT_SIGMAS = 2.0
 """Standard deviations by which a trial must be slower than expected from all others to be tried again."""
 MIN_WITNESSES = 4
@@ -124,7 +127,7 @@ class ResidualSearch:
             return first
         remaining = self.remaining(results, running)
         comparison = self._comparison(results, running)
-        if comparison and self._expects_no_gain(results, running):
+        if comparison and (len(tried) >= COMPARE_AFTER or self._expects_no_gain(results, running)):
             return comparison
         if not remaining:
             return None

@@ -195,19 +195,24 @@ def _explain_choice(knob: str, space: SearchSpace, scores: Sequence[Score], own:
 
 
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
-    """The values to compare the chosen one with: all others; of numbers of blocks the next and the last either way that
-    were looked at."""
+    """The values to compare the chosen one with: all others that are searched or were tried; of numbers of blocks the
+    next and the last either way that were looked at."""
     if knob not in COMPOSED:
-        return [choice for choice in space.choices[knob] if choice != chosen]
+        tried = [choice for choice in space.tried_choices[knob] if any(_has(score, knob, choice) for score in scores)]
+        return [choice for choice in dict.fromkeys((*space.choices[knob], *tried)) if choice != chosen]
     numbers = sorted({int(getattr(score.candidate, knob)) for score in scores})
     below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
     return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
 
 
 def _best_with(knob: str, choice: Choice, scores: Sequence[Score], objective: Objective) -> Score | None:
-    having = [score for score in scores if getattr(score.candidate, knob) == choice]
+    having = [score for score in scores if _has(score, knob, choice)]
     smallest = min(having, key=lambda score: score.peak_memory_bytes, default=None)
     return choose_winner(having, objective) or smallest
+
+
+def _has(score: Score, knob: str, choice: Choice) -> bool:
+    return bool(getattr(score.candidate, knob) == choice)
 
 
 def _compare(best: Score | None, winner: Score) -> str:

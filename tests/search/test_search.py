@@ -126,6 +126,11 @@ def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
     winner = choose_winner(score_trials(results), "throughput")
     assert winner is not None
     assert winner.candidate.norm_rope == ends_with
+    reasons = explain_choices(free, score_trials(results), winner, "throughput")
+    (reason,) = (reason for reason in reasons if reason.knob == "norm_rope")
+    loser = next(item for item in reason.rejected if item.choice in {"stock", "fused"})
+    assert reason.chosen == ends_with
+    assert "x the step time" in loser.reason
 
 
 def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostModel, space: SearchSpace) -> None:

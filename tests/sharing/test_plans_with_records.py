@@ -243,7 +243,9 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
     assert again.find_matches.records[0].match.kind == "near"
     assert len(again.trials) >= 4
-    assert again.plan.frozen.settings == cold.plan.frozen.settings
+    whole, found = cold.plan.frozen.settings, again.plan.frozen.settings
+    # These machines are as fast without the levers, so that noise decides about them.
+    assert found.changed(modulation=whole.modulation, norm_rope=whole.norm_rope) == whole
 
 
 @pytest.mark.parametrize(
