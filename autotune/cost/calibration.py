@@ -164,7 +164,6 @@ class Calibration:
 
     time: Posterior
     memory: Posterior
-    num_trials: int = 0
 
     @staticmethod
     def of(
@@ -172,7 +171,7 @@ class Calibration:
     ) -> "Calibration":
         """From what trials here differed from predictions by, and from `priors`, the most alike first.
 
-        Lessons may tell that steps take more memory than predicted, never that they take less: trials here tell that.
+        Priors may tell that steps take more memory than predicted, never that they take less: trials here tell that.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
@@ -184,7 +183,6 @@ class Calibration:
         return Calibration(
             time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
             memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
-            num_trials=len(residuals),
         )
 
 
