@@ -57,10 +57,8 @@ class TrainingLoop:
         held_out: EncodedDataset | None = None,
     ) -> None:
         self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
-        self.settings = plan.frozen.settings
-        """The plan's, or the fallback that replaced them when memory ran out."""
-        self.fallbacks = plan.frozen.fallbacks
-        """Those that the run may still turn to: each needs less memory than the one before."""
+        self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
+        """The plan's, or the fallback that replaced them when memory ran out; and those that still may."""
         self.network = model.transformer
         """The transformer as steps call it: wrapped, with several processes."""
         job = self.job = plan.job
