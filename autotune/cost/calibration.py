@@ -3,7 +3,7 @@
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with Gaussian priors, so one
 trial moves every prediction, more trials tell the choices apart, and uncertainty shrinks with each (Bishop, Pattern
 Recognition and Machine Learning, section 3.3). A dozen terms need no linear algebra library, whose last bits differ
-between processors: residuals are learned one after the other, in plain arithmetic.
+between CPUs: residuals are learned one after the other, in plain arithmetic.
 """
 
 import math
@@ -30,7 +30,7 @@ they take 8 to 10, and without these variants 7 or 8."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
-"""Decimals that are kept of what was learned: logarithms' last bits differ between processors and C libraries."""
+"""Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C libraries."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """Device time of one operation.
 
-        A GPU fetches while it computes: the longer of the two counts. A processor's rates are those of operands in its
+        A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of operands in its
         caches, and in a step they come from memory first: both count.
         """
         kind, shape, flops, moved = work

@@ -201,7 +201,7 @@ def _find_warm_start(
 def _follow_recording(
     problem: PlanningProblem, recorded: Sequence[TrialResult] | None, on_event: OnEvent
 ) -> tuple[TrialResult, ...]:
-    """What a search tried that is over, in its order: what comes of it depends on no processor's last bits.
+    """What a search tried that is over, in its order: what comes of it depends on no CPU's last bits.
 
     Raises:
         InvalidInput: the request does not admit what was tried.
