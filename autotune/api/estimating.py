@@ -62,8 +62,7 @@ def estimate(
         hardware, host_memory, assume: a card of the catalog and what it lies in, as for `plan`; None for this one.
         resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay, optimizer,
             optimizer_options, effective_batch_size: as for `plan`.
-        micro_batch_size: images per forward pass.
-        checkpointed_blocks: blocks that recompute their activations; None for all.
+        micro_batch_size, checkpointed_blocks: images per forward pass; blocks that recompute activations (None: all).
         num_steps, price_per_hour: of the job in optimizer steps, of the machine in the currency of the answer.
         on_event: listener to progress.
         settings: other fields of `Candidate`, e.g. `quantization="torchao-int8"`.
@@ -77,7 +76,8 @@ def estimate(
     """
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
-    effective_batch_size = effective_batch_size or max(micro_batch_size, resolved.family.defaults.effective_batch_size)
+    if effective_batch_size is None:
+        effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
         size_px=None if resolution is None else image_size(resolution), num_frames=num_frames, text_tokens=text_tokens,
         rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter, ema_decay=ema_decay,

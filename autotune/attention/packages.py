@@ -9,15 +9,16 @@ and `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36, which always does.
 """
 
 from functools import partial
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
+
+from autotune.runtime import lazy_module
 
 if TYPE_CHECKING:
     import torch
 
 
 def _attend(
-    module: str,
+    package: Any,
     query: "torch.Tensor",
     key: "torch.Tensor",
     value: "torch.Tensor",
@@ -25,20 +26,19 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> "torch.Tensor":
-    """Attention by `module`'s function.
+    """Attention by the `package`'s function, which torch.compile looks into.
 
     Raises:
         ValueError: there is a mask, which it does not take.
     """
     if attn_mask is not None:
         raise ValueError("FlashAttention takes no mask")
-    attend: Any = resolve_name(f"{module}:flash_attn_func")
-    out = attend(query, key, value, softmax_scale=scale, causal=is_causal)
+    out = package.flash_attn_func(query, key, value, softmax_scale=scale, causal=is_causal)
     result: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
 
-attend_by_version_3 = partial(_attend, "flash_attn_interface")
+attend_by_version_3 = partial(_attend, lazy_module("flash_attn_interface"))
 """FlashAttention 3, built from source for Hopper."""
-attend_by_version_4 = partial(_attend, "flash_attn.cute")
+attend_by_version_4 = partial(_attend, lazy_module("flash_attn.cute"))
 """FlashAttention 4, which compiles its kernels when they are first used."""

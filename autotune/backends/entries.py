@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
+from autotune.runtime import reveal_packages
 from autotune.schema import DeviceKind, HardwareProfile, Quality
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for point in entry_points(group=group):
+        reveal_packages()
         try:
             add(point.load())
         except Exception as error:

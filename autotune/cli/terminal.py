@@ -209,6 +209,8 @@ class EventDisplay:
             "note": note,
             "max_seconds_left": max_seconds_left,
         }
+        if total is None:
+            self._end_task()  # rich would keep the number of parts
         if self.task is None:
             self.task = self.progress.add_task(**shown)
         self.progress.update(self.task, completed=done, **shown)

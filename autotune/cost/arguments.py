@@ -51,7 +51,7 @@ def positive(name: str, value: int) -> int:
 
 
 def require_sound(candidate: Candidate, context: TuningContext) -> None:
-    """Raise InvalidInput where a candidate's values are unknown, or do not go with the work or with each other."""
+    """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with each other."""
     workload = context.workload
     for knob in KNOBS:
         require_choice(knob.name, getattr(candidate, knob.name))

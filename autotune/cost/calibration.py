@@ -3,7 +3,7 @@
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with Gaussian priors, so one
 trial moves every prediction, more trials tell the choices apart, and uncertainty shrinks with each (Bishop, Pattern
 Recognition and Machine Learning, section 3.3). A dozen terms need no linear algebra library, whose last bits differ
-between processors: residuals are learned one after the other, in plain arithmetic.
+between CPUs: residuals are learned one after the other, in plain arithmetic.
 """
 
 import math
@@ -34,7 +34,7 @@ learned that one of them is worth less than predicted (see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
-"""Decimals that are kept of what was learned: logarithms' last bits differ between processors and C libraries."""
+"""Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C libraries."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
@@ -176,7 +176,6 @@ class Calibration:
 
     time: Posterior
     memory: Posterior
-    num_trials: int = 0
 
     @staticmethod
     def of(
@@ -184,7 +183,7 @@ class Calibration:
     ) -> "Calibration":
         """From what trials here differed from predictions by, and from `priors`, the most alike first.
 
-        Lessons may tell that steps take more memory than predicted, never that they take less: trials here tell that.
+        Priors may tell that steps take more memory than predicted, never that they take less: trials here tell that.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
@@ -196,7 +195,6 @@ class Calibration:
         return Calibration(
             time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
             memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
-            num_trials=len(residuals),
         )
 
 

@@ -93,7 +93,7 @@ class ComposedPass:
     work: "NDArray[np.float64]"
     """Seconds by class, then launches."""
     forward: "NDArray[np.float64]"
-    """The share of `work` up to the loss."""
+    """The share of `work` before the blocks run backward."""
     recompute: "NDArray[np.float64]"
     """The share of `work` that repeats operations."""
 

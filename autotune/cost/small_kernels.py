@@ -17,7 +17,7 @@ THIN = 64
 GPU computes a hundred and more in the time that it moves one."""
 
 
-def least_seconds(hardware: HardwareProfile) -> float:
+def min_kernel_seconds(hardware: HardwareProfile) -> float:
     """What the device takes for any kernel."""
     if hardware.device.kind != "cuda":
         return 0.0

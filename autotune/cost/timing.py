@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from autotune.backends import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.cost.kernels import CLASSES, Work
-from autotune.cost.small_kernels import bytes_per_flop, cache_gain, cached_bytes, is_thin, least_seconds
+from autotune.cost.small_kernels import bytes_per_flop, cache_gain, cached_bytes, is_thin, min_kernel_seconds
 from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
@@ -74,7 +74,7 @@ class Rates:
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
-        self.least_seconds = least_seconds(hardware)
+        self.min_kernel_seconds = min_kernel_seconds(hardware)
         self.cached_bytes, self.cache_gain = cached_bytes(hardware), cache_gain(hardware)
         known = measured_products(hardware, precision)
         on_gpu = hardware.device.kind == "cuda"  # on a CPU a slice of what takes too long is measured, for its FLOP/s
@@ -87,12 +87,12 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """Device time of one operation.
 
-        A GPU fetches while it computes: the longer of the two counts. A processor's rates are those of operands in its
+        A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of operands in its
         caches, and in a step they come from memory first: both count.
         """
         kind, shape, flops, moved = work
         if kind == "matmul" and self._thin and is_thin(shape):
-            return max(self.least_seconds, moved / _interpolated(self._thin, shape))
+            return max(self.min_kernel_seconds, moved / _interpolated(self._thin, shape))
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
         if moved <= self.cached_bytes and kind.startswith("elementwise"):
             seconds /= self.cache_gain
@@ -101,7 +101,7 @@ class Rates:
             rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape, variant)
             computes = flops / rate
             seconds = seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
-        return max(self.least_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS)
+        return max(self.min_kernel_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
         """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from measurements of those, or as

@@ -1,10 +1,9 @@
 """The families that autotune supports, by name. To add one: its file, and one line in this table; or, from another
 distribution, an entry point in the group `autotune.families` that names the class or an instance."""
 
-import warnings
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 
+from autotune.backends import load_entry_points
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family
 from autotune.families.chroma import Chroma
@@ -61,12 +60,7 @@ class Families(Mapping[str, Family]):
     def _all(self) -> Mapping[str, Family]:
         if not self._is_complete:
             self._is_complete = True
-            for point in entry_points(group=ENTRY_POINTS):
-                try:
-                    found = point.load()
-                    self.add(found() if isinstance(found, type) else found)
-                except Exception as error:
-                    warnings.warn(f"{point.value} adds no family to autotune: {error}", stacklevel=2)
+            load_entry_points(ENTRY_POINTS, lambda found: self.add(found() if isinstance(found, type) else found))
         return self._families
 
 

@@ -224,7 +224,7 @@ class Meter:
         num_bytes = (self.profile.device.l2_bytes or 2**22) // 8 if name == "memory.cache" else 4
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         target, graph = torch.empty_like(source), torch.cuda.CUDAGraph()
-        target.copy_(source)  # what is used for the first time cannot be captured
+        torch.add(source, 1, out=target)  # a kernel is loaded when it is first used, which cannot be captured
         with torch.cuda.device(self.device), torch.cuda.graph(graph):
             for _ in range(repeats):
                 torch.add(source, 1, out=target)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.runtime import lazy_module
+from autotune.runtime import lazy_module, reveal_packages
 from autotune.schema import ADAMW, Choice, OptimizerChoice, OptionValue
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     if name not in OPTIMIZERS:
         require_allowed(name)
     module, _, attribute = OPTIMIZERS.get(name, name).partition(":")
+    reveal_packages()
     try:
         package = importlib.import_module(module)
     except ImportError as error:

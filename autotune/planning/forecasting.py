@@ -21,7 +21,7 @@ MAX_FRONT = 16
 MAX_BEYOND = 8
 """Candidates of the Pareto front, and of those that do not fit."""
 EXACT_DIGITS, DIGITS = 9, 5
-"""Digits that are the same on every processor, and those that are kept: rounding to the first before the second makes
+"""Digits that are the same on every CPU, and those that are kept: rounding to the first before the second makes
 the last bits of a logarithm decide nothing."""
 
 

@@ -1,8 +1,8 @@
-"""The whole algorithm on one screen: from a question and a machine to a frozen plan.
+"""The whole algorithm on one screen: from a request and a machine to a frozen plan.
 
     model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
 
-Where the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
+If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
 """
 
 import math
@@ -111,12 +111,12 @@ def make_plan(
     on_event: OnEvent = ignore_event,
     backend: PlannerBackend | None = None,
 ) -> PlanningResult:
-    """Find the best settings for the question on this machine and freeze them.
+    """Find the best settings for the request on this machine and freeze them.
 
     Several processes that name the same study share its trials, and all return the plan that the first of them froze.
 
     Raises:
-        InvalidInput: the model or the data cannot be used, or the study is about another question or machine.
+        InvalidInput: the model or the data cannot be used, or the study is about another request or machine.
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
         PlanInterrupted, KeyboardInterrupt: the search was stopped after, or before, a trial ran. It can go on.
@@ -201,16 +201,16 @@ def _find_warm_start(
 def _follow_recording(
     problem: PlanningProblem, recorded: Sequence[TrialResult] | None, on_event: OnEvent
 ) -> tuple[TrialResult, ...]:
-    """What a search tried that is over, in its order: what comes of it depends on no processor's last bits.
+    """What a search tried that is over, in its order: what comes of it depends on no CPU's last bits.
 
     Raises:
-        InvalidInput: the question does not admit what was tried.
+        InvalidInput: the request does not admit what was tried.
     """
     for trial in recorded or ():
         if not problem.space.admits(trial.candidate):
             raise InvalidInput(
-                f"the recording tried {trial.candidate.label()}, which this question does not admit",
-                hint="ask the question that was recorded with the same version, or record again: --record FILE",
+                f"the recording tried {trial.candidate.label()}, which this request does not admit",
+                hint="ask for what was recorded, with the same version, or record again: --record FILE",
             )
         on_event(TrialFinished(result=trial))
     return tuple(recorded or ())

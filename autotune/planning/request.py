@@ -72,7 +72,7 @@ class PlanRequest:
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
-    """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+    """What an earlier plan did, if it is made again; what is said now goes before it."""
     job_optimizer: OptimizerChoice = ADAMW
     """The optimizer of that plan, which its learning rate was for."""
 
@@ -127,7 +127,7 @@ class PlanRequest:
 
 
 def request_from(plan: TrainingPlan) -> PlanRequest:
-    """The question that `plan` answered."""
+    """The request that `plan` answered."""
     frozen, job = plan.frozen, plan.job
     return PlanRequest(
         model=job.pinned_model,
@@ -145,7 +145,7 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
 
 
 def read_data(request: PlanRequest, model: ResolvedModel) -> SplitDataset | None:
-    """The question's data, if it names any, and what of it is held out."""
+    """The request's data, if it names any, and what of it is held out."""
     if request.data is None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames

@@ -1,7 +1,7 @@
 """Where a search keeps its trials: at the place that the user names, else in a file of its own until it has its plan.
 
-The file lies in the user's cache folder, under the digest of question and machine. Where an earlier search of the same
-was interrupted it is still there, and that search goes on.
+The file lies in the user's cache folder, under the digest of request and machine. If an earlier search of the same was
+interrupted it is still there, and that search goes on.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from autotune.search import (
 def kept_study(
     problem: PlanningProblem, autotune_version: str, on_note: Callable[[str], None]
 ) -> Iterator[optuna.Study]:
-    """The study of this case: new, or as an interrupted search or other workers left it.
+    """The study of this problem: new, or as an interrupted search or other workers left it.
 
     Args:
-        case: what is searched.
-        autotune_version: part of the question: what another version measured is measured again.
-        on_note: told where a search goes on, or cannot be kept.
+        problem: what is searched.
+        autotune_version: part of its identity: what another version measured is measured again.
+        on_note: told if a search goes on, or cannot be kept.
 
     Raises:
-        InvalidInput: the name or URL is none, or the study is about another question.
+        InvalidInput: the name or URL is none, or the study is about another problem.
         AutotuneError: the storage failed.
     """
     request, path = problem.request, _path(problem, autotune_version)
@@ -94,7 +94,7 @@ def _file_of_its_own(
 
 
 def _goes_on(place: StudyLocation, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
-    """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
+    """Whether a search was interrupted there, or is running: not if it has its plan, or nobody can read it."""
     try:
         study = open_study(place, problem.identity)
         fail_dead_trials(study, is_alone=is_alone)

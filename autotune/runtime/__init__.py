@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         trim_heap,
     )
     from autotune.runtime.paths import cache_path, data_path, shipped_path
-    from autotune.runtime.process import prepare_process
+    from autotune.runtime.process import prepare_process, reveal_packages
     from autotune.runtime.process_queue import QueuedCommand, run_queue
     from autotune.runtime.quiet import redirect_output, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom

@@ -110,7 +110,7 @@ RESIDENT_KIB_OF_LIBRARY = re.compile(rb"\.so(?:\.\d+)*(?: \(deleted\))?\n(?:\S+:
 
 
 def library_bytes() -> int:
-    """Resident pages of shared libraries, on Linux; takes some 15 ms, and twice that if all mappings are parsed.
+    """Resident pages of shared libraries, on Linux; takes some 15 ms, and 50 to 150 ms for each GiB in small pages.
 
     They are no part of what a run needs: all processes share them, they can be dropped and read again, and a fork maps
     only those that it uses, 100 MiB fewer than a process that imported them.
@@ -121,22 +121,25 @@ def library_bytes() -> int:
 
 
 _recent_library_bytes: dict[int, tuple[float, int]] = {}
-"""By process id: when `library_bytes` was looked at last, by the monotonic clock, and what it was."""
-MAX_LIBRARY_AGE_SECONDS = 1.0
-"""A look at each short step would slow it; without new ones, libraries that steps first use would seem to be growth."""
+"""By process id: until when `library_bytes` need not be looked at again, by the monotonic clock, and what it was."""
+MIN_SECONDS_BETWEEN_LOOKS = 1.0
+MAX_SHARE_OF_LOOKS = 0.02
+"""Of the time: a look at each short step would slow it, and one takes long in a process with much memory; without new
+ones, libraries that steps first use would seem to be growth."""
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now, without shared libraries as of the last second."""
-    looked_at, libraries = _recent_library_bytes.get(os.getpid(), (-math.inf, 0))
-    if time.monotonic() - looked_at > MAX_LIBRARY_AGE_SECONDS:
+    """Resident memory of this process now, without shared libraries as they were a moment ago."""
+    until, libraries = _recent_library_bytes.get(os.getpid(), (-math.inf, 0))
+    if time.monotonic() > until:
         libraries = _look_at_libraries()
     return int(_process(os.getpid()).memory_info().rss) - libraries
 
 
 def _look_at_libraries() -> int:
-    libraries = library_bytes()
-    _recent_library_bytes[os.getpid()] = (time.monotonic(), libraries)
+    started, libraries, ended = time.monotonic(), library_bytes(), time.monotonic()
+    wait = max(MIN_SECONDS_BETWEEN_LOOKS, (ended - started) / MAX_SHARE_OF_LOOKS)
+    _recent_library_bytes[os.getpid()] = (ended + wait, libraries)
     return libraries
 
 

@@ -21,7 +21,7 @@ def prepare_process(*, only_predicts: bool = False) -> None:
     """Silence the libraries, let idle threads sleep, end quickly. Safe to call twice; what the user has set stays.
 
     With `only_predicts`, for a process that neither trains nor tries anything, packages that predictions do not need
-    seem not to be installed, as long as the process lives.
+    seem not to be installed until `reveal_packages`.
     """
     silence_libraries()
     for name in UNNEEDED if only_predicts else ():
@@ -30,6 +30,14 @@ def prepare_process(*, only_predicts: bool = False) -> None:
     limit_thread_spinning(os.environ)
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # at its end Python would look through all objects of the libraries, for two seconds
+
+
+def reveal_packages() -> None:
+    """Let all that is installed be imported again, before code that may need it: an optimizer's, or another
+    distribution's."""
+    for name in UNNEEDED:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
 
 
 def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:

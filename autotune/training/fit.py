@@ -32,7 +32,7 @@ def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in `memory_misfits`."""
-    memory = memory_misfits(plan, hardware, num_processes)
+    memory = (*_host_misfits(plan, hardware), *memory_misfits(plan, hardware, num_processes))
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
@@ -106,6 +106,13 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     return tuple(misfits)
 
 
+def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    needed, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
+    if needed <= there:
+        return ()
+    return (f"host memory: the plan needs {needed / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
+
+
 def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
     """Why this device has too little memory for one of the plan's processes; empty when it has enough.
 
@@ -116,16 +123,10 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes:
     if planned.device_kind == "cpu":
         needed *= num_processes or planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
-    host, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
-    misfits = []
-    if host > there:
-        misfits.append(f"host memory: the plan needs {host / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available")
-    if needed > budget:
-        where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
-        misfits.append(
-            f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}"
-        )
-    return tuple(misfits)
+    if needed <= budget:
+        return ()
+    where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
+    return (f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ class TrainingLoop:
         held_out: EncodedDataset | None = None,
     ) -> None:
         self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
-        self.settings = plan.frozen.settings
-        """The plan's, or the fallback that replaced them when memory ran out."""
+        self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
+        """The plan's, or the fallback that replaced them when memory ran out; and those that still may."""
         self.network = model.transformer
         """The transformer as steps call it: wrapped, with several processes."""
         job = self.job = plan.job
@@ -198,16 +198,15 @@ class TrainingLoop:
 
     def _fall_back(self) -> None:
         """Switch to the next fallback; the step that ran out is taken again, with the same images and noise."""
-        fallbacks = self.plan.frozen.fallbacks
-        start = fallbacks.index(self.settings) + 1 if self.settings in fallbacks else 0
         loaded = reload_key(self.settings)
-        safer = next((fallback for fallback in fallbacks[start:] if reload_key(fallback) == loaded), None)
-        if safer is None:
+        fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
+        if not fitting:
             raise AutotuneError(
                 f"memory ran out at step {self.done + 1}, and the plan names no safer settings that need no reload",
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
-        self._change_settings(safer, "memory ran out")
+        self.fallbacks = tuple(fitting[1:])
+        self._change_settings(fitting[0], "memory ran out")
 
     def _change_attention(self) -> None:
         """Take the step again with another attention backend: cuDNN's has returned such gradients at some lengths."""

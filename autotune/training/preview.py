@@ -195,9 +195,9 @@ class PreviewSampler:
     def _sample(self, preview: Preview) -> list[Image.Image]:
         reduced = replace(preview, bucket=self._reduced(preview.bucket))
         decoders = [getattr(self.pipeline, name) for name in self.model.family.decoders]
-        for decoder in decoders:
-            decoder.to(self.device)
         try:
+            for decoder in decoders:
+                decoder.to(self.device)
             with self._modulation(reduced):
                 return self._run_encoded(reduced)
         finally:

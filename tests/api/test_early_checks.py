@@ -108,3 +108,8 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     command = " ".join(process.stderr.split())
     # Without energy, which nothing can predict:
     assert f"{shlex.join(['autotune', *asked])} --objective throughput --hardware nvidia-rtx-4090" in command
+
+
+def test_an_estimate_for_no_images_a_step_is_refused() -> None:
+    with pytest.raises(AutotuneError, match="batch"):
+        autotune.estimate("flux1-dev", hardware="4090", effective_batch_size=0)

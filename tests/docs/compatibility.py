@@ -26,7 +26,8 @@ def _devices(entry: Entry) -> str:
     ]
     if needs.compute_capability > (0, 0):
         major, minor = needs.compute_capability
-        names = [f"CUDA from {major}.{minor}" if name == "CUDA" else name for name in names]
+        cards = f"CUDA from {major}.{minor}" if needs.only_major is None else f"CUDA {needs.only_major}.x"
+        names = [cards if name == "CUDA" else name for name in names]
     return ", ".join(names)
 
 

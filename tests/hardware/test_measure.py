@@ -1,11 +1,13 @@
 """Rates are measured for real, and whatever fails costs one rate and leaves a note."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,3 +252,23 @@ def test_disagreement_is_noise(spreads, again, noisy):
     )
     repeated = Rate(name="r0", value=again, unit="s", spread=0.0, num_samples=9)
     assert rates.is_noisy(found, repeated) is noisy
+
+
+def test_a_small_kernel_is_loaded_before_it_is_captured(monkeypatch):
+    """A CUDA graph cannot hold the loading of a kernel, and CUDA loads it when it first runs."""
+    told = []
+
+    @contextlib.contextmanager
+    def capture(_):
+        told.append("captured")
+        yield
+
+    def add(*_, out):
+        told.append("added")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch, "add", add)
+    rates.Meter(read_profile(machine("no-gpu")), lambda: None).small("kernel.least")
+    assert told[:3] == ["added", "captured", "added"]

@@ -1,6 +1,8 @@
 """Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's code runs unasked."""
 
 import json
+import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 from torch import nn
 
 from autotune.api.options import choose_optimizer
+from autotune.backends import entries, load_entry_points
 from autotune.cli.options import named_values
 from autotune.errors import InvalidInput
 from autotune.knobs import allow_optimizer, check_options, optimizer_bytes, optimizer_class
 from autotune.knobs.optimizer import ALLOWED, OPTIMIZERS
+from autotune.runtime import process
 from autotune.schema import ADAMW, OptimizerChoice
 from autotune.training.optimizer import AdapterOptimizer
 
@@ -132,3 +136,22 @@ def test_a_package_that_fails_as_it_is_imported_is_named_with_its_error(
 def test_options_are_read_as_python_writes_them() -> None:
     read = named_values(["betas=(0.9, 1)", "eps=1e-6", "nesterov=true", "mode=fast"])
     assert read == {"betas": (0.9, 1.0), "eps": 1e-6, "nesterov": True, "mode": "fast"}
+
+
+def test_what_predictions_do_not_need_is_there_for_code_that_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_optimizers.py").write_text("from torch.optim import SGD as Own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "UNNEEDED", ("acme_optimizers",))
+    monkeypatch.setenv(ALLOWED, "acme_optimizers:Own")
+    point = EntryPoint("own", "acme_optimizers:Own", "acme")
+    monkeypatch.setattr(entries, "entry_points", lambda group: [point])
+    found: list[type] = []
+    for look in (
+        lambda: found.append(optimizer_class("acme_optimizers:Own")),
+        lambda: load_entry_points("acme", found.append),
+    ):
+        monkeypatch.setitem(sys.modules, "acme_optimizers", None)  # as `prepare_process(only_predicts=True)` leaves it
+        look()
+    assert found == [torch.optim.SGD] * 2

@@ -81,6 +81,26 @@ def test_without_safer_settings_the_error_names_the_way_on(
     assert "--reserve" in raised.value.hint
 
 
+def test_no_settings_are_tried_twice_if_gradients_and_memory_fail_in_turns(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel that computes right the step needs more memory than there is."""
+    smallest = SMALLER.changed(checkpointed_blocks=2)
+    tried: list[int] = []
+
+    def step(*arguments: Any, **named: Any) -> StepOutcome:
+        tried.append(len(tried))
+        assert len(tried) <= 6
+        if len(tried) % 2 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replace(optimizer_step(*arguments, **named), gradient_norm=math.nan)
+
+    monkeypatch.setattr(loop_module, "optimizer_step", step)
+    with pytest.raises(AutotuneError, match="memory ran out at step 1, and the plan names no safer settings"):
+        bench.loop(planned(bench, SMALLER, smallest), tmp_path)
+    assert len(tried) == 6
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from autotune.schema.hardware import Capability, HardwareProfile, OtherGpu
 from autotune.schema.plan import EncoderGpu, TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket
+from autotune.training import processes
 from autotune.training.fit import data_misfits, hardware_misfits
 from tests import builders
 from tests.schema.test_plan_file import make_plan
@@ -144,3 +145,15 @@ def test_a_host_with_too_little_memory_does_not_fit() -> None:
     assert misfit == "host memory: the plan needs 48.00 GiB, 48.00 GiB are available"
     poor = here.changed(device=here.device.changed(budget_bytes=1))
     assert [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor)] == ["host memory", "run memory"]
+
+
+def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, here = planned(), machine()
+    expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
+    plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
+    poor = {index: here.changed(device=here.device.changed(index=index, budget_bytes=1)) for index in range(3)}
+    monkeypatch.setattr(processes, "probe", lambda index: poor[index])
+    monkeypatch.setattr(processes, "device_misfits", lambda *_: ())
+    told = hardware_misfits(plan, poor[0], 3) + processes.card_misfits(plan, poor[0], 3)
+    assert [misfit.partition(":")[0] for misfit in told] == ["host memory", *["run memory"] * 3]
+    assert [misfit.endswith(f"on cuda:{index}") for index, misfit in enumerate(told[1:])] == [False, True, True]

@@ -2,6 +2,7 @@
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.runtime import memory
 from autotune.runtime.memory import library_bytes, resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
@@ -69,6 +71,27 @@ def test_resident_memory_is_what_the_system_says() -> None:
             block.write(b"x" * 2**20)
         assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
         assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss - library_bytes(), rel=0.01)
+
+
+@pytest.mark.parametrize(("look_seconds", "max_looks"), [(0.01, 101), (0.5, 5)])
+def test_looks_at_libraries_take_little_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, look_seconds: float, max_looks: int
+) -> None:
+    """Linux goes through all pages of a process, which takes long if it is large."""
+    now, looks = 0.0, 0
+
+    def look() -> int:
+        nonlocal now, looks
+        now, looks = now + look_seconds, looks + 1
+        return 0
+
+    monkeypatch.setattr(memory, "_recent_library_bytes", {})
+    monkeypatch.setattr(memory, "library_bytes", look)
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now))
+    while now < 100:
+        resident_bytes()
+        now += 0.05
+    assert 1 < looks <= max_looks
 
 
 @pytest.mark.slow

@@ -256,6 +256,24 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
+def test_a_decoder_that_half_reached_a_full_device_leaves_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU))
+    monkeypatch.setattr(sampler, "device", "full")
+    monkeypatch.setattr(sampler, "_run", lambda *_: ["picture"])
+    sampler.encoded[PROMPTS[0], ()] = []
+    places: list[str] = []
+
+    def move(place: object) -> None:
+        places.append(str(place))
+        if places == ["full"]:
+            raise torch.OutOfMemoryError
+
+    sampler.pipeline = SimpleNamespace(vae=SimpleNamespace(to=move), transformer=bench.trained.transformer)
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    assert places == ["full", "cpu"] * 2
+
+
 @pytest.mark.quick("memory is too short for a preview")
 @pytest.mark.parametrize(
     ("error", "words"),

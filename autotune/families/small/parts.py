@@ -62,31 +62,43 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 
+def _train_bpe(texts: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Vocabulary and merges of a byte-level BPE, as tokenizers take them."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, min_frequency=1, show_progress=False, **options)
+    model = json.loads(bpe.to_str())["model"]
+    return {"vocab": model["vocab"], "merges": [tuple(pair) for pair in model["merges"]]}
+
+
 def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT) -> Any:
     """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens and the chat template `chat`.
 
     Its byte-level BPE is trained on the pipeline's `template`, too, which then has as many tokens as with the original
     tokenizer: the pipeline drops a fixed number of them.
     """
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator([*captions, template], vocab_size=1024, min_frequency=1, show_progress=False)
-    model = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    tokenizer = Qwen2Tokenizer(**_train_bpe([*captions, template], vocab_size=1024))
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
     tokenizer.chat_template = chat
     return tokenizer
 
 
+def _decoder(tokenizer: Any, hidden_size: int, num_layers: int) -> dict[str, Any]:
+    """What the language models' configurations have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
+        "head_dim": 32,
+    }
+
+
 def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     """A small Qwen3 of class `cls`: `Qwen3Model` or `Qwen3ForCausalLM`."""
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 2,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 32,
-        head_dim=32,
+        **_decoder(tokenizer, hidden_size, num_layers),
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -100,13 +112,7 @@ def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any
     """A small Qwen3-VL of class `cls`, `Qwen3VLModel` or `Qwen3VLForConditionalGeneration`, with a one-layer vision
     tower."""
     text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 2,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // 32,
-        "num_key_value_heads": hidden_size // 32,
-        "head_dim": 32,
+        **_decoder(tokenizer, hidden_size, num_layers),
         "max_position_embeddings": 2048,
         "rope_parameters": {
             "rope_type": "default",
@@ -140,13 +146,7 @@ def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     """A small `Mistral3ForConditionalGeneration` with a one-layer vision tower."""
     text = {
         "model_type": "mistral",
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 2,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // 32,
-        "num_key_value_heads": hidden_size // 32,
-        "head_dim": 32,
+        **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     vision = {
@@ -158,26 +158,13 @@ def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 def gemma_tokenizer(captions: Sequence[str], max_length: int) -> Any:
     """A `GemmaTokenizer` with byte-level BPE trained on `captions`."""
-    bpe = ByteLevelBPETokenizer()
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    bpe.train_from_iterator(captions, vocab_size=512, min_frequency=1, show_progress=False, special_tokens=special)
-    model = json.loads(bpe.to_str())["model"]
-    merges = [tuple(pair) for pair in model["merges"]]
-    return GemmaTokenizer(vocab=model["vocab"], merges=merges, model_max_length=max_length)
+    return GemmaTokenizer(**_train_bpe(captions, vocab_size=512, special_tokens=special), model_max_length=max_length)
 
 
 def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     """A small `Gemma3ForConditionalGeneration` with a one-layer vision tower."""
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 2,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // 32,
-        "num_key_value_heads": hidden_size // 32,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-    }
+    text = {**_decoder(tokenizer, hidden_size, num_layers), "query_pre_attn_scalar": 32}
     vision = {
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
         **{"image_size": 28, "patch_size": 14, "vision_use_head": False},
