@@ -183,7 +183,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.yaml"
-    write_plan(plan_file, bench.plan(num_steps=40, checkpointing_steps=1, output=str(tmp_path / "cut")))
+    write_plan(plan_file, bench.plan(num_steps=24, checkpointing_steps=1, output=str(tmp_path / "cut")))
     process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
     while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
@@ -196,10 +196,10 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
     resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=ranks)
     assert resumed.returncode == 0, resumed.stderr
-    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
+    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 24
     plan = read_plan(plan_file)
     whole = bench.loop(plan, tmp_path / "whole")
-    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 40)
+    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 24)
     left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
