@@ -27,6 +27,7 @@ from autotune.training.metrics import read_metrics
 from autotune.training.preparation import prepare
 from autotune.weights.sources import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
+from tests.planning.machines import wait_until
 from tests.training.conftest import Bench, Killed
 
 STEPS = 5
@@ -155,7 +156,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 
     def fill(step: int) -> None:
         if step == 2:
-            time.sleep(0.2)  # the checkpoint of step 1 is being written
+            wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))  # written by a thread
             monkeypatch.setattr("autotune.training.checkpoint.save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
