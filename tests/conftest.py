@@ -22,7 +22,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 
 silence_libraries()
-hypothesis.settings.register_profile("same everywhere", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("same everywhere", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.register_profile("drawn anew", deadline=None, print_blob=True)  # `make test-all` looks further
 hypothesis.settings.load_profile("same everywhere")
 

@@ -19,7 +19,6 @@ from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import plan_text, read_plan, seal, write_plan
 from autotune.search.winner import TIE
 from tests.conftest import Journey, autotune, autotune_here
-from tests.forked import autotune_forked
 from tests.planning.machines import wait_until
 
 
@@ -154,9 +153,11 @@ def test_check_looks_at_other_machines_or_at_the_file_alone(
     assert (alone.returncode, alone.stdout.endswith("is a valid plan; no machine was looked at\n")) == (0, True)
 
 
-def test_job_can_be_overridden_without_a_new_plan(journey: Journey, tmp_path: Path) -> None:
+def test_job_can_be_overridden_without_a_new_plan(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     output = tmp_path / "other"
-    process = autotune_forked("train", journey.plan_file, "--steps", 3, "--output", output, "--json")
+    process = autotune_here(capfd, "train", journey.plan_file, "--steps", 3, "--output", output, "--json")
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["num_steps"] == 3
     assert (output / "pytorch_lora_weights.safetensors").is_file()
@@ -205,8 +206,8 @@ def test_plan_that_needs_more_memory_than_here_is_refused(
     assert "run memory: the plan needs" in process.stdout
 
 
-def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:
-    process = autotune_forked("plan", "--model", "qwen-image", "--rank", "4")
+def test_the_real_model_without_a_gpu_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    process = autotune_here(capfd, "plan", "--model", "qwen-image", "--rank", "4")
     assert process.returncode == 3
     lines = process.stderr.strip().splitlines()
     assert lines[0] == "error: Qwen/Qwen-Image cannot be tried here: this machine has no GPU"

@@ -26,7 +26,6 @@ from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune_here
-from tests.forked import autotune_forked
 from tests.planning.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
@@ -66,10 +65,9 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     assert read_plan(tmp_path / "kept.yaml") == predicted
 
 
-def test_an_estimate_of_what_does_not_fit_says_so() -> None:
-    process = autotune_forked(
-        "estimate", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json"
-    )
+def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json")
+    process = autotune_here(capfd, "estimate", *asked)
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
     estimate = Estimate.model_validate_json(process.stdout)

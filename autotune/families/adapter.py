@@ -2,10 +2,12 @@
 
 import contextlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
@@ -145,13 +147,31 @@ def add_adapter(
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+        with _no_import_of_bitsandbytes():
+            transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     if lean:
         make_lean(transformer)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
     return parameters
+
+
+@contextlib.contextmanager
+def _no_import_of_bitsandbytes() -> Iterator[None]:
+    """Keep peft from importing bitsandbytes, for a second or two, to look for its layers in a model.
+
+    Where nothing has imported it, no model has such layers.
+    """
+    if "bitsandbytes" in sys.modules:
+        yield
+        return
+    from peft.tuners.lora import model
+
+    with contextlib.ExitStack() as stack:
+        for name in ("is_bnb_available", "is_bnb_4bit_available"):
+            stack.enter_context(mock.patch.object(model, name, return_value=False, create=True))
+        yield
 
 
 def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:

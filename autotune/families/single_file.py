@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,20 @@ def named_expert(name: str, family: Family) -> str | None:
 
 def _may_be(source: WeightSource, family: Family) -> bool:
     """Whether the file's names begin as those of the family's class: much quicker than to look at all shapes."""
-    tiny = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    config, first_names = _config_and_first_names(family)
     try:
-        names = weights.first_names(source, family.transformer_class, {**tiny.config, **family.transformer_config})
+        names = weights.first_names(source, family.transformer_class, config)
     except BadWeights:
         return False
-    return {name.partition(".")[0] for name in tiny.state_dict()} <= names
+    return first_names <= names
+
+
+@cache
+def _config_and_first_names(family: Family) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """The whole configuration of the family's transformer, and how its tensors' names begin."""
+    tiny = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    config = {**tiny.config, **family.transformer_config}
+    return config, frozenset(name.partition(".")[0] for name in tiny.state_dict())
 
 
 NOT_KNOWN = "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name its folder: --base"

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {sample.name: sample.value for family in families for sample in family.samples}
 
@@ -96,7 +96,7 @@ def _wait_for_value(port: int, name: str) -> float:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?query={name}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?query={name}", timeout=60) as answer:
                 if found := json.load(answer)["data"]["result"]:
                     return float(found[0]["value"][1])
         except (OSError, KeyError):

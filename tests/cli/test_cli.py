@@ -63,10 +63,10 @@ def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "max_seconds"), [(("-c", "import autotune"), 0.1), (("-m", "autotune", "--help"), 0.25)]
+    ("command", "max_seconds"), [(("-c", "import autotune"), 0.2), (("-m", "autotune", "--help"), 0.5)]
 )
 def test_importing_and_helping_take_little_time_of_the_cpu(command: tuple[str, ...], max_seconds: float) -> None:
-    """Beyond what Python itself takes to start."""
+    """Beyond what Python itself takes to start, and far from what torch takes, on a busy machine, too."""
     assert min(cpu_seconds(*command) for _ in range(5)) - min(cpu_seconds("-c", "") for _ in range(5)) < max_seconds
 
 

@@ -292,6 +292,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
     assert predicted > 1.04 * plain.predict(candidate).allocated_memory_bytes
 
 
+@pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize(
     ("name", "changes", "k"),
     [

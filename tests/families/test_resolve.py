@@ -106,7 +106,8 @@ def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value
 
 def test_built_in_implementations_pass(folder):
     write_config(folder, "text_encoder", attn_implementation="sdpa", _attn_implementation={"": "eager"})
-    build_empty_component(folder, "text_encoder", dtype=torch.float32)
+    built = build_empty_component(folder, "text_encoder", dtype=torch.float32)
+    assert list(built.parameters())
 
 
 def test_a_configuration_replaces_itself_by_no_file_that_was_not_looked_at(folder):

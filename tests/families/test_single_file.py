@@ -16,7 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, find_published, get_family
 from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
-from autotune.families.single_file import _by_name, _words, open_single_file, recognize
+from autotune.families.single_file import _by_name, _words, named_expert, open_single_file, recognize
 from autotune.schema.job import model_reference, split_reference
 from autotune.training.model import load_transformer
 from autotune.weights.errors import BadWeights, HubError, PickledWeights
@@ -157,8 +157,11 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
     known = lambda source: _by_name(source.path.stem, alike)  # noqa: E731  # all have the same header
     monkeypatch.setattr("autotune.families.resolve.recognize", known)
     for file, expected in files.items():
-        taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
-        assert (taken.name, taken.expert) == expected
+        family = _by_name(file, alike)[0][0]
+        assert (family.name, named_expert(file, family)) == expected
+    file, expected = next(iter(files.items()))
+    taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
+    assert (taken.name, taken.expert) == expected
 
 
 @pytest.mark.parametrize(

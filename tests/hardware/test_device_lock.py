@@ -68,7 +68,7 @@ def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
     assert str(first.pid) in other.recv()[0]
     other.send("end")
     for process in (first, second):
-        process.join(10)
+        process.join(60)
 
 
 def test_searches_take_turns(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_searches_take_turns(tmp_path: Path) -> None:
     assert len(pipe.recv()) == 1  # it was given the lock before we could take it again
     pipe.send("end")
     lock.acquire()
-    other.join(10)
+    other.join(60)
     lock.release()
 
 
@@ -97,7 +97,7 @@ def test_runs_share_a_device_and_a_search_learns_whose_run_has_it(tmp_path: Path
     second_run = DeviceLock(path, for_training=True)
     second_run.acquire()
     pipe.send("end")
-    run.join(10)
+    run.join(60)
     with pytest.raises(AutotuneError, match=f"process {os.getpid()} of "):
         DeviceLock(path).acquire()
     second_run.release()
@@ -130,7 +130,7 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
     assert pipe.poll(60)
     assert f"process {os.getpid()}" in pipe.recv()[0]
     pipe.send("end")
-    run.join(10)
+    run.join(60)
 
 
 def test_a_run_of_several_processes_holds_all_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +151,13 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     holder, pipe = _holder(path)
     pipe.recv()
     os.kill(holder.pid or 0, signal.SIGKILL)
-    holder.join(10)
+    holder.join(60)
     started = time.monotonic()
     lock = DeviceLock(path)
     lock.acquire()
     lock.acquire()  # held already: nothing to wait for
     lock.release()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20
 
 
 def _acquired_as_another_user(path: Path) -> bool:

@@ -47,7 +47,7 @@ def survived(sources):
         return None
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_nonsense_raises_only_the_typed_error(data):
     sources = copy.deepcopy(SOURCES[data.draw(st.sampled_from(MACHINES))])

@@ -9,5 +9,5 @@ from tests.planning.formula import by_formula
 
 @pytest.fixture(scope="module", name="_by_formula")
 def by_formula_in_a_module() -> Iterator[None]:
-    with by_formula():
+    with by_formula(num_blocks=12):  # a search of 50 blocks takes twice as long
         yield

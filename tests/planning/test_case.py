@@ -16,7 +16,7 @@ from autotune.schema.events import Event, Progressed, SearchSpaceBuilt
 from autotune.schema.hardware import HardwareProfile
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
-from tests.planning.formula import GIB, FormulaCostModel
+from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import CAPABILITIES, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
@@ -52,7 +52,8 @@ def tight() -> HardwareProfile:
 
 def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
-    case = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
+    with by_formula(num_blocks=50):
+        case = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
     deep = case.space.candidates[0].changed(checkpointed_blocks=49, selective_blocks=0, offloaded_inputs=0)
     every = tuple(deep.changed(swapped_blocks=number) for number in range(50))
     space = drop_beyond_host(replace(case.space, candidates=every), case.cost)

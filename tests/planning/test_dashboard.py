@@ -38,7 +38,7 @@ def test_the_dashboard_shows_settings_outcomes_and_seconds(tmp_path: Path) -> No
     port = free_port()
 
     def get(path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answered:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answered:
             return json.load(answered)
 
     def is_up() -> bool:

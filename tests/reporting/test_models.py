@@ -9,7 +9,7 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.planning.elsewhere import catalog_predictions
 from autotune.reporting.models import UNVERIFIED, model_lines
-from tests.forked import autotune_forked
+from tests.conftest import autotune_here
 
 
 def test_every_published_model_is_listed_once_under_the_name_that_plans_it():
@@ -56,8 +56,8 @@ def test_an_unknown_gpu_is_refused():
         list_models("4091")
 
 
-def test_the_command_gives_json():
-    process = autotune_forked("models", "--hardware", "4090", "--json")
+def test_the_command_gives_json(capfd):
+    process = autotune_here(capfd, "models", "--hardware", "4090", "--json")
     assert process.returncode == 0
     found = {model["name"]: model for model in json.loads(process.stdout)}
     assert found["flux1-dev"]["prediction"]["gpu"] == "nvidia-rtx-4090"

@@ -46,7 +46,7 @@ def as_schema_1(value: Any) -> Any:
     return [as_schema_1(part) for part in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(JSON)
 def test_any_json_is_migrated_to_the_same_shape_or_refused_with_a_typed_error(document: Any) -> None:
     before = copy.deepcopy(document)
@@ -146,7 +146,7 @@ def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
         assert store.find(name)[0].content == content
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(JSON)
 def test_any_json_that_says_it_is_an_old_record_is_refused_with_a_typed_error(document: Any) -> None:
     if isinstance(document, dict):
@@ -156,7 +156,7 @@ def test_any_json_that_says_it_is_an_old_record_is_refused_with_a_typed_error(do
         parse_record(content, name_of(content))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(JSON, max_size=3))
 def test_any_lines_of_json_are_a_recording_or_refused_with_a_typed_error(
     tmp_path_factory: pytest.TempPathFactory, lines: list[Any]

@@ -13,7 +13,7 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.sharing.files import StoreUnreachable, translate_file_errors
 from autotune.sharing.store import save_record, user_store
 from tests.builders import GIB, candidate, trial
-from tests.forked import autotune_forked
+from tests.conftest import autotune_here
 from tests.sharing.examples import TRIALS, machine, plan, record, several
 
 
@@ -194,8 +194,8 @@ def test_what_a_server_says_cannot_steer_the_terminal() -> None:
     assert caught.value.message == "cannot reach s3://team: OSError: ]0;owned [2J gone"
 
 
-def test_errors_have_a_hint_and_a_status() -> None:
-    process = autotune_forked("profiles", "show", "zzzz")
+def test_errors_have_a_hint_and_a_status(capfd: pytest.CaptureFixture[str]) -> None:
+    process = autotune_here(capfd, "profiles", "show", "zzzz")
     assert process.returncode == 2
     assert "hint: `autotune profiles list`" in process.stderr
 

@@ -29,7 +29,7 @@ SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
 
 @pytest.fixture(scope="module", autouse=True)
 def _by_formula() -> Iterator[None]:
-    with by_formula():
+    with by_formula(num_blocks=12):
         yield
 
 

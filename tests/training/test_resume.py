@@ -27,6 +27,7 @@ from autotune.training.metrics import read_metrics
 from autotune.training.preparation import prepare
 from autotune.weights.sources import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
+from tests.planning.machines import wait_until
 from tests.training.conftest import Bench, Killed
 
 STEPS = 5
@@ -155,7 +156,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 
     def fill(step: int) -> None:
         if step == 2:
-            time.sleep(0.2)  # the checkpoint of step 1 is being written
+            wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))  # written by a thread
             monkeypatch.setattr("autotune.training.checkpoint.save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
@@ -183,7 +184,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.yaml"
-    write_plan(plan_file, bench.plan(num_steps=40, checkpointing_steps=1, output=str(tmp_path / "cut")))
+    write_plan(plan_file, bench.plan(num_steps=24, checkpointing_steps=1, output=str(tmp_path / "cut")))
     process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
     while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
@@ -196,10 +197,10 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
     resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=ranks)
     assert resumed.returncode == 0, resumed.stderr
-    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
+    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 24
     plan = read_plan(plan_file)
     whole = bench.loop(plan, tmp_path / "whole")
-    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 40)
+    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 24)
     left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)

@@ -43,7 +43,9 @@ def runner_for(model: Path, work: Workload, budget_bytes: int = 8 * GIB, **optio
     """A runner on this machine's processor, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
-    return ProcessTrialRunner(hardware, str(model), work, **options)
+    runner = ProcessTrialRunner(hardware, str(model), work, **options)
+    runner.num_steps = 1  # of several, those that disagree would be repeated, for seconds on a busy machine
+    return runner
 
 
 @pytest.fixture

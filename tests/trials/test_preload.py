@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from autotune.trials import worker
-from autotune.trials.requests import ChildState
+from autotune.trials.requests import ChildState, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.steps import run_trial
 from autotune.trials.worker import TASKS
 from tests.builders import BITSANDBYTES
+from tests.trials.conftest import FIRST
 
 PARALLEL_FROM = 32768
 """Elements from which ATen shares out an operation among threads (at::internal::GRAIN_SIZE)."""
@@ -76,6 +78,27 @@ TASKS[LookAround] = look_around
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of another process are seen in /proc")
 def test_the_fork_server_has_one_thread_and_no_cuda(runner: ProcessTrialRunner) -> None:
     assert runner.ask(LookAround()) == (1, False, True)
+
+
+@dataclass(frozen=True)
+class TrialThatTells:
+    """Runs a trial, and tells whether the child has bitsandbytes then."""
+
+    trial: TrialRequest
+
+
+def run_and_tell(request: TrialThatTells, child: ChildState) -> tuple[str, bool]:
+    return run_trial(request.trial, child).outcome, "bitsandbytes" in sys.modules
+
+
+TASKS[TrialThatTells] = run_and_tell
+
+
+@BITSANDBYTES
+def test_a_trial_does_not_wait_for_a_library_that_it_has_no_use_for(runner: ProcessTrialRunner) -> None:
+    """peft would import bitsandbytes to look for its layers: a second or two, in every child."""
+    trial = TrialRequest(runner.model, runner.workload, FIRST, runner.device, num_steps=1)
+    assert runner.ask(TrialThatTells(trial)) == ("ok", False)
 
 
 @pytest.mark.slow

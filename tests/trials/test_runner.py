@@ -109,7 +109,7 @@ def test_a_child_that_dies_is_an_outcome(runner: ProcessTrialRunner, fault: sign
     result = runner.run(FIRST)
     killer.join()
     assert result.outcome == outcome, result
-    runner.num_steps = 3
+    runner.num_steps = 1
     assert runner.run(FIRST).outcome == "ok"
 
 

@@ -115,4 +115,4 @@ def test_the_next_trial_waits_for_memory_to_return(readings: list[int], looks: i
 def test_what_someone_else_took_meanwhile_is_not_waited_for() -> None:
     started = time.monotonic()
     Watchdog(0, lambda: GIB).wait_for_memory(10 * GIB)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15, "half of what is waited for memory that comes back"
