@@ -25,7 +25,7 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, block_numbers, build_on_meta
-from autotune.knobs import Checkpointing, NormRope, Selective, encoder_precision, region_offsets, torch_dtype
+from autotune.knobs import NormRope, apply_recomputation, encoder_precision, region_offsets, torch_dtype
 from autotune.runtime import is_out_of_memory, lazy_module
 from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
 
@@ -268,9 +268,11 @@ class TracedModel:
         all but attention."""
         transformer = self.model(precision, quantization, modulation)
         dtype, masked = torch_dtype(precision), self.masked(size)
-        Checkpointing().apply(transformer, self.family, 0 if keeps_attention else recomputed)
-        Selective().apply(transformer, self.family, recomputed if keeps_attention else 0)
-        NormRope().apply(transformer, self.family, norm_rope)
+        selective = recomputed if keeps_attention else 0
+        whole = recomputed - selective
+        apply_recomputation(transformer, self.family, checkpointed_blocks=whole, selective_blocks=selective)
+        if self.family.attention_layouts:
+            NormRope().apply(transformer, self.family, norm_rope)
         known = self.family, self.config, self.workload
         multiple = token_multiple(kernel) if self.overheads is None else 1  # others do not pad for it
         batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
@@ -321,11 +323,13 @@ class TracedModel:
         blocks = self.family.blocks(model)
         index = self.index
         trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
-        frozen = [_frozen_bytes(block) for block in blocks]
-        pinned = [region_offsets(_frozen_sizes(block))[1] for block in blocks]
+        frozen_sizes = [_frozen_sizes(block) for block in blocks]
+        frozen = [sum(sizes) for sizes in frozen_sizes]
+        pinned = [region_offsets(sizes)[1] for sizes in frozen_sizes]
         outside = _frozen_bytes(model) - sum(frozen)
         all_trainable = [p for p in model.parameters() if p.requires_grad]
-        outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]
+        in_blocks = {id(p) for block in trainable for p in block}
+        outside_trainable = [p for p in all_trainable if id(p) not in in_blocks]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none", modulation))
         sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]

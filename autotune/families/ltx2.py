@@ -172,6 +172,14 @@ class LTX2(Family):
         )[0]
         return velocity.mT.reshape(noisy.shape)
 
+    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
+        # The pipeline's mask of the text masks nothing, and some attention backends take none.
+        handle = unwrap_model(pipeline.transformer).register_forward_pre_hook(_without_masks, with_kwargs=True)
+        try:
+            return super().sample(pipeline, prompt, bucket, **options)
+        finally:
+            handle.remove()
+
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
@@ -187,6 +195,10 @@ class LTX2(Family):
         write_pipeline(folder, captions, seed)
 
 
+def _without_masks(_: "nn.Module", args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**options, "encoder_attention_mask": None, "audio_encoder_attention_mask": None}
+
+
 class _Passed:
     """In the place of a pipeline's connectors, for prompts that have been through them."""
 
@@ -200,13 +212,16 @@ class _Passed:
 def _connect(pipeline: Any) -> Any:
     """Let `encode_prompt` return what the connectors make of a prompt, for video and for sound in place of its mask:
     a thirtieth of what they take, and what is left to do needs neither them nor Gemma."""
+    from diffusers.models.attention_dispatch import attention_backend
+
     stock = pipeline.encode_prompt
 
     def encode_prompt(*args: Any, **options: Any) -> "tuple[Tensor | None, ...]":
         prompts, mask, negative, negative_mask = stock(*args, **options)
         connectors, side = pipeline.connectors.connectors, pipeline.tokenizer.padding_side
-        connected = connectors(prompts, mask, padding_side=side)[:2]
-        return *connected, *((None, None) if negative is None else connectors(negative, negative_mask, side)[:2])
+        with attention_backend("native"):  # a transformer's backend holds for all, and these always have a mask
+            connected = connectors(prompts, mask, padding_side=side)[:2]
+            return *connected, *((None, None) if negative is None else connectors(negative, negative_mask, side)[:2])
 
     pipeline.encode_prompt, pipeline.connectors = encode_prompt, _Passed(pipeline.connectors)
     return pipeline

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         encoder_gpu_of,
         size_of,
     )
-    from autotune.knobs.checkpointed_blocks import Checkpointing, Selective
+    from autotune.knobs.checkpointed_blocks import Checkpointing
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
     from autotune.knobs.host_region import region_offsets
     from autotune.knobs.modulation import window_steps
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from autotune.knobs.precision import Precision, encoder_element_bytes, encoder_precision, torch_dtype
     from autotune.knobs.quantization import Quantization
+    from autotune.knobs.recompute import apply_recomputation
     from autotune.knobs.registry import KNOBS, reload_key, require_choice
     from autotune.knobs.swapped_blocks import Swapping
 else:

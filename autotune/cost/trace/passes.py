@@ -141,7 +141,8 @@ def trace_pass(
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
     levels = torch.empty(len(noise), device="meta")
-    recorder.seed(stored_tensors(transformer))
+    parameters = list(transformer.parameters())  # once: a model with an adapter takes long to walk
+    recorder.seed(tensor for each in (*parameters, *transformer.buffers()) for tensor in stored_tensors(each))
     inputs_bytes = recorder.seed([*batch.values(), noise, levels])
     recorder.mark("before")
     blocks = family.blocks(transformer)
@@ -157,7 +158,7 @@ def trace_pass(
         else:
             saved_bytes = 0
             family.predict(transformer, noise, levels, batch)
-    for parameter in transformer.parameters():
+    for parameter in parameters:
         parameter.grad = None
     summarize(recorder.segments)
     by_name = {segment.name: segment for segment in recorder.segments}

@@ -28,7 +28,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import PLAIN, called, known_of, on_meta, tensors_in
+from autotune.cost.trace.shapes import PLAIN, called, known_of, name_of, on_meta, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,12 +95,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments.append(Segment(name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
-            return NotImplemented  # a quantized weight: let it say which plain operations it is made of
+        for kind in types:
+            if kind not in PLAIN:
+                return NotImplemented  # a quantized weight: let it say which plain operations it is made of
         kwargs = kwargs or {}
         inputs = tensors_in(args)
         for tensor in inputs:  # what nobody seeded before: plain attributes and caches of modules
-            self._watch(tensor, None)
+            if tensor.untyped_storage()._cdata not in self._live:
+                self._watch(tensor, None)
         args = on_meta(args, inputs)
         known = known_of(func, args, kwargs)
         out = called(func, args, kwargs, known)
@@ -109,8 +111,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = 0
         for tensor in outputs:
             fresh += self._watch(tensor, segment)
-        name = func._schema.name[6:]
-        self._summed = (_storage_key(inputs[0]), len(segment.events)) if _sums_gradients(name, inputs) else None
+        name = name_of(func)
+        sums = name == "add" and _sums_gradients(inputs)
+        self._summed = (_storage_key(inputs[0]), len(segment.events)) if sums else None
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
@@ -186,12 +189,12 @@ def _storage_key(tensor: "Tensor") -> int:
     return key
 
 
-def _sums_gradients(name: str, inputs: "list[Tensor]") -> bool:
-    """Whether this is autograd's own addition of two gradients of one tensor, and the first has room for the sum.
+def _sums_gradients(inputs: "list[Tensor]") -> bool:
+    """Whether this addition is autograd's own, of two gradients of one tensor, and the first has room for the sum.
 
     It comes from no Python code, so below the recorder's frames lies the start of the backward pass.
     """
-    if name != "add" or torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
+    if torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
         return False
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name in OWN_FRAMES:

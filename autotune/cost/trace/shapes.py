@@ -30,15 +30,25 @@ class Known:
 
 _known: dict[Hashable, Known] = {}
 _kinds: dict[int, str] = {}
+_names: dict[int, str] = {}
 MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
     """What `func` gives: something "new", what it wrote into, its first argument ("in place") or `out`, or a "view" or
     another alias."""
-    if id(func) not in _kinds:  # overloads live as long as the process, and hashing one takes a call
-        _kinds[id(func)] = _find_kind(func)
-    return _kinds[id(func)]
+    kind = _kinds.get(id(func))  # overloads live as long as the process, and hashing one takes a call
+    if kind is None:
+        kind = _kinds[id(func)] = _find_kind(func)
+    return kind
+
+
+def name_of(func: Any) -> str:
+    """The name of an operation without `aten::`, which takes torch longer to tell."""
+    name = _names.get(id(func))
+    if name is None:
+        name = _names[id(func)] = func._schema.name[6:]
+    return name
 
 
 def known_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
@@ -67,7 +77,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Know
             torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
             for each in known.results
         )
-        return made if len(func._schema.returns) > 1 else made[0]
+        return made[0] if len(made) == 1 else made
     before = None if written is None else written.shape
     out = func(*args, **kwargs)
     if written is not None:
@@ -98,7 +108,10 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Arguments whose `tensors` are all on the meta device if any is: some models read numbers from tensors, such as
     where an image lies in a sequence, so those are on the host, and used together with the others."""
-    if all(tensor.is_meta for tensor in tensors):
+    for tensor in tensors:
+        if not tensor.is_meta:
+            break
+    else:
         return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}
     return _to_meta(args) if len(places) > 1 else args
