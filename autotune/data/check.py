@@ -6,6 +6,7 @@ from autotune.data.buckets import assign_buckets, make_buckets
 from autotune.data.dataset import OnProgress, scan_dataset
 from autotune.data.items import Item, PrintableStr, Problem
 from autotune.data.options import DatasetOptions
+from autotune.data.sources import data_text
 from autotune.schema import Bucket, DataPlace, Frozen, NaturalInt, PositiveInt
 
 MAX_UPSCALING = 1.5
@@ -73,7 +74,7 @@ def check_dataset(
     on_pairs(pairs)
     words = sorted(len(item.caption.split()) for item in dataset.items)
     return DataReport(
-        folder=str(folder),
+        folder=data_text(folder),
         resolution_px=resolution_px,
         num_usable=len(dataset.items),
         epoch_size=dataset.epoch_size,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.schema import DataPlace, Frozen, each_place, read_listing
+from autotune.schema import DataPlace, Frozen, Place, each_place, read_listing
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -18,7 +18,7 @@ SUFFIXES = (".yaml", ".yml")
 class DataFolder(Frozen):
     """One folder of a job's data."""
 
-    path: str
+    path: Place
     """The folder; a relative one is relative to the file that lists it."""
     repeats: int = Field(default=1, ge=1, le=1000)
     """Number of times that each image is seen per epoch, times what its folder's name or `metadata.jsonl` says."""
@@ -28,7 +28,7 @@ class DataFolder(Frozen):
     """Caption of images that have none; the job's by default."""
     trigger: str | None = None
     """Word put in front of every caption that lacks it; the job's by default."""
-    control: str | None = None
+    control: Place | None = None
     """Folder of control images, by the same stems."""
     regularization: bool = False
     """Whether its images show what the model shall not forget (prior preservation): no trigger goes before their
@@ -65,18 +65,17 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
         InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder lies in another,
             whose images are read with all below it.
     """
-    places = each_place(data)
-    real = [os.path.realpath(place) for place in places]
-    if twice := next((place for place, one in zip(places, real, strict=True) if real.count(one) > 1), None):
-        hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
-        raise InvalidInput(f"the data names {twice} twice", hint=hint)
-    folders = tuple(folder for place in places for folder in _listed(Path(place)))
+    folders = tuple(folder for place in each_place(data) for folder in _listed(Path(place)))
     _require_apart([folder.path for folder in folders])
     return folders
 
 
 def _require_apart(folders: Sequence[str]) -> None:
-    by_real = {Path(os.path.realpath(folder)): folder for folder in folders}
+    real = [os.path.realpath(folder) for folder in folders]
+    if twice := next((folder for folder, one in zip(folders, real, strict=True) if real.count(one) > 1), None):
+        hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
+        raise InvalidInput(f"the data names {twice} twice", hint=hint)
+    by_real = {Path(one): folder for one, folder in zip(real, folders, strict=True)}
     for real, folder in by_real.items():
         if outer := next((by_real[parent] for parent in real.parents if parent in by_real), None):
             raise InvalidInput(

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         Job,
         JobOverrides,
         LossMask,
+        Place,
         SaveDtype,
         TimestepSampling,
         Weighting,

@@ -29,7 +29,8 @@ class Frozen(BaseModel):
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """Where in a document the first of its problems is, as dotted keys, and what it is."""
     first = error.errors()[0]
-    return ".".join(map(str, first["loc"])), first["msg"]
+    keys = (str(key) for key in first["loc"])
+    return ".".join(key for key in keys if "[" not in key), first["msg"]  # pydantic's own names of a union's members
 
 
 def digest_of(value: Frozen | dict[str, object]) -> str:

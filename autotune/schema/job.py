@@ -30,9 +30,16 @@ def _in_utf8(text: str) -> str:
     return text
 
 
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty")
+    return text
+
+
 Words = Annotated[str, AfterValidator(_in_utf8)]
-Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
-"""A path or a name: no file system takes a NUL."""
+Place = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
+"""A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset variable, is the folder that
+one is in, which nobody asked to read or to write."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
 Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]

@@ -27,7 +27,10 @@ def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
         content = yaml.load(read_bounded(path, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
         return kind.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise InvalidInput(f"{path} lists no {what}: {': '.join(first_problem(error))}", hint=hint) from error
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise InvalidInput(f"{path} lists no {what}: {reason}", hint=hint) from error
+        problem = ": ".join(filter(None, first_problem(error)))
+        raise InvalidInput(f"{path} lists no {what}: {problem}", hint=hint) from error
+    except OSError as error:  # what to write into a file is no help where there is none
+        reason = error.strerror or first_line(error)
+        raise InvalidInput(f"cannot read {path}, which is to list {what}: {reason}", hint="check the path") from error
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidInput(f"{path} lists no {what}: {first_line(error)}", hint=hint) from error

@@ -26,6 +26,12 @@ def test_a_good_folder(tmp_path: Path) -> None:
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 
 
+def test_a_report_names_each_folder_as_it_was_written(tmp_path: Path) -> None:
+    folders = [write_pictures(tmp_path / name, (64, 64)) for name in ("dogs", "cats")]
+    report = check_dataset(folders, resolution_px=64, multiple_px=16, max_side_px=8192)
+    assert report.folder == f"{folders[0]}, {folders[1]}"
+
+
 def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: Path) -> None:
     assert not check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192).can_train
     write_pictures(tmp_path, (64, 64), (64, 64))

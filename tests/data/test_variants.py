@@ -216,6 +216,10 @@ def test_several_folders_name_what_is_wrong_with_one(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="twice") as raised:
         read_dataset([tmp_path / "dogs", tmp_path / "class" / ".." / "dogs"])
     assert "repeats" in raised.value.hint
+    (tmp_path / "data.yaml").write_text("folders:\n- path: dogs\n- path: class/../dogs\n")
+    for data in (tmp_path / "data.yaml", [tmp_path / "data.yaml", tmp_path / "dogs"]):
+        with pytest.raises(InvalidInput, match="dogs twice"):
+            read_dataset(data)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +231,22 @@ def test_several_folders_name_what_is_wrong_with_one(tmp_path: Path) -> None:
         ("folders:\n- path: none", "no data folder"),
         ("folders: &a [*a]", "lists no data folders"),
         ("\x00", "lists no data folders"),
+        ("", "lists no data folders: Input should be an object"),
+        ("folders:\n- path: ''", "folders.0.path: Value error, it is empty"),
+        ('folders:\n- path: "a\\0b"', "folders.0.path: String should match"),
+        ("folders:\n- path: dogs\n  control: ''", "folders.0.control"),
     ],
 )
 def test_a_wrong_list_of_folders_is_refused_with_the_reason(tmp_path: Path, content: str, told: str) -> None:
     (tmp_path / "data.yaml").write_text(content)
     with pytest.raises(InvalidInput, match=told):
         read_dataset(tmp_path / "data.yaml")
+
+
+def test_a_list_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot read .*data.yaml.*: No such file") as raised:
+        read_dataset(tmp_path / "data.yaml")
+    assert raised.value.hint == "check the path"
 
 
 def test_cropping_at_the_top_keeps_the_top(tmp_path: Path) -> None:

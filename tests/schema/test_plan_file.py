@@ -76,8 +76,8 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
 
 @settings(max_examples=60)
 @given(
-    model=job_text,
-    data=st.none() | job_text,
+    model=job_text.filter(bool),
+    data=st.none() | job_text.filter(bool),
     prompts=st.lists(job_text, max_size=3).map(tuple),
     rate=st.floats(1e-12, 1, exclude_min=True),
     steps=st.integers(1, 10**9),
@@ -135,6 +135,12 @@ def _other(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return "edited"
     return value + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+@pytest.mark.parametrize("field", ["model", "data", "control", "output", "from_adapter", "validation"])
+def test_an_empty_path_is_refused_rather_than_taken_for_this_folder(field: str) -> None:
+    with pytest.raises(InvalidPlan, match=f"^job.{field}: value error, it is empty$"):
+        with_job(make_plan(), **{field: ""})
 
 
 def test_the_job_may_be_edited(tmp_path: Path) -> None:
