@@ -76,8 +76,8 @@ def _require_apart(folders: Sequence[str]) -> None:
         hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
         raise InvalidInput(f"the data names {twice} twice", hint=hint)
     by_real = {Path(one): folder for one, folder in zip(real, folders, strict=True)}
-    for real, folder in by_real.items():
-        if outer := next((by_real[parent] for parent in real.parents if parent in by_real), None):
+    for inner, folder in by_real.items():
+        if outer := next((by_real[parent] for parent in inner.parents if parent in by_real), None):
             raise InvalidInput(
                 f"the data folder {folder} lies in {outer}, so its images would be trained twice",
                 hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such as 3_portraits, "
