@@ -115,24 +115,26 @@ def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(cold: Planned, 
     assert len(again.trials) == len(cold.trials)
 
 
-def neighbor(seed: int) -> Simulated:
+UNFORESEEN = {"_native_cudnn": 1.4, "torchao-int8": 1.3}  # what the cost model likes best is slow
+
+
+def neighbor(seed: int, slow: dict[str, float] = SLOW) -> Simulated:
     """Another card of the same generation: 0.7 of the rates, half of the power."""
     slower = tuple(rate(one.name, 0.7 * one.value) for one in RATES)
-    return Simulated(gpu(name="NVIDIA H100 PCIe", rates=slower, power_limit_watts=350.0), SLOW, seed)
+    return Simulated(gpu(name="NVIDIA H100 PCIe", rates=slower, power_limit_watts=350.0), slow, seed)
 
 
 def test_a_neighbors_profile_saves_trials(tmp_path: Path) -> None:
-    """On the average of neighbors, by a search that time did not end."""
+    """By a search that time did not end."""
     asked = replace(QUESTION, search_seconds=600.0)
-    record = planned_on(Simulated(slow=SLOW), asked=asked).record
-    store, num_alone, num_helped = store_with(tmp_path, [record]), 0, 0
+    record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
+    store = store_with(tmp_path, [record])
     for seed in (1, 2, 3, 4):
-        num_alone += len(planned_on(neighbor(seed), asked=asked).trials)
-        helped = planned_on(neighbor(seed), store, asked=asked)
-        num_helped += len(helped.trials)
+        machine = neighbor(seed, UNFORESEEN)
+        alone, helped = planned_on(machine, asked=asked), planned_on(machine, store, asked=asked)
+        assert len(helped.trials) < len(alone.trials)
         assert helped.plan.frozen.records == (record.name,)
-        assert helped.plan.frozen.expected.step_seconds <= 1.05 * neighbor(seed).best_seconds
-    assert num_helped < num_alone
+        assert helped.plan.frozen.expected.step_seconds <= 1.05 * machine.best_seconds
 
 
 @pytest.mark.slow
