@@ -34,8 +34,8 @@ class Precision(Knob):
             slow: dict[Choice, str] = {"fp16": fp16.reason}
             if _fastest_matmul(context, "bf16") > _fastest_matmul(context, "fp32"):
                 return Choices(("bf16", "fp32"), on_request=slow)
-            slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
-            return Choices(("fp32",), rejected={"bf16": slower}, on_request=slow)
+            slow["bf16"] = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
+            return Choices(("fp32",), on_request=slow)
         if bf16.available:
             return Choices(("bf16",), on_request={"fp16": BF16_IS_WIDER} if fp16.available else {})
         rejected: dict[Choice, str] = {"bf16": bf16.reason}
