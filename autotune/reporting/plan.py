@@ -150,7 +150,8 @@ def knob_lines(space: SearchSpace) -> list[str]:
         lines.append(f"{name}: {_values_text(choices)}")
         against: dict[tuple[str, str], list[Choice]] = {}
         for one in space.rejected[name]:
-            word = "to pin" if one.choice in space.on_request[name] else "not always" if one.choice in choices else "not"
+            refusal = "not always" if one.choice in choices else "not"
+            word = "to pin" if one.choice in space.on_request[name] else refusal
             against.setdefault((word, one.reason), []).append(one.choice)
         lines += [f"    {word} {_values_text(values)}: {reason}" for (word, reason), values in against.items()]
     return [part for line in lines for part in wrapped(line, 4)]
