@@ -20,9 +20,9 @@ from autotune.trials.steps import StepRunner, load_for_trial
 
 NUM_PREVIEW_STEPS = 2
 """Denoising steps: memory is the same in each."""
-RUN_BYTES = 16 << 20
-"""Host memory that a run has and a rehearsal has not: the command line, the list of the data, curves. 7 to 18 MiB were
-measured (`benchmarks/run_memory.py`), and 26 in the demo while it encodes."""
+RUN_BYTES = 22 << 20
+"""Host memory that a run has and a rehearsal has not: the command line, the list of the data, curves. 13 to 32 MiB were
+measured (`benchmarks/run_memory.py`), most while it encodes."""
 WORDS_PER_TOKEN = 0.5
 """Length of the rehearsed caption: tokenizers split unusual words."""
 
