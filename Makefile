@@ -27,13 +27,13 @@ demo: $(READY)
 	@rm -rf demo
 	@$(BIN)/autotune demo --output demo
 
-# Three processes on two cores: some tests wait for others to die.
+# Four processes on two cores: some tests wait for others to die.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Properties are tried on examples that nobody has seen; a failure prints how to repeat it.
 test-all: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m '' --hypothesis-profile 'drawn anew'
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m '' --hypothesis-profile 'drawn anew'
 
 check: $(READY)
 	@$(BIN)/ruff check .
