@@ -177,8 +177,8 @@ def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Pa
     assert all(len(line) <= 80 for line in process.stdout.splitlines() if str(plan) not in line)
     found = json.loads(told.read_text())
     assert found["traces"] <= 13
-    assert found["mib"] < 900
-    assert not {"bitsandbytes", "scipy", "torch._inductor.compile_fx"} & {*found["modules"]}
+    assert found["mib"] < 1e9 / 2**20  # CUDA's build of torch alone takes 604, most of it pages of its files
+    assert not {"bitsandbytes", "scipy", "triton", "torch._inductor.compile_fx"} & {*found["modules"]}
     assert len(found["modules"]) < 4400
 
 

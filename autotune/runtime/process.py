@@ -12,9 +12,9 @@ SPIN_COUNT = "6000"
 """How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer than the gap between
 two operations. When another program with two threads ran, steps took 50 to 64 times as long with libgomp's 300,000 and
 3.4 times with this; alone they took the same (`benchmarks/threads.py` and its log)."""
-UNNEEDED = ("bitsandbytes", "scipy")
-"""Packages that diffusers, transformers and peft import if they find them, with Inductor: 900 modules and a quarter of
-the time of all imports."""
+UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
+"""Packages that diffusers, transformers, peft and torch import if they find them: the first two, with Inductor, are 900
+modules and a quarter of the time of all imports; those of CUDA's build of torch, 90 MiB of 1,014 and a process."""
 
 
 def prepare_process(*, only_predicts: bool = False) -> None:
