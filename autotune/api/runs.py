@@ -218,7 +218,7 @@ def sample(
     def choose(plans: Sequence[TrainingPlan]) -> TrainingPlan:
         if len(plans) > 1:
             return training.choose_variant(plans, machine())
-        training.require_fit(training.hardware_misfits(plans[0], machine()))
+        training.require_fit(training.hardware_misfits(plans[0], machine(), 1))
         return plans[0]
 
     inputs = read_sample_inputs(Path(run), wanted, on_event, choose)

@@ -27,11 +27,11 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
         InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of so many frames.
     """
     for name, side in (("width", width_px), ("height", height_px)):
-        step, most = family.size_multiple_px, family.max_side_px
-        if side < step or side % step or side > most:
-            nearest = min(max(step, round(side / step) * step), most // step * step)
+        step, max_px = family.size_multiple_px, family.max_side_px
+        if side < step or side % step or side > max_px:
+            nearest = min(max(step, round(side / step) * step), max_px // step * step)
             raise InvalidInput(
-                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to {most}",
+                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to {max_px}",
                 hint=f"the nearest valid {name} is {nearest} px",
             )
     positive("frames", num_frames)

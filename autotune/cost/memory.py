@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
-from autotune.knobs import optimizer_bytes, window_steps
+from autotune.knobs import encoder_element_bytes, optimizer_bytes, window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
 from autotune.schema import ADAMW, Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
@@ -48,6 +48,8 @@ class Resident:
     encoders_stay: bool
     """Whether they are kept while images are encoded; else they leave as soon as captions are done."""
     vae_bytes: int
+    decoder_bytes: int
+    """What decodes previews besides the VAE."""
     encode_transient_bytes: int
     decode_transient_bytes: int
     preview_transient_bytes: int
@@ -86,6 +88,7 @@ def resident_of(
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
+        decoder_bytes=model.parts.decoder_parameters * encoder_element_bytes(precision),
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
         preview_transient_bytes=max(
@@ -220,12 +223,13 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         step[part] = max(0.0, before + correction)
         correction -= step[part] - before
     forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes) + r.set_aside_bytes
+    decoders = r.vae_bytes + r.decoder_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
     encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images
     return (
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
         phase("cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
-        phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
+        phase("preview", weight_bytes=weights + decoders, **kept, transient_bytes=forward + r.library_bytes),
         phase("save", weight_bytes=weights, **kept),
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.schema import HardwareProfile, Strategy, count_shards
+from autotune.schema import HardwareProfile, MemoryBudget, Strategy, count_shards
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes
@@ -39,6 +39,16 @@ class Parallel:
     def num_shards(self) -> int:
         """Processes that hold the frozen weights together: 1 if each has them all."""
         return count_shards(self.strategy, self.num_processes, self.num_nodes)
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each machine, which share its host memory."""
+        return self.num_processes // self.num_nodes
+
+    def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
+        """What one process may take: each has a device of its own, but on a CPU they share the memory."""
+        is_shared = hardware.device.kind == "cpu"
+        return budget.changed(num_bytes=budget.num_bytes // self.processes_per_node) if is_shared else budget
 
     @property
     def sharded(self) -> "tuple[Parallel, ...]":

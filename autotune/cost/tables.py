@@ -240,7 +240,9 @@ class PassTables:
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
             if caching.vae_device != "training" and not self.model.family.max_controls:  # which previews encode here
                 alone = replace(alone, encode_transient_bytes=0)
-            encoding = HOST_PROCESS_BYTES + self.encoder_size.bytes_at("cpu", caching)  # before the transformer comes
+            # Before the transformer comes, by one process of a node for all of them: each counts its share.
+            encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.processes_per_node)
+            encoding = HOST_PROCESS_BYTES + encoders
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]

@@ -30,6 +30,8 @@ LATER: Config = {
     **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
 }
 GEMMA, VAE_CLASS = 12_187_325_040, "AutoencoderKLLTX2Video"
+AUDIO_VAE = 53_248_146
+"""Number of its parameters, as of the vocoders beside it: what diffusers' classes have by default."""
 VAE: Mapping[str, Any] = {
     "decoder_causal": False,
     "spatial_compression_ratio": LATENT_PX,
@@ -63,7 +65,7 @@ class LTX2(Family):
         PublishedModel(
             "diffusers/LTX-2.3-Diffusers",
             LATER,
-            Parts((GEMMA, 3_172_227_584), VAE_CLASS, LATER_VAE),
+            Parts((GEMMA, 3_172_227_584), VAE_CLASS, LATER_VAE, AUDIO_VAE + 128_537_448),
             num_parameters=18_988_838_144,
             license=LICENSE,
             source=SOURCE,
@@ -72,7 +74,7 @@ class LTX2(Family):
         PublishedModel(
             "Lightricks/LTX-2",
             FIRST,
-            Parts((GEMMA, 1_431_475_200), VAE_CLASS, VAE),
+            Parts((GEMMA, 1_431_475_200), VAE_CLASS, VAE, AUDIO_VAE + 55_592_802),
             name="ltx-2",
             num_parameters=18_876_174_592,
             license=LICENSE,

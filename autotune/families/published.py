@@ -73,6 +73,8 @@ class Parts:
     """Class name in diffusers; empty if it is unknown."""
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     """Constructor arguments of the published autoencoder."""
+    decoder_parameters: int = 0
+    """Number of parameters of all other models that decode, which are on the device while a preview is sampled."""
 
 
 @dataclass(frozen=True)

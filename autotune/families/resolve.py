@@ -295,7 +295,7 @@ def check_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in ("vae", *model.family.text_encoders, *model.family.other_denoisers):
+    for part in (*model.family.decoders, *model.family.text_encoders, *model.family.other_denoisers):
         _open_part(model, part)
     open_weights(model.transformer_file)
 
@@ -314,12 +314,17 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
         weights.build_empty_component(folder, "vae", dtype=torch.float32)
-    encoders = [_open_part(model, name) for name in family.text_encoders]
+    others = [name for name in family.decoders if name != "vae"]
     return Parts(
-        text_encoder_parameters=tuple(sum(math.prod(entry.shape) for _, entry in encoder) for encoder in encoders),
+        text_encoder_parameters=tuple(_num_parameters(model, name) for name in family.text_encoders),
         vae_class=vae_class,
         vae_config=public_config(read_config(folder / "vae" / "config.json")),
+        decoder_parameters=sum(_num_parameters(model, name) for name in others),
     )
+
+
+def _num_parameters(model: ResolvedModel, part: str) -> int:
+    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part))
 
 
 def _resolve_folder(folder: Path, name: str, revision: str | None = None, expert: str | None = None) -> ResolvedModel:

@@ -11,10 +11,10 @@ class MicroBatchSize(Knob):
     title = "micro-batch"
 
     def choices(self, context: TuningContext) -> Choices:
-        effective, most = context.workload.effective_batch_size, context.family.max_micro_batch_size
+        effective, max_size = context.workload.effective_batch_size, context.family.max_micro_batch_size
         sizes = [size for size in range(1, effective + 1) if effective % size == 0]
-        admitted = tuple(size for size in sizes if most is None or size <= most)
-        why = f"{context.family.name} takes {most} at once, because captions differ in length"
+        admitted = tuple(size for size in sizes if max_size is None or size <= max_size)
+        why = f"{context.family.name} takes {max_size} at once, because captions differ in length"
         return Choices(admitted, dict.fromkeys(sizes[len(admitted) :], why))
 
     def describe(self, choice: Choice, workload: Workload) -> str:

@@ -38,19 +38,20 @@ def min_required_bytes(candidates: Sequence[Candidate], cost: CostModel, *, caut
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """The space without candidates whose blocks and inputs on the host need more memory than it has left."""
-    host = cost.hardware.host
+    """The space without candidates that keep more on the host, in all its processes, than it has memory left."""
+    host, number = cost.hardware.host, cost.parallel.processes_per_node
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
     fitting: list[Candidate] = []
     beyond: list[Candidate] = []
     for each in space.candidates:
-        stays = not each.swapped_blocks and not each.offloaded_inputs
-        (fitting if stays or cost.host_memory_bytes(each) <= room else beyond).append(each)
-    most = max((candidate.swapped_blocks for candidate in fitting), default=0)
-    least = max(most + 1, min((candidate.swapped_blocks for candidate in beyond), default=most + 1))
+        stays = not each.swapped_blocks and not each.offloaded_inputs and each.modulation != "ahead"
+        (fitting if stays or number * cost.host_memory_bytes(each) <= room else beyond).append(each)
+    max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
+    min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
-    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= least}
+    first = max(max_fitting + 1, min_beyond)
+    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= first}
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
 
 

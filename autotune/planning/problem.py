@@ -66,7 +66,7 @@ class PlanningProblem:
             context = TuningContext(hardware, model.family, workload, budget)
             choices = request.space(context).choices
             hardware = backend.check_parity(context, choices, model)
-        cost, space = _choose_strategy(request, model, workload, hardware, _share_of_budget(request, hardware, budget))
+        cost, space = _choose_strategy(request, model, workload, hardware, budget)
         _require_host_memory(space, cost)
         return cls(
             replace(request, model=job.pinned_model),
@@ -116,11 +116,15 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     host, kind = cost.hardware.host, cost.hardware.device.memory_kind
     if shares_host_memory(kind) or not space.candidates:
         return
-    least = min(space.candidates, key=lambda one: (one.swapped_blocks, one.modulation == "ahead"))
-    needed, there = cost.predict(least).host_memory_bytes, host.available_memory_bytes
+    smallest = min(
+        space.candidates, key=lambda one: (one.swapped_blocks, one.offloaded_inputs, one.modulation == "ahead")
+    )
+    number, there = cost.parallel.processes_per_node, host.available_memory_bytes
+    needed = number * cost.host_memory_bytes(smallest)
     if needed > there:
+        run = f"a run's {number} processes need" if number > 1 else "a run needs"
         raise NothingFits(
-            f"a run needs {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
+            f"{run} {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
             hint="close other programs, or take a host with more memory (of a GPU by name: --host-memory)",
         )
 
@@ -147,16 +151,10 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
-def _share_of_budget(request: PlanRequest, hardware: HardwareProfile, budget: MemoryBudget) -> MemoryBudget:
-    """What one process may take: each has a device of its own, but on CPU they share the memory."""
-    is_shared = hardware.device.kind == "cpu"
-    return budget.changed(num_bytes=budget.num_bytes // request.processes_per_node) if is_shared else budget
-
-
 def _choose_strategy(
     request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, budget: MemoryBudget
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what may be tried.
+    """The cost model of one process, and what may be tried; `budget` is of all processes of a node.
 
     The weights are sharded only if no device is predicted to hold them all: within nodes if those of one can hold them,
     else over all processes.
@@ -169,7 +167,7 @@ def _choose_strategy(
         model.family,
         model.config,
         read_parts(model),
-        memory_budget=budget,
+        memory_budget=together.budget_of_one(budget, hardware),
         caching_pins=request.caching_pins,
         caching_exclusions=request.caching_exclusions,
         overheads=request.overheads,
@@ -178,7 +176,7 @@ def _choose_strategy(
     space = request.space(cost.context)
     if number == 1:
         return cost, drop_beyond_host(with_mixtures(_drop_too_heavy(request, space, cost), cost), cost)
-    space = drop_block_swap(with_mixtures(space, cost), number)
+    space = drop_beyond_host(drop_block_swap(with_mixtures(space, cost), number), cost)
     try:
         lighter = _drop_too_heavy(request, space, cost)
         if _fits(lighter, cost):

@@ -102,8 +102,16 @@ def seal_on_arrival(
     )
     caching = plan.frozen.caching
     as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
+    budget = hardware.device.budget
     cost = CostModel.build(
-        hardware, work, model.family, model.config, read_parts(model), caching=as_planned, parallel=parallel
+        hardware,
+        work,
+        model.family,
+        model.config,
+        read_parts(model),
+        memory_budget=parallel.budget_of_one(budget, hardware),
+        caching=as_planned,
+        parallel=parallel,
     )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
     against = _too_large(candidates, cost) | {one: why for one in candidates if (why := _unusable(one, hardware))}
@@ -118,7 +126,7 @@ def seal_on_arrival(
         )
     with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(plan.job, _measured(plan, planned_hardware(cost, cost.memory_budget, parallel), cost, trials, against))
+    return seal(plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against))
 
 
 def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:

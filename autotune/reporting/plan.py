@@ -22,7 +22,6 @@ from autotune.schema import (
     Candidate,
     CheckResult,
     Choice,
-    Expected,
     Prediction,
     RecordsMatched,
     TrainingPlan,
@@ -190,7 +189,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"memory         {memory_text(expected.required_memory_bytes)} in the phase that needs most, "
         f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
         f"{memory_text(hardware.budget_bytes)} are left",
-        *_host_line(expected),
+        *_host_line(plan),
         *_energy_line(plan),
         job_line(plan),
         _search_line(plan),
@@ -220,10 +219,12 @@ def full_settings_lines(plan: TrainingPlan) -> list[str]:
     return [*listed, f"encoders       {describe_caching(plan.frozen.caching)}"]
 
 
-def _host_line(expected: Expected) -> list[str]:
-    if expected.host_memory_bytes is None:
+def _host_line(plan: TrainingPlan) -> list[str]:
+    each, number = plan.frozen.expected.host_memory_bytes, plan.frozen.hardware.processes_per_node
+    if each is None:
         return []
-    return [f"host memory    {memory_text(expected.host_memory_bytes)} of the computer's own, in the neediest phase"]
+    together = f" for {number} processes" if number > 1 else ""
+    return [f"host memory    {memory_text(number * each)} of the computer's own{together}, in the neediest phase"]
 
 
 def _energy_line(plan: TrainingPlan) -> list[str]:

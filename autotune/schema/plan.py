@@ -59,7 +59,8 @@ class Expected(Frozen):
         return max([self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)])
 
     host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    """What a run needs of the host's memory beside a GPU's own; None if the device shares it, or in older plans."""
+    """What one process needs of the host's memory beside a GPU's own, with its share of what the first of a node does
+    for all; None if the device shares it, or in older plans."""
     time_uncertainty: float | None = Field(default=None, ge=0)
     """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
     memory_uncertainty: float | None = Field(default=None, ge=0)
@@ -111,6 +112,11 @@ class PlannedHardware(Frozen):
     """Packages that a card of the catalog was told to have; empty once trials have run, and in older plans."""
     encoder_gpu: EncoderGpu | None = None
     """None if the device that trains, or the CPU, encodes everything, and in older plans."""
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each machine."""
+        return self.num_processes // self.num_nodes
 
     @property
     def num_shards(self) -> int:

@@ -74,6 +74,7 @@ class Prediction(Frozen):
     required_memory_bytes: int = PositiveInt
     """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
+    """What one process needs of the host's memory, with its share of what the first of a node does for all."""
     phases: tuple[PhaseMemory, ...]
     step_seconds: float = Field(gt=0)
     """Wall time of one optimizer step, the whole effective batch."""

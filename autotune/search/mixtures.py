@@ -94,9 +94,9 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     selective = np.concatenate([selective, rest[is_admitted]])
     recomputed = whole + selective
     offloaded = admitted["offloaded_inputs"]
-    most = offloaded[np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)]
-    least = np.full_like(most, offloaded[0])
-    both = [np.stack([whole, selective, number], axis=1) for number in (least, most)]
+    max_offloaded = offloaded[np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)]
+    min_offloaded = np.full_like(max_offloaded, offloaded[0])
+    both = [np.stack([whole, selective, number], axis=1) for number in (min_offloaded, max_offloaded)]
     passes = np.unique(np.concatenate(both), axis=0)
     recomputed = passes[:, 0] + passes[:, 1]
     fits = (recomputed < max(num_blocks, 1 + whole.min())) & (passes[:, 2] <= recomputed)

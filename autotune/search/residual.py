@@ -136,8 +136,8 @@ class ResidualSearch:
             safe = [scored for scored in apart if scored.required_bytes <= SAFE_SHARE * self.budget_bytes]
             if safe and not results:
                 return min(safe, key=lambda scored: scored.expected).candidate
-            least = min(remaining, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes))
-            return least.candidate  # whatever fits without swapping calibrates as well, in less time
+            smallest = min(remaining, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes))
+            return smallest.candidate  # whatever fits without swapping calibrates as well, in less time
         best = self._best(results)
         promising = max(apart or remaining, key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound))
         return (self._within_reach(promising, remaining, results) if self.ascending else promising).candidate

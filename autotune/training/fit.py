@@ -32,7 +32,7 @@ def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in `memory_misfits`."""
-    memory = (*_host_misfits(plan, hardware), *memory_misfits(plan, hardware, num_processes))
+    memory = (*_host_misfits(plan, hardware, num_processes), *memory_misfits(plan, hardware, num_processes))
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
@@ -106,22 +106,25 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     return tuple(misfits)
 
 
-def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    needed, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
+def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None) -> tuple[str, ...]:
+    number = num_processes or plan.frozen.hardware.processes_per_node
+    needed, there = number * (plan.frozen.expected.host_memory_bytes or 0), hardware.host.available_memory_bytes
     if needed <= there:
         return ()
-    return (f"host memory: the plan needs {needed / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
+    run = f"the plan's {number} processes here need" if number > 1 else "the plan needs"
+    return (f"host memory: {run} {needed / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
 
 
 def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
     """Why this device has too little memory for one of the plan's processes; empty when it has enough.
 
-    On a CPU it must have enough for the `num_processes` that run on this machine, by default all of the plan's.
+    On a CPU it must have enough for the `num_processes` that run on this machine, by default its share
+    of the plan's.
     """
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.required_memory_bytes
     if planned.device_kind == "cpu":
-        needed *= num_processes or planned.num_processes  # they share it
+        needed *= num_processes or planned.processes_per_node  # they share it
     budget = hardware.device.budget_bytes
     if needed <= budget:
         return ()

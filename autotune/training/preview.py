@@ -202,7 +202,8 @@ class PreviewSampler:
                 return self._run_encoded(reduced)
         finally:
             for decoder in decoders:
-                decoder.to("cpu" if self.encoders.caching.residency == "release" else self.encoders.vae_device)
+                is_kept = decoder is self.pipeline.vae and self.encoders.caching.residency == "keep"
+                decoder.to(self.encoders.vae_device if is_kept else "cpu")
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])

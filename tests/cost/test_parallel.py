@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.cost.memory import HOST_PROCESS_BYTES
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
 from autotune.cost.predict import CostModel
+from autotune.families.published import Parts
 from autotune.planning.expectation import build_expectation
-from autotune.schema.candidate import Candidate
+from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.job import Job
 from autotune.search.winner import Score
 from tests.builders import trial
@@ -55,6 +57,19 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
     beside, single = (build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone))
     buckets = alone.model.storage("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
+
+
+def test_encoders_on_the_cpu_are_counted_once_for_all_processes_of_a_node(alone: CostModel) -> None:
+    """The first process of each node encodes; what each does by itself is counted for each."""
+    known = alone.hardware, alone.workload, alone.family, alone.model.config, Parts((2 * 10**9,))
+    encoding = CostModel.build(*known, caching=(CachingSettings(text_encoder_device="cpu"), alone.caching_reason))
+    size = encoding.tables.encoder_size.bytes_at("cpu", encoding.caching)
+    hosts = [_several(encoding, "ddp", number).host_memory_bytes(CANDIDATE) - HOST_PROCESS_BYTES for number in (2, 4)]
+    assert [number * host for number, host in zip((2, 4), hosts, strict=True)] == pytest.approx([size, size], abs=4)
+    own = alone.host_memory_bytes(CANDIDATE)
+    assert _several(encoding, "ddp", 10**5).host_memory_bytes(CANDIDATE) == own
+    apart = encoding.with_parallel(Parallel("ddp", 4, num_nodes=4))
+    assert apart.host_memory_bytes(CANDIDATE) == encoding.host_memory_bytes(CANDIDATE)
 
 
 def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:

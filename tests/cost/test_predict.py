@@ -11,6 +11,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.memory import library_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
+from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import ELEMENTWISE
 from autotune.knobs.modulation import window_steps
@@ -355,6 +356,20 @@ def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_ke
     assert allocated == max(encoder, vae.encode_transient_bytes) + vae.weight_bytes
     allocated, encoder, vae = cached(residency="keep")
     assert allocated == encoder + vae.encode_transient_bytes + vae.weight_bytes
+
+
+def test_previews_take_what_decodes_besides_the_vae():
+    """Of its parts alone: a family's VAE is traced, models that turn latents into sound are only counted."""
+    family, candidate = FAMILIES["ltx-2.3"], Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    given = gpu("nvidia-rtx-4090"), workload_of("ltx-2.3"), family, TINY["ltx-2.3"]
+    silent, sounding = (
+        CostModel.build(*given, Parts(decoder_parameters=number)).predict(candidate) for number in (0, 10**8)
+    )
+    grown = {
+        one.name: one.allocated_memory_bytes - before.allocated_memory_bytes
+        for before, one in zip(silent.phases, sounding.phases, strict=True)
+    }
+    assert grown == {**dict.fromkeys(grown, 0), "preview": 2 * 10**8}
 
 
 @pytest.mark.parametrize(("name", "each_mib"), [("nvidia-h100-sxm", 32), ("nvidia-rtx-4090", 8.125)])

@@ -6,14 +6,18 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from diffusers import AutoencoderKLLTX2Audio
+from diffusers.pipelines.ltx2 import LTX2Vocoder
+from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
+from safetensors.torch import load_file, save_file
 
 from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
 from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
-from autotune.families.resolve import read_parts, resolve_model
+from autotune.families.resolve import check_weights, read_parts, resolve_model
 from autotune.schema.workload import Bucket
+from autotune.weights import BadWeights
 from tests.builders import workload
 from tests.families.published import CONFIGS
 from tests.kinds import KINDS
@@ -113,6 +117,23 @@ def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     assert {**ours, "_use_default_values": None} == {**theirs, "_use_default_values": None}
     without_weights = replace(model, folder=None)
     assert read_parts(without_weights) == family.parts
+
+
+def test_the_models_that_decode_sound_are_counted(tmp_path):
+    """Of a folder those that are there; of the published models what diffusers' classes have by default."""
+    folder, family = tmp_path / "small", FAMILIES["ltx-2.3"]
+    family.write_small_pipeline(folder, ["a red fox"], seed=0)
+    files = [*(folder / "audio_vae").glob("*.safetensors"), *(folder / "vocoder").glob("*.safetensors")]
+    stored = [tensor.numel() for file in files for tensor in load_file(file).values()]
+    assert read_parts(resolve_model(str(folder))).decoder_parameters == sum(stored) > 0
+    with torch.device("meta"):
+        sound, later, first = AutoencoderKLLTX2Audio(), LTX2VocoderWithBWE(), LTX2Vocoder()
+    numbers = [sum(parameter.numel() for parameter in model.parameters()) for model in (sound, later, first)]
+    published = [model.parts.decoder_parameters for model in family.models]
+    assert published == [numbers[0] + numbers[1], numbers[0] + numbers[2]]
+    (folder / "vocoder" / files[-1].name).write_bytes(b"damaged")
+    with pytest.raises(BadWeights):
+        check_weights(resolve_model(str(folder)))
 
 
 def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):

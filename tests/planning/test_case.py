@@ -1,5 +1,6 @@
 """What follows from a question before anything is tried."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,40 @@ def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -
     small = roomy.changed(host=roomy.host.changed(available_memory_bytes=GIB // 2))
     with pytest.raises(NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"):
         PlanningProblem.build(request(is_local=False), small, surroundings())
+
+
+ONE_EACH = WorkloadOverrides(size_px=(256, 256), effective_batch_size=8)
+"""Work that 8 processes can share."""
+
+
+@pytest.mark.parametrize(("number", "num_nodes", "fits"), [(8, 1, False), (8, 2, True), (1, 1, True)])
+def test_a_host_must_hold_what_each_of_its_processes_needs(number: int, num_nodes: int, fits: bool) -> None:
+    """By formula each process takes a GiB of it."""
+    roomy = builders.hardware(*CAPABILITIES)
+    small = roomy.changed(host=roomy.host.changed(available_memory_bytes=5 * GIB))
+    asked = request(workload_overrides=ONE_EACH, num_processes=number, num_nodes=num_nodes, is_local=False)
+    expected = pytest.raises(NothingFits, match=r"a run's 8 processes need 8\.0 GiB of the host's memory, 5\.0 GiB")
+    with contextlib.nullcontext() if fits else expected:
+        PlanningProblem.build(asked, small, surroundings())
+
+
+def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this formula, inputs that wait on the host take 10 GiB of it for each process; 44 of 48 may be taken."""
+    each = {True: 10 * GIB, False: GIB}
+    monkeypatch.setattr(FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.offloaded_inputs > 0])
+    several = request(workload_overrides=ONE_EACH, num_processes=8, is_local=False)
+    usual = replace(several, num_processes=4)
+    offloads = []
+    for asked in (several, usual):
+        space = PlanningProblem.build(asked, builders.hardware(*CAPABILITIES), surroundings()).space
+        offloads.append(any(candidate.offloaded_inputs for candidate in space.candidates))
+    assert offloads == [False, True]
+
+
+def test_a_plan_of_several_processes_tells_the_memory_of_their_host_together() -> None:
+    asked = request(workload_overrides=ONE_EACH, num_processes=8, num_nodes=2, is_local=False)
+    plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
+    assert any(line.startswith("host memory    4.00 GiB") and "for 4 processes" in line for line in plan_lines(plan))
 
 
 def test_a_predicted_plan_tells_host_memory_and_how_uncertain_its_seconds_are() -> None:

@@ -94,6 +94,23 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan, 
         seal_on_arrival(predicted, small, backend=untouched)
 
 
+def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
+    """Eight of them have 3 GiB each, less than a step needs by formula; the plan tells what all may take."""
+    cpu = builders.hardware("attention.native", "precision.fp32", kind="cpu", compute_capability=(8, 9))
+    planned = predicted.frozen.hardware.changed(
+        device_kind="cpu", match_keys=cpu.match_keys, num_processes=2, strategy="ddp"
+    )
+    settings = predicted.frozen.settings.changed(precision="fp32", micro_batch_size=1, batch_memory="pageable")
+    arriving = edited(predicted, hardware=planned, settings=settings, fallbacks=())
+    roomy = cpu.changed(device=cpu.device.changed(budget_bytes=240 * 2**30))
+    sealed = seal_on_arrival(arriving, roomy, backend=surroundings())
+    assert sealed.frozen.hardware.budget_bytes == roomy.device.budget_bytes
+    needed = sealed.frozen.expected.required_memory_bytes
+    tight = cpu.changed(device=cpu.device.changed(budget_bytes=round(1.2 * needed)))
+    with pytest.raises(DoesNotFit, match="a run may take"):
+        seal_on_arrival(arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried")))
+
+
 def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: Path) -> None:
     other = builders.hardware("attention.native", compute_capability=(9, 0))
     with pytest.raises(DoesNotFit, match="compute capability"):

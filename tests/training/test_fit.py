@@ -147,6 +147,17 @@ def test_a_host_with_too_little_memory_does_not_fit() -> None:
     assert [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor)] == ["host memory", "run memory"]
 
 
+def test_a_host_must_hold_all_processes_of_its_node() -> None:
+    plan, here = planned(), machine()
+    expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes // 4)
+    several = plan.frozen.hardware.changed(num_processes=8, strategy="ddp", num_nodes=2)
+    plan = seal(plan.job, plan.frozen.changed(expected=expected, hardware=several))
+    assert hardware_misfits(plan, here) == ()  # 4 processes on each
+    assert hardware_misfits(plan, here, 1) == ()
+    (misfit,) = hardware_misfits(plan, here, 8)
+    assert misfit == "host memory: the plan's 8 processes here need 96.00 GiB, 48.00 GiB are available"
+
+
 def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, here = planned(), machine()
     expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
