@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from autotune.api.amounts import ImageSize, MemoryAmount, image_size
 from autotune.api.machines import hardware_for
 from autotune.api.options import choose_optimizer
-from autotune.cost import CostModel
+from autotune.cost import CostModel, require_divisor
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput
 from autotune.families import read_parts, resolve_model
@@ -86,6 +86,7 @@ def estimate(
     for name, value in settings.items():
         require_choice(name, value)
     check_overrides(resolved.family, overrides)
+    require_divisor(micro_batch_size, effective_batch_size)
     profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
     candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.cost.arguments import checked_bucket, parse_resolution, positive
+    from autotune.cost.arguments import checked_bucket, parse_resolution, positive, require_divisor
     from autotune.cost.calibration import NOISE, PriorResiduals, residual_of, time_doubt
     from autotune.cost.job_estimate import estimate, job_time
     from autotune.cost.parallel import ONE_PROCESS, Parallel

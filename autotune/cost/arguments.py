@@ -50,6 +50,17 @@ def positive(name: str, value: int) -> int:
     return value
 
 
+def require_divisor(size: int, effective: int) -> None:
+    """Raise InvalidInput unless micro-batches of `size` make up the effective batch."""
+    if size > 0 and effective % size:
+        divisors = [d for d in range(1, effective + 1) if effective % d == 0]
+        nearest = min(divisors, key=lambda d: (abs(d - size), d))
+        raise InvalidInput(
+            f"a micro-batch of {size} does not divide the effective batch size {effective}",
+            hint=f"the nearest valid micro-batch size is {nearest}",
+        )
+
+
 def require_sound(candidate: Candidate, context: TuningContext) -> None:
     """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with each other."""
     workload = context.workload
@@ -61,14 +72,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
             f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
             hint=f"the nearest valid value is {blocks}, or `all`",
         )
-    effective, size = workload.effective_batch_size, candidate.micro_batch_size
-    if effective % size:
-        divisors = [d for d in range(1, effective + 1) if effective % d == 0]
-        nearest = min(divisors, key=lambda d: (abs(d - size), d))
-        raise InvalidInput(
-            f"a micro-batch of {size} does not divide the effective batch size {effective}",
-            hint=f"the nearest valid micro-batch size is {nearest}",
-        )
+    require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
         if conflict := knob.conflict(candidate, context):
             what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"

@@ -126,11 +126,16 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
 
 
 @pytest.mark.quick("nan")
+@pytest.mark.parametrize("selective", [0, 1])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_again(
-    bench: Bench, tmp_path: Path, bad: float
+    bench: Bench, tmp_path: Path, bad: float, selective: int
 ) -> None:
+    """Blocks that keep what fused attention returns recompute all of the other one: the result is the same."""
     plan = planned(bench)
+    settings = SETTINGS.changed(checkpointed_blocks=0, selective_blocks=selective)
+    plan = plan.model_copy(update={"frozen": plan.frozen.model_copy(update={"settings": settings})})
+    apply_settings(bench.trained, settings)
     undisturbed = [p.detach().clone() for p in bench.loop(plan, tmp_path / "a").model.adapter]
     watched, attention = bench.trained.adapter[-1], []
 
