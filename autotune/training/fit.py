@@ -111,8 +111,9 @@ def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
     needed, there = number * (plan.frozen.expected.host_memory_bytes or 0), hardware.host.available_memory_bytes
     if needed <= there:
         return ()
-    run = f"the plan's {number} processes here need" if number > 1 else "the plan needs"
-    return (f"host memory: {run} {needed / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
+    together = f" for {number} processes here" if number > 1 else ""
+    have = f"{there / 2**30:.2f} GiB are available"
+    return (f"host memory: the plan needs {needed / 2**30:.2f} GiB{together}, {have}",)
 
 
 def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:

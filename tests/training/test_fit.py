@@ -155,7 +155,7 @@ def test_a_host_must_hold_all_processes_of_its_node() -> None:
     assert hardware_misfits(plan, here) == ()  # 4 processes on each
     assert hardware_misfits(plan, here, 1) == ()
     (misfit,) = hardware_misfits(plan, here, 8)
-    assert misfit == "host memory: the plan's 8 processes here need 96.00 GiB, 48.00 GiB are available"
+    assert misfit == "host memory: the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
 
 
 def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
