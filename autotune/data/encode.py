@@ -319,6 +319,8 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
         if entry.flipped:
             pixels = [one.flip(-1) for one in pixels]
         has_changed = tuple(map(file_digest, entry.paths)) != entry.digests
+    except MemoryError:  # says nothing of the file
+        raise
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(f"cannot be decoded: {error}") from error
     if has_changed:

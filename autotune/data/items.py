@@ -131,6 +131,8 @@ class ItemReader:
             facts = read_facts(media.path)
             spans = choose_spans(facts, options.clips, options.clip_lengths, options.frames_per_second)
             self._verify(media.path, spans)
+        except MemoryError:  # says nothing of the file
+            raise
         except Exception as error:  # decoders raise anything for damaged files
             raise _Unusable("broken", f"cannot be decoded: {_reason(error, media.path)}") from error
         _require_side(facts.width_px, facts.height_px)
@@ -231,6 +233,8 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
     subject = "" if path == media.path else f"{path.name} "
     try:
         width, height = read_size(path, decode=decode)
+    except MemoryError:  # says nothing of the file
+        raise
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unusable("broken", f"{subject}cannot be decoded: {_reason(error, path)}") from error
     _require_side(width, height, subject)

@@ -29,6 +29,8 @@ def find_mask(cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[
         return key, stored["mask"]
     try:
         mask = ImageOps.fit(open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop])
+    except MemoryError:  # says nothing of the file
+        raise
     except Exception as error:  # decoders raise anything for damaged files
         raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
     small = mask.resize((size[1], size[0]), Image.Resampling.BOX)  # the mean over the pixels of each latent

@@ -230,6 +230,8 @@ class PreviewSampler:
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
         try:
             controls = [to_rgb(open_image(path)) for path in preview.control_paths]
+        except MemoryError:  # says nothing of the file
+            raise
         except Exception as error:  # decoders raise anything for damaged files
             raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
         family = self.model.family
