@@ -177,6 +177,24 @@ def test_building_restores_the_default_dtype_and_the_hook_after_an_error():
     assert not nn.Linear(1, 1).weight.is_meta
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: torch.rand(1 << 40, 4),
+        lambda: torch.arange(1 << 16).outer(torch.arange(1 << 16)),
+        lambda: [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(3)],
+        lambda: nn.Parameter(torch.ones(1 << 10, 1 << 30)),
+    ],
+    ids=["drawn", "product", "many", "parameter"],
+)
+def test_what_no_model_computes_is_refused_before_it_takes_memory(compute, monkeypatch):
+    build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
+    build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view
+    monkeypatch.setattr("autotune.weights.building.MAX_COMPUTED_BYTES", 5 << 19)
+    with pytest.raises(BadWeights, match="asks for larger tables, more than any model has"):
+        build_empty(compute)
+
+
 @pytest.mark.parametrize("loader", LOADERS)
 def test_ties_buffers_and_plain_attributes_end_up_right(saved, loader):
     original, source = saved
