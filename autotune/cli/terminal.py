@@ -38,9 +38,9 @@ from autotune.reporting import (
     prediction_lines,
     printable_lines,
     records_lines,
-    seconds_text,
     smooth,
     step_text,
+    time_left_text,
     trial_lines,
     validation_text,
     workload_lines,
@@ -194,7 +194,7 @@ class EventDisplay:
         is_due = event.step % every == 0 or event.step == event.num_steps or is_silent or self.every_step
         if self.progress.disable and is_due:
             self.last_line_at = time.monotonic()
-            left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
+            left = time_left_text(event.remaining_seconds)
             self._print(f"{event.step}/{event.num_steps}  {note}  {left}".rstrip())
 
     def _print(self, text: str, **style: Any) -> None:

@@ -19,6 +19,7 @@ from autotune.demo.lesson import (
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
 from autotune.errors import InvalidInput
 from autotune.families import get_family
+from autotune.runtime import silence_progress_bars
 
 NUM_IMAGES = 12
 SMALL_WORLD = Path(__file__).with_name("small_world")
@@ -67,6 +68,7 @@ def make_demo(output: Path, family_name: str) -> Demo:
     control = output / "control" if family.max_controls else None
     if control:
         draw_images(control, is_control=True)
+    silence_progress_bars()
     family.write_small_pipeline(model, captions, seed=0)
     return Demo(model, images, control, num_frames)
 

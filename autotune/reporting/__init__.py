@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         printable_lines,
         seconds_text,
         smooth,
+        time_left_text,
         with_command,
         wrapped,
     )

@@ -1,5 +1,6 @@
 """Numbers in short form with units, and lines that fit a terminal."""
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -49,6 +50,13 @@ def seconds_text(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left_text(seconds: float | None) -> str:
+    """`3 s left`, or nothing when that is unknown or over: of what is to come no fraction of a second is known."""
+    if not seconds:
+        return ""
+    return (f"{math.ceil(seconds)} s" if seconds < 60 else seconds_text(seconds)) + " left"
 
 
 def loss_text(loss: float) -> str:

@@ -24,6 +24,7 @@ from autotune.reporting.text import (
     loss_text,
     memory_text,
     seconds_text,
+    time_left_text,
     titled_command,
     with_command,
     wrapped,
@@ -38,6 +39,13 @@ from tests.reporting.page.pages import golden_plan, run_report
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (0, ""), (0.2, "1 s left"), (59.5, "60 s left"), (185, "3 min 05 s left")]
+)
+def test_time_left_has_no_fractions(seconds, text):
+    assert time_left_text(seconds) == text
 
 
 @pytest.mark.parametrize(

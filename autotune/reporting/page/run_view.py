@@ -11,7 +11,15 @@ from autotune.reporting.page.limits import limit_text
 from autotune.reporting.page.phases import compared_phases
 from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
 from autotune.reporting.run import gradient_lines, validation_lines, verdict_lines
-from autotune.reporting.text import change_text, energy_text, loss_text, memory_text, seconds_text, smoothed
+from autotune.reporting.text import (
+    change_text,
+    energy_text,
+    loss_text,
+    memory_text,
+    seconds_text,
+    smoothed,
+    time_left_text,
+)
 from autotune.schema import StepFinished
 
 HICCUP = 3.0
@@ -61,8 +69,8 @@ def _state(subject: RunSubject) -> str:
     if not subject.steps:
         return "no step is known" if subject.notes else "no step has been taken yet"
     last = subject.steps[-1]
-    left = f", {seconds_text(last.remaining_seconds)} left" if last.remaining_seconds else ""
-    return f"step {last.step} of {last.num_steps}{left}"
+    left = time_left_text(last.remaining_seconds)
+    return f"step {last.step} of {last.num_steps}" + (f", {left}" if left else "")
 
 
 def _seconds(steps: Sequence[StepFinished]) -> list[float]:
