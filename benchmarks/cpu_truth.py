@@ -116,8 +116,12 @@ def run(
     *,
     num_timed: int = 3,
     is_enough: Callable[[list[float]], bool] = lambda seconds: False,
+    with_memory: bool = True,
 ) -> Truth:
-    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones, or fewer if their seconds are enough."""
+    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones, or fewer if their seconds are enough.
+
+    Without memory nothing is profiled, and bytes are 0.
+    """
     transformer, parameters = build(family, config, workload, candidate)
     optimizer = AdapterOptimizer(
         parameters,
@@ -144,12 +148,15 @@ def run(
         return outcome.loss
 
     step(0)
-    with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(1)
     level = peak = 0
-    for size in memory_events(profiler):
-        level += size
-        peak = max(peak, level)
+    if with_memory:
+        with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step(1)
+        for size in memory_events(profiler):
+            level += size
+            peak = max(peak, level)
+    else:
+        step(1)
     seconds: list[float] = []
     loss = 0.0
     for number in range(num_timed):
@@ -158,6 +165,8 @@ def run(
         seconds.append(time.process_time() - start)
         if is_enough(seconds):
             break
+    if not with_memory:
+        return Truth(0, 0, tuple(seconds), loss)
     # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
     values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
     attributes = [value for value in values if isinstance(value, torch.Tensor)]

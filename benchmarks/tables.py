@@ -117,13 +117,19 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
     return kept
 
 
-def measured(table: Table, workload: Workload, candidate: Candidate, best_seconds: float) -> TrialResult:
+def measured(
+    table: Table, workload: Workload, candidate: Candidate, best_seconds: float, known: TrialResult | None
+) -> TrialResult:
+    """One measurement; memory, which does not vary, only if `known`, an earlier one, does not tell it."""
+
     def is_slow(seconds: list[float]) -> bool:
         return seconds[0] > CLEARLY_SLOWER * best_seconds
 
-    truth = run(FAMILIES[table.family], MID[table.family], workload, candidate, is_enough=is_slow)
+    family, config = FAMILIES[table.family], MID[table.family]
+    truth = run(family, config, workload, candidate, is_enough=is_slow, with_memory=known is None)
     seconds = tuple(round(one, 5) for one in truth.step_seconds)
-    return TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=truth.peak_bytes)
+    peak_bytes = known.peak_memory_bytes if known else truth.peak_bytes
+    return TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=peak_bytes)
 
 
 def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
@@ -137,10 +143,11 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     def add(candidates: Sequence[Candidate], count: int) -> None:
         """Measure each until it has `count` measurements."""
         for candidate in candidates:
-            if sum(trial.candidate == candidate for trial in trials) >= count:
+            known = [trial for trial in trials if trial.candidate == candidate]
+            if len(known) >= count:
                 continue
             best = min((trial.median_step_seconds or math.inf for trial in trials), default=math.inf)
-            trials.append(measured(table, workload, candidate, best))
+            trials.append(measured(table, workload, candidate, best, known[0] if known else None))
             with path.open("a") as file:
                 file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
             print(name, len(trials), trials[-1].median_step_seconds, candidate.label(), flush=True)
