@@ -1,6 +1,7 @@
 """Limits on the size of what a reader has to take in at once, and on imports that hide in functions."""
 
 import ast
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +45,16 @@ def test_few_imports_hide_in_functions() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert 0 < len(hidden) < MAX_HIDDEN_IMPORTS
+
+
+def test_every_room_has_a_place_a_door_and_is_closed_to_the_command_line() -> None:
+    """A room that is added to the house and to no contract would be checked by none."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    packages = {f"autotune.{file.parent.name}" for file in (ROOT / "autotune").glob("*/__init__.py")}
+    modules = {"autotune.errors", "autotune.__main__"}
+    layers = {name for each in contracts for line in each.get("layers", ()) for name in line.split(" | ")}
+    assert layers == packages | modules
+    behind_doors = {name.removesuffix(".*") for each in contracts for name in each.get("protected_modules", ())}
+    assert behind_doors == packages - {"autotune.api", "autotune.cli"}, "the front door is that of the api"
+    (thin,) = (each for each in contracts if each.get("source_modules") == ["autotune.cli"])
+    assert set(thin["forbidden_modules"]) == packages - {"autotune.cli", "autotune.reporting"} | {"autotune.errors"}

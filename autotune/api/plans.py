@@ -340,7 +340,7 @@ def _remember(result: "planning.PlanningResult", profile: HardwareProfile, on_ev
         save_record(result.plan, profile, result.residuals)
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
-        on_event(Notice(text=text, topic="profiles", level="warning"))
+        on_event(Notice(text=text, topic="records", level="warning"))
 
 
 def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> None:

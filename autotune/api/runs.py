@@ -68,7 +68,7 @@ def train(
         data: another data folder.
         optimizer: the plan's `package:Class`, without which such code is not loaded; without a plan, as for `plan`.
         resume: go on from the newest checkpoint, if there is one.
-        trace: write a profile of a few steps to `trace.json` in the output folder.
+        trace: write torch.profiler's trace of a few steps to `trace.json` in the output folder.
         nodes: number of machines that share the plan's processes; call this on each of them.
         node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1 on the other of two.
         rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes the output.

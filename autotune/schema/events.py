@@ -46,7 +46,7 @@ class Notice(Event):
 
     text: str
     topic: str = "note"
-    """What it is about: `note`, or `profiles` for shared records."""
+    """What it is about: `note`, or `records` for shared records."""
     level: Literal["note", "warning"] = "note"
 
 

@@ -268,21 +268,21 @@ def _validated(source: str, data: Any) -> TrainingPlan:
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value is out of range."""
-    said = {key: value for key, value in changes.items() if value is not None}
-    return plan.changed(job=job_from(dict(plan.job), said))
+    overrides = {key: value for key, value in changes.items() if value is not None}
+    return plan.changed(job=job_from(dict(plan.job), overrides))
 
 
-def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
-    """The job with the values of `before`, but for what was `said`. Raises InvalidPlan if a value is out of range."""
+def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> Job:
+    """The job with the values of `before`, but for `overrides`. Raises InvalidPlan if a value is out of range."""
     gone: dict[str, object] = {}
-    if said.keys() & {"model", "base"}:
+    if overrides.keys() & {"model", "base"}:
         gone["revision"] = None  # a commit of another repository
-    if "num_steps" in said:
+    if "num_steps" in overrides:
         gone["num_train_epochs"] = None
-    if "checkpointing_steps" in said:
+    if "checkpointing_steps" in overrides:
         gone["checkpointing_epochs"] = None
     try:
-        return Job.model_validate({**before, **gone, **said})
+        return Job.model_validate({**before, **gone, **overrides})
     except ValidationError as error:
         where, message = first_problem(error)
         raise InvalidPlan(f"job.{where}: {message.lower()}", hint="give the job another value") from error
