@@ -79,6 +79,9 @@ def require_gpu(model: str) -> None:
 
     Raises:
         NoGpu: with what the model would take on the GPUs of the catalog.
+
+    Example:
+        >>> autotune.require_gpu("qwen-image")
     """
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
