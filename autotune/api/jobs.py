@@ -7,14 +7,23 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from autotune.api.options import require_optimizer
-from autotune.api.plan_files import load_plan, load_variants
+from autotune.api.plan_files import load_plan
 from autotune.data import is_list, list_places, make_options, scan_dataset
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import get_family, is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
 from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
-from autotune.schema import DataPlace, HardwareProfile, TrainingPlan, as_job_data, each_place, read_subjects, with_job
+from autotune.schema import (
+    DataPlace,
+    HardwareProfile,
+    TrainingPlan,
+    as_job_data,
+    each_place,
+    load_subjects,
+    load_variants,
+    with_job,
+)
 
 Cluster = Literal["slurm", "kubernetes", "docker"]
 Overrides = dict[str, str | tuple[str, ...]]
@@ -71,7 +80,7 @@ def job_script(
     overrides |= {} if data is None else {"data": as_job_data(data)}
     made = with_job(_variant(file, hardware), **overrides)
     overrides |= _own_optimizer(made, optimizer)
-    subjects = () if over is None else read_subjects(Path(over))
+    subjects = () if over is None else load_subjects(over)
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
     job = _job_file(made, file, overrides, image, claim)
     if over is not None:  # the list's path as written, links and all

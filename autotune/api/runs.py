@@ -32,7 +32,7 @@ from autotune.schema import (
     TrainingPlan,
     as_job_data,
     ignore_event,
-    read_variants,
+    load_variants,
     with_job,
 )
 from autotune.training import RunInputs, SampleRequest, check_folder, read_inputs, read_sample_inputs
@@ -140,7 +140,7 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
 
 def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     """The plan of a file for this machine, and the file beside which it is written once it is measured."""
-    if len(read_variants(file)) == 1:
+    if len(load_variants(file)) == 1:
         return load_plan(file), file
     chosen = load_plan(file)
     device = re.sub(r"[^a-z0-9]+", "-", chosen.frozen.hardware.device_name.lower()).strip("-")

@@ -165,19 +165,23 @@ def read_plan(path: Path) -> TrainingPlan:
     Raises:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
     """
-    plans = read_variants(path)
+    plans = load_variants(path)
     if len(plans) > 1:
         names = ", ".join(plan.frozen.hardware.device_name for plan in plans)
         raise InvalidPlan(f"{path} holds plans for several machines: {names}", hint="take a file with one plan")
     return plans[0]
 
 
-def read_variants(path: Path) -> tuple[TrainingPlan, ...]:
-    """Read the plans that a file holds for several machines, or its only one, as `read_plan` does.
+def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
+    """Read and validate a plan file: all plans that it holds for several machines, or its only one.
 
     Raises:
-        InvalidPlan: as `read_plan`, or the variants are not of one job.
+        InvalidPlan: as `load_plan`, or the variants are not of one job.
+
+    Example:
+        >>> {plan.frozen.hardware.device_name: plan.frozen.settings for plan in autotune.load_variants("team.yaml")}
     """
+    path = Path(path)
     written = _parse(path, _read_text(path))
     if "variants" not in written:
         return (_load(str(path), written),)
