@@ -1,6 +1,7 @@
 """Limits on the size of what a reader has to take in at once, and on imports that hide in functions."""
 
 import ast
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -62,3 +63,12 @@ def test_every_folder_of_modules_is_a_package() -> None:
     """The contracts on imports do not see modules in a folder without an `__init__.py`."""
     folders = {(ROOT / file).parent for file in _sources()}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_drawing_of_the_house_has_every_room_in_the_order_of_the_layers() -> None:
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    ranks = {name.partition(".")[2]: rank for rank, line in enumerate(layers) for name in line.split(" | ")}
+    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("\nImports")[0]
+    drawn = re.findall(r"^    (?!autotune/)([a-z]+)(?:/|\.py)", house, re.MULTILINE)
+    assert {*drawn, "__main__", "errors"} == ranks.keys()
+    assert [ranks[room] for room in drawn] == sorted(ranks[room] for room in drawn)
