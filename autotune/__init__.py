@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
     from autotune.api.jobs import job_script
-    from autotune.api.machines import doctor, list_gpus, probe, require_gpu
-    from autotune.api.many_runs import load_subjects, subject_job, train_many
-    from autotune.api.models import fetch, list_models
+    from autotune.api.machines import list_gpus, probe, require_gpu
+    from autotune.api.many_runs import subject_job, train_many
+    from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
-    from autotune.api.plan_files import load_plan, load_variants, save_plan
+    from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, list_choices, plan, plan_variants
-    from autotune.api.publishing import publish, require_hub
+    from autotune.api.publishing import publish
     from autotune.api.records import (
         NoSuchFolder,
         RecordList,
@@ -48,12 +48,11 @@ if TYPE_CHECKING:
     )
     from autotune.api.reports import report
     from autotune.api.runs import sample, train
-    from autotune.api.warming import warm_up
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
-    from autotune.families import FetchedModel
-    from autotune.hardware import CatalogGpu, Finding
+    from autotune.families import FetchedModel, fetch
+    from autotune.hardware import CatalogGpu, Finding, doctor
     from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu, PlanInterrupted
     from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
@@ -85,11 +84,14 @@ if TYPE_CHECKING:
         TrialStarted,
         Workload,
         event_line,
+        load_subjects,
+        load_variants,
         plan_text,
     )
     from autotune.search import SearchSpace
     from autotune.sharing import Record, RecordSummary, Transfer
     from autotune.trainers import Audit, ConfigLine, ExportedConfig, ImportedConfig
-    from autotune.weights import FileSummary
+    from autotune.trials import warm_up
+    from autotune.weights import FileSummary, require_hub
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

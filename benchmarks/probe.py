@@ -15,7 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
-from autotune.hardware.diagnosis import diagnose
+from autotune.hardware.diagnosis import doctor
 from autotune.hardware.probing import measure_rates, probe
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,7 +27,7 @@ def timed(call):
 
 
 def measure(num_probes):
-    _, doctor_seconds = timed(diagnose)
+    _, doctor_seconds = timed(doctor)
     _, first_quick_seconds = timed(probe)
     _, quick_seconds = timed(probe)
     load_before = os.getloadavg()[0]

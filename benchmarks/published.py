@@ -69,8 +69,8 @@ MISSES = {
     "324": "runs under autocast: with its copies and captions of 1,024 tokens about 79 GiB by hand",
     "340": "seems to keep bf16 copies of weights for the backward pass (its Chroma takes 19 GiB more than in bf16): "
     "84 GiB by hand; runs under autocast besides",
-    "342": "unknown; scales and multiplies in float8, which our storage doesn't",
-    "343": "unknown; scales and multiplies in float8, which our storage doesn't",
+    "342": "unknown; scales and multiplies in float8, which our weight format doesn't",
+    "343": "unknown; scales and multiplies in float8, which our weight format doesn't",
     "621": "memory: float8 training keeps the weights in bf16 (23.8 GB), its command keeps encoders and VAE (9.9 GB): "
     "about 36 GB by hand; time: 20 minutes of everything over 700 steps",
     "F1": "time: another program takes 1.6 times as long by image and token, on the same card (F6)",

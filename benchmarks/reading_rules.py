@@ -24,9 +24,9 @@ readings), and by those of `today`, some of which came after errors had been see
 10. Text encoders and VAE are off the device while it trains, where that is known: only `data/fresh_readings.csv` says.
     After errors were seen: where they stay, the row counts, and is predicted with encoders and VAE that stay as well.
 
-Readings that agree in all of model, trainer, shape, rank, storage, checkpointing and value (to 1%) are one reading. The
-fresh readings were collected, by what `data/fresh_readings.md` had fixed, after all of these rules but those said to be
-later; the second collection after all of today's.
+Readings that agree in all of model, trainer, shape, rank, weight format, checkpointing and value (to 1%) are one
+reading. The fresh readings were collected, by what `data/fresh_readings.md` had fixed, after all of these rules but
+those said to be later; the second collection after all of today's.
 
 Of families that were added after all of these, `ADDED`, the published file's readings are judged by themselves, with
 these rules in addition. They were committed before any of these readings had been predicted. So was that Chroma, which
@@ -58,7 +58,7 @@ For Qwen-Image 2.1 (`LATEST`), which came after all of these, rules 1 to 17 and 
 readings had been predicted; judged by itself.
 
 19. "peak, VAE resident for previews" is what Fizgig's allocator reserved, as in rule 15, with the VAE's weights in bf16
-    (qwen_image21/vae.py 8b82fbe, load_qwen21_vae), which are added. "int8 W8A8" is other storage, by rule 5.
+    (qwen_image21/vae.py 8b82fbe, load_qwen21_vae), which are added. "int8 W8A8" is another weight format, by rule 5.
 
 Expected of it: sizes short by what its adapter of fp32 takes, for it casts each layer's input for itself
 (families/lora.py c66bfba, LoRALinear), most at 1 MP; times within Fizgig's own factor, .94.
@@ -239,7 +239,7 @@ RULES = (
     Rule("3 shape unknown", shape_unknown),
     Rule("3 shape called suspect", lambda row: "SUSPECT" in row["notes"], ("first",)),
     Rule("4 GPU unknown", lambda row: row["gpu"] not in GPUS),
-    Rule("5 other storage", lambda row: row["base_quant"] not in STORAGE),
+    Rule("5 other weight format", lambda row: row["base_quant"] not in STORAGE),
     Rule("5 multiplies in float8", lambda row: row["base_quant"] in IN_FLOAT8, ("then", "today", "added", "after")),
     Rule("6 other checkpointing", lambda row: row["grad_ckpt"] not in CHECKPOINTING),
     Rule("7 compiled", lambda row: row["compile"] not in NOTHING),

@@ -12,7 +12,7 @@ its fastest step. The recipes, in bf16 as they are copied:
 
 Ours, which choose their precision, too:
 
-- `searched without new knobs`: our search among batch, whole blocks that recompute, storage and attention;
+- `searched without new knobs`: our search among batch, whole blocks that recompute, weight format and attention;
 - `searched`: with modulation computed ahead, norm and RoPE fused, and blocks that keep attention;
 - `searched, compact`: with products in 8 bits, too;
 - `less memory` with and without: within three fifths of the memory that `searched without new knobs` took.

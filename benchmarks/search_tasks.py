@@ -146,7 +146,7 @@ def cap_bytes(trials: Sequence[TrialResult], share: float) -> int:
 def capped_tasks(*, development: bool, measured: bool) -> list[Task]:
     """The tables again, each with so little memory that only some of its configurations fit.
 
-    `measured`: a trial tells how far beyond the cap it was, as on a processor; on a GPU it only ends.
+    `measured`: a trial tells how far beyond the cap it was, as on a CPU; on a GPU it only ends.
     """
     return [_capped(task, share, measured) for task in table_tasks(development=development) for share in CAPS]
 

@@ -3,7 +3,7 @@
     python benchmarks/sharing.py [--seeds N] [--output FILE]
 
 On the measured tables of `tables.py`, whose every answer is known. A table's machine is alice. Bob's is derived from
-it: all rates divided and all times multiplied by 0.6 or 1.6; then each storage, each attention backend and each
+it: all rates divided and all times multiplied by 0.6 or 1.6; then each weight format, each attention backend and each
 micro-batch has a factor of its own, of 10% (one sigma), that no rate shows; memory stays. Each search on bob's machine
 has 2% of noise of its own. Three searches: cold; with the record of alice's search; with that of bob's own first one.
 """

@@ -1,6 +1,8 @@
 """Limits on the size of what a reader has to take in at once, and on imports that hide in functions."""
 
 import ast
+import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +46,29 @@ def test_few_imports_hide_in_functions() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert 0 < len(hidden) < MAX_HIDDEN_IMPORTS
+
+
+def test_every_room_has_a_place_and_is_closed_to_the_command_line() -> None:
+    """A room that is added to no contract would be checked by none. Doors have all rooms in one pattern."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    packages = {f"autotune.{file.parent.name}" for file in (ROOT / "autotune").glob("*/__init__.py")}
+    modules = {"autotune.errors", "autotune.__main__"}
+    layers = {name for each in contracts for line in each.get("layers", ()) for name in line.split(" | ")}
+    assert layers == packages | modules
+    (thin,) = (each for each in contracts if each.get("source_modules") == ["autotune.cli"])
+    assert set(thin["forbidden_modules"]) == packages - {"autotune.cli", "autotune.reporting"} | {"autotune.errors"}
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    """The contracts on imports do not see modules in a folder without an `__init__.py`."""
+    folders = {(ROOT / file).parent for file in _sources()}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_drawing_of_the_house_has_every_room_in_the_order_of_the_layers() -> None:
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    ranks = {name.partition(".")[2]: rank for rank, line in enumerate(layers) for name in line.split(" | ")}
+    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("\nImports")[0]
+    drawn = re.findall(r"^    (?!autotune/)([a-z]+)(?:/|\.py)", house, re.MULTILINE)
+    assert {*drawn, "__main__", "errors"} == ranks.keys()
+    assert [ranks[room] for room in drawn] == sorted(ranks[room] for room in drawn)

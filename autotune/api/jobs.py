@@ -1,22 +1,33 @@
 """`job_script`: a plan's run as a job file for a cluster."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from autotune.api.options import require_optimizer
-from autotune.api.plan_files import load_plan, load_variants
+from autotune.api.plan_files import load_plan
 from autotune.data import is_list, list_places, make_options, scan_dataset
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import get_family, is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
 from autotune.knobs import require_allowed
 from autotune.runtime import write_text_atomic
-from autotune.schema import DataPlace, HardwareProfile, TrainingPlan, as_job_data, each_place, read_subjects, with_job
+from autotune.schema import (
+    DataPlace,
+    HardwareProfile,
+    TrainingPlan,
+    as_job_data,
+    each_place,
+    load_subjects,
+    load_variants,
+    with_job,
+)
 
 Cluster = Literal["slurm", "kubernetes", "docker"]
+Overrides = dict[str, str | tuple[str, ...]]
+"""Fields of the plan's job that are replaced."""
 
 
 def job_script(
@@ -65,13 +76,13 @@ def job_script(
     if cluster not in get_args(Cluster):
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
     file, given = Path(plan), {"model": model, "control": control, "output": output}
-    said: dict[str, str | tuple[str, ...]] = {name: str(value) for name, value in given.items() if value is not None}
-    said |= {} if data is None else {"data": as_job_data(data)}
-    made = with_job(_variant(file, hardware), **said)
-    said |= _own_optimizer(made, optimizer)
-    subjects = () if over is None else read_subjects(Path(over))
+    overrides: Overrides = {name: str(value) for name, value in given.items() if value is not None}
+    overrides |= {} if data is None else {"data": as_job_data(data)}
+    made = with_job(_variant(file, hardware), **overrides)
+    overrides |= _own_optimizer(made, optimizer)
+    subjects = () if over is None else load_subjects(over)
     longest = _longest([subject.plan(made) for subject in subjects] or [made])
-    job = _job_file(made, file, said, image, claim)
+    job = _job_file(made, file, overrides, image, claim)
     if over is not None:  # the list's path as written, links and all
         job = replace(job, over=PurePosixPath(os.path.abspath(over)), num_subjects=len(subjects))  # noqa: PTH100
     write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
@@ -135,14 +146,12 @@ def _require_folders(plan: TrainingPlan) -> None:
         )
 
 
-def _job_file(
-    plan: TrainingPlan, file: Path, said: Mapping[str, str | tuple[str, ...]], image: str, claim: str
-) -> JobFile:
-    """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
+def _job_file(plan: TrainingPlan, file: Path, overrides: Overrides, image: str, claim: str) -> JobFile:
+    """The job with all places that it needs."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
     taken = ("model", "data", "control", "optimizer")
-    options = {name: said[name] for name in taken if name in said}
+    options = {name: overrides[name] for name in taken if name in overrides}
     if model != job.model:
         options["model"] = model
     data = each_place(job.data or ())

@@ -11,9 +11,7 @@ from autotune.hardware import (
     NO_BF16,
     NOT_SAVED,
     CatalogGpu,
-    Finding,
     cached_profile,
-    diagnose,
     hardware_named,
     limited_budget,
     load_catalog,
@@ -28,16 +26,6 @@ from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
 """A shared record's name, or how it begins."""
-
-
-def doctor() -> tuple[Finding, ...]:
-    """What on this machine will hurt, worst first, each with the fix. Needs no torch and no GPU context.
-
-    Example:
-        >>> for finding in autotune.doctor():
-        ...     print(finding.severity, finding.what)
-    """
-    return diagnose()
 
 
 def list_gpus() -> tuple[CatalogGpu, ...]:
@@ -79,6 +67,9 @@ def require_gpu(model: str) -> None:
 
     Raises:
         NoGpu: with what the model would take on the GPUs of the catalog.
+
+    Example:
+        >>> autotune.require_gpu("qwen-image")
     """
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():

@@ -27,7 +27,7 @@ from autotune.schema import (
     each_place,
     find_subject,
     ignore_event,
-    read_subjects,
+    load_subjects,
     with_job,
     write_plan,
 )
@@ -36,18 +36,6 @@ from autotune.training import finished_as_planned, hardware_misfits, is_in_use, 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_ERROR_BYTES = 1 << 16
 """Of the end of a log, for the error that it ends with."""
-
-
-def load_subjects(path: str | Path) -> tuple[Subject, ...]:
-    """Read a file that lists what one plan trains: subjects, each with a name and what its job has otherwise.
-
-    Raises:
-        InvalidInput: it cannot be read, or a subject says what none can.
-
-    Example:
-        >>> rex, bo = autotune.load_subjects("subjects.yaml")
-    """
-    return read_subjects(Path(path))
 
 
 def subject_job(plan: TrainingPlan | str | Path, over: str | Path, subject: str, output: str = "") -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from autotune.families import FetchedModel, fetch_whole, open_single_file, recognize
+from autotune.families import open_single_file, recognize
 from autotune.hardware import gpu_named
 from autotune.planning import ModelSummary, summarize_models
-from autotune.schema import OnEvent, ignore_event
 
 
 def list_models(hardware: str | None = None, *, file: str | Path | None = None) -> tuple[ModelSummary, ...]:
@@ -27,23 +26,3 @@ def list_models(hardware: str | None = None, *, file: str | Path | None = None) 
         return summaries
     by_id = {summary.hub_id: summary for summary in summaries}
     return tuple(by_id[model.hub_id] for _, model in recognize(open_single_file(Path(file))))
-
-
-def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
-    """Download all files of a model that training needs, and compare them with the hub's checksums.
-
-    Afterwards `plan` and `train` need no network. License, token and free disk space are checked first; files that
-    arrived whole are not downloaded again.
-
-    Args:
-        model: a known name or a hub id, with `@REVISION` for a certain commit.
-        on_event: listener to progress.
-
-    Raises:
-        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
-        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the message says what.
-
-    Example:
-        >>> autotune.fetch("qwen-image").folder
-    """
-    return fetch_whole(model, on_event)

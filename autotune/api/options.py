@@ -25,7 +25,12 @@ KnobValues = Mapping[str, str | int]
 
 
 class WorkloadOptions(TypedDict, total=False):
-    """What is trained, as far as it decides memory and speed. What is left out has the family's default."""
+    """What is trained, as far as it decides memory and speed. What is left out has the family's default.
+
+    Example:
+        >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "quality": "exact"}
+        >>> autotune.list_choices("qwen-image", **work)
+    """
 
     hardware: str | HardwareProfile
     """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's file, a record's name,
@@ -62,7 +67,12 @@ class WorkloadOptions(TypedDict, total=False):
 
 
 class PlanOptions(WorkloadOptions, JobOverrides, total=False):
-    """How to plan, and fields of the plan's job."""
+    """How to plan, and fields of the plan's job.
+
+    Example:
+        >>> options: autotune.PlanOptions = {"max_trials": 4, "path": "plan.yaml"}
+        >>> autotune.plan("qwen-image", "photos", **options)
+    """
 
     path: str | Path
     """File to write the plan to. That it can be written is checked before the search."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from autotune.schema import HardwareProfile, TrainingPlan, read_variants, write_plan
+from autotune.schema import HardwareProfile, TrainingPlan, load_variants, write_plan
 
 
 def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None) -> TrainingPlan:
@@ -28,18 +28,6 @@ def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None
     from autotune.training import choose_variant
 
     return choose_variant(plans, read_machine() if hardware is None else hardware_for(hardware))
-
-
-def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
-    """Read and validate a plan file: all plans that it holds for several machines, or its only one.
-
-    Raises:
-        InvalidPlan: as `load_plan`.
-
-    Example:
-        >>> {plan.frozen.hardware.device_name: plan.frozen.settings for plan in autotune.load_variants("team.yaml")}
-    """
-    return read_variants(Path(path))
 
 
 def save_plan(plan: TrainingPlan, path: str | Path) -> None:

@@ -9,7 +9,6 @@ from autotune import planning, search
 from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for, require_named
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
-from autotune.api.plan_files import load_variants
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
 from autotune.hardware import with_assumed_packages
@@ -35,6 +34,7 @@ from autotune.schema import (
     as_job_data,
     file_parts,
     ignore_event,
+    load_variants,
     model_reference,
     split_reference,
     write_plan,
@@ -44,7 +44,7 @@ from autotune.search import SearchSpace, StudyLocation
 from autotune.sharing import save_record, unshareable_reason
 from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides
-from autotune.trials import start_fork_server
+from autotune.trials import warm_up
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 """Options that limit the memory of the hardware."""
@@ -195,7 +195,7 @@ def _resolve_on_hardware(
         if assume is None and profile.origin == "catalog":
             profile = _as_assumed_earlier(profile, options.get("earlier"), on_event)
     if profile is None and tries:
-        on_sound = start_fork_server  # it imports for seconds, beside what is imported and predicted here
+        on_sound = warm_up  # it imports for seconds, beside what is imported and predicted here
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.study is not None:
@@ -340,7 +340,7 @@ def _remember(result: "planning.PlanningResult", profile: HardwareProfile, on_ev
         save_record(result.plan, profile, result.residuals)
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
-        on_event(Notice(text=text, topic="profiles", level="warning"))
+        on_event(Notice(text=text, topic="records", level="warning"))
 
 
 def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> None:

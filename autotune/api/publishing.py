@@ -8,19 +8,7 @@ from autotune.families import find_published, get_family
 from autotune.reporting import model_card
 from autotune.schema import TrainingPlan
 from autotune.training import ADAPTER_FILE, comparison_file
-from autotune.weights import require_login, upload
-
-
-def require_hub(repo: str) -> None:
-    """See that `publish` to the repository can work, before hours of training.
-
-    Raises:
-        AutotuneError: the name cannot be one, there is no token, or the hub does not know it.
-
-    Example:
-        >>> autotune.require_hub("me/my-dog")
-    """
-    require_login(repo)
+from autotune.weights import upload
 
 
 def publish(run: str | Path, repo: str, *, private: bool = True) -> str:

@@ -112,6 +112,10 @@ def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
 
     Raises:
         InvalidInput: no record, or several, have such a name.
+
+    Example:
+        >>> name, record = autotune.find_record("b48725")
+        >>> record.settings
     """
     file, record = _store(store).find(name)
     return file.name, record
@@ -122,17 +126,28 @@ def read_record(name: str, store: str | None = None) -> bytes:
 
     Raises:
         InvalidInput: no record, or several, have such a name.
+
+    Example:
+        >>> Path("record.json").write_bytes(autotune.read_record("b48725"))
     """
     return _store(store).find(name)[0].content
 
 
 def export_records(path: str | Path, store: str | None = None) -> int:
-    """Write all records of a store into one file; returns their number."""
+    """Write all records of a store into one file; returns their number.
+
+    Example:
+        >>> autotune.export_records("records.jsonl")
+    """
     return export_store(_store(store), Path(path))
 
 
 def import_records(path: str | Path) -> Transfer:
-    """Add the records of an exported file to your own store; what is wrong is refused."""
+    """Add the records of an exported file to your own store; what is wrong is refused.
+
+    Example:
+        >>> autotune.import_records("records.jsonl").num_new
+    """
     return import_file(Path(path), user_store())
 
 
@@ -143,12 +158,19 @@ def prune_records(
 
     Returns:
         one line for each record, with the reason.
+
+    Example:
+        >>> autotune.prune_records(older_than_days=180, dry_run=True)
     """
     return tuple(prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run))
 
 
 def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
-    """Check that every record is whole, unaltered and possible: their number, and a line for each that is not."""
+    """Check that every record is whole, unaltered and possible: their number, and a line for each that is not.
+
+    Example:
+        >>> count, bad = autotune.verify_records("s3://team/records")
+    """
     return verify_store(_store(store))
 
 

@@ -20,8 +20,8 @@ from autotune.schema import (
     RunReport,
     StepFinished,
     TrainingPlan,
+    load_variants,
     read_plan,
-    read_variants,
 )
 from autotune.sharing import MAX_RECORD_BYTES, Record, name_of, parse_record
 from autotune.training import METRICS_FILE, REPORT_FILE, read_metrics
@@ -124,7 +124,7 @@ def _read_file(path: Path) -> list[Subject]:
     try:
         if path.suffix == ".json":
             return [_read_record_file(path)]
-        plans = read_variants(path)
+        plans = load_variants(path)
     except AutotuneError as error:
         if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
             raise InvalidInput(

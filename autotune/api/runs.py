@@ -32,7 +32,7 @@ from autotune.schema import (
     TrainingPlan,
     as_job_data,
     ignore_event,
-    read_variants,
+    load_variants,
     with_job,
 )
 from autotune.training import RunInputs, SampleRequest, check_folder, read_inputs, read_sample_inputs
@@ -68,7 +68,7 @@ def train(
         data: another data folder.
         optimizer: the plan's `package:Class`, without which such code is not loaded; without a plan, as for `plan`.
         resume: go on from the newest checkpoint, if there is one.
-        trace: write a profile of a few steps to `trace.json` in the output folder.
+        trace: write torch.profiler's trace of a few steps to `trace.json` in the output folder.
         nodes: number of machines that share the plan's processes; call this on each of them.
         node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1 on the other of two.
         rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes the output.
@@ -140,7 +140,7 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
 
 def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     """The plan of a file for this machine, and the file beside which it is written once it is measured."""
-    if len(read_variants(file)) == 1:
+    if len(load_variants(file)) == 1:
         return load_plan(file), file
     chosen = load_plan(file)
     device = re.sub(r"[^a-z0-9]+", "-", chosen.frozen.hardware.device_name.lower()).strip("-")

@@ -24,7 +24,7 @@ class TrainOptions:
     optimizer: PlansOptimizer = None
     output: str | None = option("Folder for the adapter, samples and report.")
     resume: bool = option("Go on from the newest checkpoint, if there is one.", "--resume", default=False)
-    trace: bool = option("Write a profile of a few steps to trace.json.", "--trace", default=False)
+    trace: bool = option("Write a trace of a few steps (torch.profiler) to trace.json.", "--trace", default=False)
     nodes: int | None = option("Machines that share the plan's processes.", min=1)
     rdzv_endpoint: str | None = option("Where they meet: a port of the first.", metavar="HOST:PORT")
     node_rank: int | None = option("Which of them this is, from 0.", min=0)

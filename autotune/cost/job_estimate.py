@@ -77,7 +77,7 @@ def job_time(
     """Wall time of a whole job: load, caches, steps, previews, validations and checkpoints."""
     candidate = prediction.candidate
     rates = cost.tables.rates_of(candidate)
-    storage = cost.model.storage(candidate.precision, "none")
+    model_bytes = cost.model.model_bytes(candidate.precision, "none")
     encoders = cost.model.parts.text_encoder_parameters
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = encoder_element_bytes(candidate.precision)
@@ -86,9 +86,9 @@ def job_time(
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
     # Another transformer denoises for about half of the steps, and crosses the bus in each.
-    streamed = storage.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
+    streamed = model_bytes.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
     preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
-    load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
+    load = (model_bytes.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,

@@ -68,23 +68,23 @@ class Resident:
 def resident_of(
     hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int, encoders_stay: bool
 ) -> Resident:
-    """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
+    """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings have it."""
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
-    storage = model.storage(precision, quantization, candidate.modulation)
-    state_bytes, working_bytes = _optimizer_bytes(model, storage, candidate)
-    average = storage.adapter_parameters * FP32_BYTES
+    model_bytes = model.model_bytes(precision, quantization, candidate.modulation)
+    state_bytes, working_bytes = _optimizer_bytes(model, model_bytes, candidate)
+    average = model_bytes.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
-    ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
-    on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
+    ahead = _modulation_memory(model_bytes.modulation, model, is_pinned=hardware.device.kind == "cuda")
+    on_device = model_bytes.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     return Resident(
-        weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
-        buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
-        adapter_bytes=storage.adapter_bytes,
+        weight_bytes=model_bytes.weight_bytes - away_bytes(model_bytes, swapped),
+        buffer_bytes=model_bytes.buffer_bytes + (ahead.window_bytes if shares_host else 0),
+        adapter_bytes=model_bytes.adapter_bytes,
         optimizer_bytes=state_bytes + (average if model.workload.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
         set_aside_bytes=average if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free" else 0,
-        quantizing_bytes=_quantizing_bytes(hardware, quantization, storage.largest_layer_bytes),
+        quantizing_bytes=_quantizing_bytes(hardware, quantization, model_bytes.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
@@ -96,33 +96,35 @@ def resident_of(
             ahead.computing_bytes,
             model.forward_bytes(precision, quantization, candidate.modulation),
             # Another transformer denoises too, unquantized: its layers come to the device one by one.
-            model.forward_bytes(precision, "none") + storage.largest_layer_bytes if model.family.other_denoisers else 0,
+            model.forward_bytes(precision, "none") + model_bytes.largest_layer_bytes
+            if model.family.other_denoisers
+            else 0,
         )
         + (ahead.preview_bytes if shares_host else 0),
         library_bytes=library_bytes(hardware),
         overhead_bytes=process_overhead_bytes(hardware),
-        waste_share=storage.waste_share[candidate.allocator],
+        waste_share=model_bytes.waste_share[candidate.allocator],
         host_memory_bytes=HOST_PROCESS_BYTES
-        + storage.largest_block_bytes
+        + model_bytes.largest_block_bytes
         + on_device
         + ahead.window_bytes
         + ahead.preview_bytes
-        + sum(storage.block_pinned_bytes[:swapped]),
+        + sum(model_bytes.block_pinned_bytes[:swapped]),
     )
 
 
-def _optimizer_bytes(model: "TracedModel", storage: "ModelBytes", candidate: Candidate) -> tuple[int, int]:
+def _optimizer_bytes(model: "TracedModel", model_bytes: "ModelBytes", candidate: Candidate) -> tuple[int, int]:
     """What the optimizer keeps, and what it works with while it steps: copies of the adapter in fp32 beside its state.
 
     Another program's practice is known of AdamW alone.
     """
-    work, parameters = model.workload, storage.adapter_parameters
+    work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = candidate.precision != "fp32"
     if model.overheads and is_half and work.optimizer == ADAMW:
         practice = model.overheads.adapter_on(candidate.quantization)
-        counters = sum(storage.adapter_shapes.values()) * FP32_BYTES
+        counters = sum(model_bytes.adapter_shapes.values()) * FP32_BYTES
         return parameters * practice.optimizer_bytes + counters, parameters * practice.step_bytes
-    state, working = optimizer_bytes(work.optimizer, storage.adapter_shapes)
+    state, working = optimizer_bytes(work.optimizer, model_bytes.adapter_shapes)
     copies = parameters * FP32_BYTES if is_half else 0
     return copies + state, copies + working
 
@@ -165,9 +167,9 @@ def _quantizing_bytes(hardware: HardwareProfile, quantization: str, largest_laye
     return largest_layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, largest_layer_bytes))
 
 
-def away_bytes(storage: "ModelBytes", swapped: int) -> int:
+def away_bytes(model_bytes: "ModelBytes", swapped: int) -> int:
     """Frozen weights that wait on the host: those of the swapped blocks but for the two that visit the device."""
-    blocks = storage.block_weight_bytes[:swapped]
+    blocks = model_bytes.block_weight_bytes[:swapped]
     return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
 

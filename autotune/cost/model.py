@@ -155,7 +155,7 @@ class TracedModel:
         shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
-        self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
+        self.model_bytes, self.vae_cost = cache(self._model_bytes), self._cached(self._vae_cost)
         self.in_shape = cache(self._in_shape)
 
     def _build_template(self, modulation: str) -> Any:
@@ -317,7 +317,7 @@ class TracedModel:
         moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
 
-    def _storage(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
+    def _model_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
         model = self.model(precision, quantization, modulation)
         blocks = self.family.blocks(model)

@@ -58,11 +58,11 @@ class Parallel:
             ways = ("hybrid", "fsdp2")
         return tuple(replace(self, strategy=way) for way in ways)
 
-    def weight_bytes(self, storage: "ModelBytes") -> int:
+    def weight_bytes(self, model_bytes: "ModelBytes") -> int:
         """Frozen weights that one device keeps."""
-        return -(-storage.weight_bytes // self.num_shards)
+        return -(-model_bytes.weight_bytes // self.num_shards)
 
-    def resident(self, whole: Resident, storage: "ModelBytes") -> Resident:
+    def resident(self, whole: Resident, model_bytes: "ModelBytes") -> Resident:
         """What one device keeps of a model that alone would take `whole`.
 
         DDP's buckets hold each gradient once more, beside the one that accumulates without synchronization.
@@ -71,15 +71,15 @@ class Parallel:
             return whole
         gathered = 0
         if self.num_shards > 1:  # what no block holds is gathered as one, for the whole pass
-            gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
+            gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
         return replace(
             whole,
-            weight_bytes=self.weight_bytes(storage) if self.num_shards > 1 else whole.weight_bytes,
+            weight_bytes=self.weight_bytes(model_bytes) if self.num_shards > 1 else whole.weight_bytes,
             bucket_bytes=whole.adapter_bytes,
             gathered_bytes=gathered,
         )
 
-    def exchange_seconds(self, hardware: HardwareProfile, storage: "ModelBytes", accumulation: int) -> float:
+    def exchange_seconds(self, hardware: HardwareProfile, model_bytes: "ModelBytes", accumulation: int) -> float:
         """What one step sends; it overlaps with computing.
 
         Each collective is a ring, through which every byte but a process's own passes: its slowest link decides. A ring
@@ -94,9 +94,9 @@ class Parallel:
             across = COLLECTIVE_SHARE * (self.interconnect_bytes_per_second or USUAL_INTERCONNECT)
             across = min(within, across) if self.num_nodes < self.num_processes else across
         others = (self.num_processes - 1) / self.num_processes
-        seconds = 2 * storage.adapter_bytes * others / across  # reduce, then gather: an all-reduce
+        seconds = 2 * model_bytes.adapter_bytes * others / across  # reduce, then gather: an all-reduce
         if self.num_shards > 1:
-            gathered = PASSES * accumulation * storage.weight_bytes * (self.num_shards - 1) / self.num_shards
+            gathered = PASSES * accumulation * model_bytes.weight_bytes * (self.num_shards - 1) / self.num_shards
             seconds += gathered / (within if self.strategy == "hybrid" else across)
         return seconds
 

@@ -201,8 +201,8 @@ class CostModel:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Bytes of the frozen weights as the candidate stores them; needs no trace."""
-        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
-        return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
+        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
+        return self.parallel.weight_bytes(model_bytes) - away_bytes(model_bytes, candidate.swapped_blocks)
 
     def activation_bytes(self, candidate: Candidate) -> float:
         """Bytes that one micro-batch keeps for its backward pass."""
@@ -298,8 +298,8 @@ class CostModel:
         accumulation = self._accumulation(candidate)
         composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
         waste = self.tables.waste_bytes(candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes)
-        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
-        weights = self.parallel.weight_bytes(storage) - np.array([away_bytes(storage, int(k)) for k in swapped])
+        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
+        weights = self.parallel.weight_bytes(model_bytes) - np.array([away_bytes(model_bytes, int(k)) for k in swapped])
         time = self._step_time(candidate, composed, passes[:, 2:], swapped[None])
         return (composed.peak_bytes + waste)[:, None] + weights, _total(time)
 
@@ -322,7 +322,7 @@ class CostModel:
             swapped: (1, numbers): numbers of swapped blocks; or (passes, 1), one for each.
         """
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
-        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
+        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
         shares = self.tables.typical_shares(candidate)
         is_compiled = candidate.compile == "block"
         forward, whole = (accumulation * shares * work[:, :-1] for work in (composed.forward, composed.work))
@@ -332,29 +332,29 @@ class CostModel:
             first, launches = first * LAUNCH_SHARE, launches * LAUNCH_SHARE
             for device in (forward, whole):
                 device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
-        optimizer = storage.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
+        optimizer = model_bytes.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
         fused = self.workload.optimizer.name == "adamw"
         each = FUSED_LAUNCHES_PER_TENSOR if fused else LAUNCHES_PER_TENSOR
-        launches = launches + sum(storage.adapter_shapes.values()) * each
+        launches = launches + sum(model_bytes.adapter_shapes.values()) * each
         host, computing = (launches * rates.launch_seconds)[:, None], whole.sum(axis=1)[:, None]
         if self.model.rules == "cpu":  # one after the other
             overhead = host
         else:
             begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
             overhead = idle_seconds(begun, at_first) + idle_seconds(host - begun, computing - at_first + optimizer)
-        exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
+        exchange = self.parallel.exchange_seconds(self.hardware, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
         # Blocks visit for the forward and for the backward pass, and inputs come back once, while others compute.
-        visits = np.concatenate([[0.0], np.cumsum(storage.block_weight_bytes)])[swapped]
+        visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
         inputs = accumulation * composed.offloaded_bytes[:, None]
         beside = inputs * np.minimum(swapped, offloaded) / np.maximum(1, offloaded)
-        one = computing / len(storage.block_weight_bytes)
+        one = computing / len(model_bytes.block_weight_bytes)
         arriving = (2 * accumulation * visits + beside) / rates.host_to_device
         transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
         alone = (inputs - beside) / rates.host_to_device
         transfer = transfer + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
         overhead = overhead + 2 * inputs / rates.bandwidth  # the device's memory is read and written for them
-        if storage.modulation:
+        if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(candidate)
         return {
             **{f"{name}_seconds": whole[:, [at]] for at, name in enumerate(CLASSES)},

@@ -154,8 +154,8 @@ class PassTables:
             tables[WHOLE] = self._table(choice, WHOLE, recomputed)
         if selective:
             tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
-        storage = self.model.storage(choice.precision, choice.quantization, choice.modulation)
-        return BlockTables(tables, np.array(storage.block_adapter_bytes, dtype=np.float64))
+        model_bytes = self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
+        return BlockTables(tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
         """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `BlockTables`."""
@@ -244,7 +244,7 @@ class PassTables:
             encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.processes_per_node)
             encoding = HOST_PROCESS_BYTES + encoders
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
-            self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
+            self._residents[key] = parallel.resident(alone, self.model.model_bytes(*stored))
         return self._residents[key]
 
     def kept_part_bytes(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Mapping[str, int]:
@@ -272,7 +272,7 @@ class PassTables:
         return self._modulation(PassChoice.of(candidate))
 
     def _find_modulation(self, choice: PassChoice) -> float:
-        layers = self.model.storage(choice.precision, choice.quantization, choice.modulation).modulation
+        layers = self.model.model_bytes(choice.precision, choice.quantization, choice.modulation).modulation
         if layers is None:
             return 0.0
         images, rates = self.workload.effective_batch_size, self._rates_of(choice)

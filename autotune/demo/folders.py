@@ -50,6 +50,10 @@ def make_demo(output: Path, family_name: str) -> Demo:
 
     Raises:
         InvalidInput: the folder is already in use, or the family is unknown.
+
+    Example:
+        >>> made = autotune.make_demo(Path("demo"), "qwen-image")
+        >>> autotune.plan(made.model, made.images, resolution=64)
     """
     family = get_family(family_name)
     if output.exists() and any(output.iterdir()):

@@ -152,6 +152,9 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
     """Sample the reported prompts with and without the adapter in the folder `result`, and judge them by geometry.
 
     Writes `concept.json` and `concept.png`, a picture for people, into that folder.
+
+    Example:
+        >>> autotune.judge_lesson(Path("demo/model"), Path("demo/result")).after
     """
     new, others = unseen_scenes()[::2], known_scenes()[1]
     scenes = [*new, *others]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from autotune.families.architecture import build_on_meta
     from autotune.families.base import Batch, Family, Sample, unwrap_model
-    from autotune.families.fetching import FetchedModel, fetch_whole
+    from autotune.families.fetching import FetchedModel, fetch
     from autotune.families.levers import LEVERS, missing_levers
     from autotune.families.loss import denoising_loss, image_losses
     from autotune.families.modulation import ModulationLayers

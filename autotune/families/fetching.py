@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-from autotune.schema import Frozen, NaturalInt, OnEvent, StatusChanged
+from autotune.schema import Frozen, NaturalInt, OnEvent, StatusChanged, ignore_event
 
 
 class FetchedModel(Frozen):
@@ -24,8 +24,23 @@ class FetchedModel(Frozen):
     """Number of files that have the hub's checksums; None if the hub was out of reach."""
 
 
-def fetch_whole(model: str, on_event: OnEvent) -> FetchedModel:
-    """Fetch `model` with its weights and verify its files; errors as `autotune.fetch`."""
+def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+    """Download all files of a model that training needs, and compare them with the hub's checksums.
+
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked first; files that
+    arrived whole are not downloaded again.
+
+    Args:
+        model: a known name or a hub id, with `@REVISION` for a certain commit.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the message says what.
+
+    Example:
+        >>> autotune.fetch("qwen-image").folder
+    """
     from autotune.families.resolve import fetch_model, is_on_hub
     from autotune.weights import verify
 

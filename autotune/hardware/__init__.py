@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         with_host_memory,
     )
     from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
-    from autotune.hardware.diagnosis import NO_SPILL, Finding, diagnose
+    from autotune.hardware.diagnosis import NO_SPILL, Finding, doctor
     from autotune.hardware.energy import EnergyMeter, EnergyReading, joules_per_image, mean_watts, why_no_energy
     from autotune.hardware.memory import (
         MIN_MARGIN_BYTES,

@@ -44,11 +44,15 @@ class Finding(Frozen):
     fix: str
 
 
-def diagnose() -> tuple[Finding, ...]:
-    """Findings about this machine, worst first; empty when nothing will hurt.
+def doctor() -> tuple[Finding, ...]:
+    """What on this machine will hurt, worst first, each with the fix. Needs no torch and no GPU context.
 
     Raises:
         AutotuneError: the operating system does not report how much memory there is.
+
+    Example:
+        >>> for finding in autotune.doctor():
+        ...     print(finding.severity, finding.what)
     """
     return findings(read_doctor_facts(RealSystem(torch=False), DEFAULT_DISK_BYTES))
 

@@ -30,7 +30,7 @@ class Swapping(Knob):
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:
-            return "swapped blocks have to recompute: autograd would keep their weights on the device"
+            return "block swap needs blocks that recompute: autograd would keep their weights on the device"
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
             return f"{weight_format.name} keeps what belongs to its weights on the GPU"

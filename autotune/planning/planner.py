@@ -154,7 +154,7 @@ def make_plan(
                         raise PlanInterrupted(_plan(problem, backend.autotune_version, (), known, warm_start)) from None
                     raise
             for line in warm_start.contradictions(trials):
-                on_event(Notice(text=line, topic="profiles"))
+                on_event(Notice(text=line, topic="records"))
             own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
             first = publish_plan(study, own)
             published = first if problem.request.study else own

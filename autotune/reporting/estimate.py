@@ -41,14 +41,15 @@ def estimate_text(estimate: Estimate) -> str:
     way_out = [] if estimate.fits else ["  `autotune plan` with the same model and hardware finds what fits"]
     lines = [
         *wrapped(f"{workload.model.name} on {estimate.hardware}: {verdict}"),
-        f"  predicted, nothing has run; {needed} of {memory_text(estimate.budget_bytes)} needed",
+        f"  predicted, nothing has run; run memory {needed} of {memory_text(estimate.budget_bytes)}",
         *way_out,
         "",
         f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, {workload.max_text_tokens} text tokens",
         f"  adapter     rank {workload.rank} on {workload.targets}, effective batch {workload.effective_batch_size}",
         *_settings(estimate),
         "",
-        f"Training step: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_band)}",
+        f"Training: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_band)},"
+        f" of which {memory_text(prediction.allocated_memory_bytes)} step memory",
         *_table({PARTS[k]: v for k, v in train.breakdown if v}, memory_text),
         "",
         "Phases",
@@ -67,10 +68,10 @@ def estimate_text(estimate: Estimate) -> str:
 
 def _settings(estimate: Estimate) -> list[str]:
     candidate = estimate.prediction.candidate
+    weights = "no quantization" if candidate.quantization == "none" else f"quantization {candidate.quantization}"
     blocks = estimate.workload.model.num_blocks
     return [
-        f"  settings    micro-batch {candidate.micro_batch_size}, {candidate.precision},"
-        f" quantization {candidate.quantization},",
+        f"  settings    micro-batch {candidate.micro_batch_size}, {candidate.precision}, {weights},",
         f"              checkpointing {candidate.checkpointed_blocks} of {blocks} blocks,"
         f" attention {candidate.attention}",
     ]

@@ -133,7 +133,7 @@ def records_lines(event: RecordsMatched) -> list[str]:
     texts = [found[event.kind]] if event.kind in found else []
     for reasons, command in ((event.stale, "list --why"), (event.refused, "verify")):
         texts += capped(reasons, MAX_REASONS, f": `autotune profiles {command}`")
-    lines = [note_text(text, "profiles") for text in texts]
+    lines = [note_text(text, "records") for text in texts]
     return [*lines, ""] if lines else []
 
 

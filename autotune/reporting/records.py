@@ -22,7 +22,7 @@ def record_list_lines(rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapp
         return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []
     for row in rows:
-        numbers = f"{seconds_text(row.step_seconds)}/step  {memory_text(row.peak_memory_bytes)}"
+        numbers = f"{seconds_text(row.step_seconds)}, {memory_text(row.peak_memory_bytes)} in a step"
         lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
         lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
         lines.append(cut(f"    {row.settings}: {numbers}"))
@@ -45,7 +45,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("model", f"{work.model.name}, {count_text(work.model.num_parameters)} parameters"),
         ("work", workload_class(work)),
         ("settings", record.settings.label()),
-        ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)}"),
+        ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)} in it"),
         ("search", f"{len(record.trials)} trials in {seconds_text(record.search_seconds)}"),
     )
     lines = [line for title, text in facts for line in wrapped(f"{title:<11}{text}", 11)]

@@ -102,11 +102,10 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
     ]
 
 
-def error_lines(error: QuantizationError, storage: str) -> list[str]:
+def error_lines(error: QuantizationError, weight_format: str) -> list[str]:
     """The output error that quantizing the real weights caused."""
-    return [
-        f"{storage}: {error.overall:.1%} off their real outputs, at most {error.worst:.1%} (block {error.worst_block})"
-    ]
+    worst = f"at most {error.worst:.1%} (block {error.worst_block})"
+    return [f"{weight_format}: {error.overall:.1%} off their real outputs, {worst}"]
 
 
 def verdict_lines(verdict: AdapterVerdict) -> list[str]:

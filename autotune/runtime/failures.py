@@ -7,7 +7,14 @@ from autotune.runtime.resources import is_out_of_memory
 
 
 def explain_error(error: Exception) -> AutotuneError:
-    """The exception itself if autotune raised it on purpose, else one that says what it means and what to do."""
+    """The exception itself if autotune raised it on purpose, else one that says what it means and what to do.
+
+    Example:
+        >>> try:
+        ...     autotune.plan("qwen-image", "photos")
+        ... except Exception as error:
+        ...     print(autotune.explain_error(error).hint)
+    """
     if isinstance(error, AutotuneError):
         return error
     if isinstance(error, OSError) and error.strerror:

@@ -36,7 +36,12 @@ def started_by_launcher() -> bool:
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of several: the one that prints and writes."""
+    """Whether this is the only process of a command, or the first of several: the one that prints and writes.
+
+    Example:
+        >>> if autotune.is_first_process():
+        ...     print(report.final_loss)
+    """
     launch = current_launch()
     return launch is None or launch.rank == 0
 

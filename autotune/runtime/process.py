@@ -22,6 +22,9 @@ def prepare_process(*, only_predicts: bool = False) -> None:
 
     With `only_predicts`, for a process that neither trains nor tries anything, packages that predictions do not need
     seem not to be installed until `reveal_packages`.
+
+    Example:
+        >>> autotune.prepare_process()
     """
     silence_libraries()
     for name in UNNEEDED if only_predicts else ():

@@ -96,10 +96,10 @@ if TYPE_CHECKING:
         TEXT_TAG,
         BoundedLoader,
         job_from,
+        load_variants,
         parse_plan,
         plan_text,
         read_plan,
-        read_variants,
         seal,
         with_job,
         write_plan,
@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
-    from autotune.schema.subjects import SUBJECT_LOG, Subject, SubjectRun, find_subject, read_subjects
+    from autotune.schema.subjects import SUBJECT_LOG, Subject, SubjectRun, find_subject, load_subjects
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

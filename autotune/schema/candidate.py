@@ -10,7 +10,11 @@ Choice = str | int
 
 
 class Candidate(Frozen):
-    """One value for every knob. Names, not objects: a plan from another machine must always parse."""
+    """One value for every knob. Names, not objects: a plan from another machine must always parse.
+
+    Example:
+        >>> autotune.Candidate(micro_batch_size=2, checkpointed_blocks=10, quantization="torchao-int8").label()
+    """
 
     micro_batch_size: int = PositiveInt
     """Images per forward pass. Gradients are accumulated until the effective batch is reached."""

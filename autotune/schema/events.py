@@ -17,7 +17,14 @@ from autotune.schema.workload import Workload
 
 
 class Event(Frozen):
-    """Base of everything that long work tells."""
+    """Base of everything that long work tells.
+
+    Example:
+        >>> def show(event: autotune.Event) -> None:
+        ...     if isinstance(event, autotune.StepFinished):
+        ...         print(event.step, event.loss)
+        >>> autotune.train("plan.yaml", on_event=show)
+    """
 
 
 class PhaseStarted(Event):
@@ -46,7 +53,7 @@ class Notice(Event):
 
     text: str
     topic: str = "note"
-    """What it is about: `note`, or `profiles` for shared records."""
+    """What it is about: `note`, or `records` for shared records."""
     level: Literal["note", "warning"] = "note"
 
 
@@ -152,7 +159,11 @@ def ignore_event(event: Event) -> None:
 
 
 def event_line(event: Event) -> str:
-    """The event as one line of JSON, with the name of its class as `event`."""
+    """The event as one line of JSON, with the name of its class as `event`.
+
+    Example:
+        >>> autotune.probe(on_event=lambda event: print(autotune.event_line(event)))
+    """
     return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})
 
 

@@ -105,6 +105,9 @@ class Job(Frozen):
     """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
 
     Names are those of diffusers' training scripts where they have one.
+
+    Example:
+        >>> autotune.load_plan("plan.yaml").job.output
     """
 
     model: Place
@@ -251,7 +254,12 @@ def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 
 
 
 class JobOverrides(TypedDict, total=False):
-    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays."""
+    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays.
+
+    Example:
+        >>> job: autotune.JobOverrides = {"num_steps": 500, "output": "first-run"}
+        >>> autotune.train("plan.yaml", **job)
+    """
 
     base: str
     vae: str

@@ -175,7 +175,12 @@ class FrozenPart(Frozen):
 
 
 class TrainingPlan(Frozen):
-    """A job and the settings that were measured for it. Data only: nothing in it is ever executed."""
+    """A job and the settings that were measured for it. Data only: nothing in it is ever executed.
+
+    Example:
+        >>> plan = autotune.load_plan("plan.yaml")
+        >>> plan.is_measured, plan.frozen.settings.micro_batch_size, plan.frozen.expected.step_seconds
+    """
 
     job: Job
     frozen: FrozenPart
@@ -211,7 +216,11 @@ class TrainingPlan(Frozen):
 
 
 class CheckResult(Frozen):
-    """Whether a plan fits a machine."""
+    """Whether a plan fits a machine.
+
+    Example:
+        >>> autotune.check("plan.yaml", hardware="4090").misfits
+    """
 
     fits: bool
     misfits: tuple[str, ...]

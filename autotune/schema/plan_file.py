@@ -124,7 +124,11 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 
 
 def plan_text(plan: TrainingPlan) -> str:
-    """The plan as YAML: the digest, the job, then the frozen part."""
+    """The plan as YAML: the digest, the job, then the frozen part.
+
+    Example:
+        >>> print(autotune.plan_text(plan))
+    """
     data = plan.model_dump(mode="json")
     return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])})
 
@@ -161,19 +165,23 @@ def read_plan(path: Path) -> TrainingPlan:
     Raises:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
     """
-    plans = read_variants(path)
+    plans = load_variants(path)
     if len(plans) > 1:
         names = ", ".join(plan.frozen.hardware.device_name for plan in plans)
         raise InvalidPlan(f"{path} holds plans for several machines: {names}", hint="take a file with one plan")
     return plans[0]
 
 
-def read_variants(path: Path) -> tuple[TrainingPlan, ...]:
-    """Read the plans that a file holds for several machines, or its only one, as `read_plan` does.
+def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
+    """Read and validate a plan file: all plans that it holds for several machines, or its only one.
 
     Raises:
-        InvalidPlan: as `read_plan`, or the variants are not of one job.
+        InvalidPlan: as `load_plan`, or the variants are not of one job.
+
+    Example:
+        >>> {plan.frozen.hardware.device_name: plan.frozen.settings for plan in autotune.load_variants("team.yaml")}
     """
+    path = Path(path)
     written = _parse(path, _read_text(path))
     if "variants" not in written:
         return (_load(str(path), written),)
@@ -268,21 +276,21 @@ def _validated(source: str, data: Any) -> TrainingPlan:
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value is out of range."""
-    said = {key: value for key, value in changes.items() if value is not None}
-    return plan.changed(job=job_from(dict(plan.job), said))
+    overrides = {key: value for key, value in changes.items() if value is not None}
+    return plan.changed(job=job_from(dict(plan.job), overrides))
 
 
-def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
-    """The job with the values of `before`, but for what was `said`. Raises InvalidPlan if a value is out of range."""
+def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> Job:
+    """The job with the values of `before`, but for `overrides`. Raises InvalidPlan if a value is out of range."""
     gone: dict[str, object] = {}
-    if said.keys() & {"model", "base"}:
+    if overrides.keys() & {"model", "base"}:
         gone["revision"] = None  # a commit of another repository
-    if "num_steps" in said:
+    if "num_steps" in overrides:
         gone["num_train_epochs"] = None
-    if "checkpointing_steps" in said:
+    if "checkpointing_steps" in overrides:
         gone["checkpointing_epochs"] = None
     try:
-        return Job.model_validate({**before, **gone, **said})
+        return Job.model_validate({**before, **gone, **overrides})
     except ValidationError as error:
         where, message = first_problem(error)
         raise InvalidPlan(f"job.{where}: {message.lower()}", hint="give the job another value") from error

@@ -107,7 +107,12 @@ class JobTime(Frozen):
 
 
 class Estimate(Frozen):
-    """A prediction for one machine, with the job that it is for."""
+    """A prediction for one machine, with the job that it is for.
+
+    Example:
+        >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
+        >>> answer.fits, answer.prediction.step_seconds
+    """
 
     hardware: str
     budget_bytes: int = NaturalInt

@@ -56,7 +56,12 @@ class ValidationResult(Frozen):
 
 
 class RunReport(Frozen):
-    """What a training run did, against what its plan promised."""
+    """What a training run did, against what its plan promised.
+
+    Example:
+        >>> report = autotune.train("plan.yaml", output="first-run")
+        >>> report.measured_step_seconds, report.final_loss
+    """
 
     plan_digest: str
     num_steps: int

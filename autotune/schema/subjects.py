@@ -66,12 +66,16 @@ class _Listed(Frozen):
     subjects: tuple[_Row, ...] = Field(min_length=1, max_length=MAX_SUBJECTS)
 
 
-def read_subjects(path: Path) -> tuple[Subject, ...]:
-    """The subjects that a YAML file lists.
+def load_subjects(path: str | Path) -> tuple[Subject, ...]:
+    """Read a file that lists what one plan trains: subjects, each with a name and what its job has otherwise.
 
     Raises:
         InvalidInput: it cannot be read, lists none, has a name twice, or says what a subject cannot have.
+
+    Example:
+        >>> rex, bo = autotune.load_subjects("subjects.yaml")
     """
+    path = Path(path)
     hint = "write `subjects:` with an entry `- {name: NAME, data: FOLDER}` for each; see docs/many-runs.md"
     rows = read_listing(path, _Listed, "subjects", hint).subjects
     names = [row.name.lower() for row in rows]  # as folders, on file systems that do not tell case apart

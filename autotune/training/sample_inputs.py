@@ -8,7 +8,7 @@ from autotune.data import has_video_decoder
 from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, fetch_model
 from autotune.runtime import require_writable
-from autotune.schema import RUN_PLAN_FILE, Bucket, Notice, OnEvent, TrainingPlan, ignore_event, read_plan, read_variants
+from autotune.schema import RUN_PLAN_FILE, Bucket, Notice, OnEvent, TrainingPlan, ignore_event, load_variants, read_plan
 from autotune.training.files import ADAPTER_FILE
 from autotune.weights import read_header
 
@@ -71,7 +71,7 @@ def read_sample_inputs(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     if adapter:
         read_header(adapter)
-    plans = (read_plan(run / RUN_PLAN_FILE),) if adapter else read_variants(run)
+    plans = (read_plan(run / RUN_PLAN_FILE),) if adapter else load_variants(run)
     bucket = plans[0].frozen.workload.largest_bucket
     file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
     require_writable(file)

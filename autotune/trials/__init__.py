@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.trials.fork_server import start_fork_server
+    from autotune.trials.fork_server import warm_up
     from autotune.trials.parity import check_parity
     from autotune.trials.runner import ProcessTrialRunner
 else:

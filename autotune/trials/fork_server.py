@@ -18,8 +18,15 @@ def fork_server_context() -> ForkServerContext:
     return context
 
 
-def start_fork_server() -> None:
-    """Let the server begin to import; returns at once. Safe to call twice."""
+def warm_up() -> None:
+    """Let the process that trials are started from import its libraries beside what this process does; returns at once.
+
+    `plan` does it by itself once it has checked its arguments, the model and the data. Safe to call twice.
+
+    Example:
+        >>> autotune.warm_up()
+        >>> plan = autotune.plan("/models/Qwen-Image", "photos")
+    """
     fork_server_context()
     with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended
         forkserver.ensure_running()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autotune.weights.joined_layers import LoraLayer
     from autotune.weights.layer_names import LAYOUTS, can_write
     from autotune.weights.loaders import LOADERS, has_gds, load_file
-    from autotune.weights.publishing import require_login, upload
+    from autotune.weights.publishing import require_hub, upload
     from autotune.weights.resharding import reshard
     from autotune.weights.saving import save_file
     from autotune.weights.single_file import first_names, view_as

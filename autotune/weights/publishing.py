@@ -15,11 +15,14 @@ from autotune.weights.hub import UNREACHABLE
 LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
 
-def require_login(repo: str) -> None:
-    """See that uploading to `repo` can work, before hours of training: a valid name, and a token that the hub knows.
+def require_hub(repo: str) -> None:
+    """See that `publish` to the repository can work, before hours of training.
 
     Raises:
-        HubError: it cannot.
+        HubError: the name cannot be one, there is no token, or the hub does not know it.
+
+    Example:
+        >>> autotune.require_hub("me/my-dog")
     """
     with _translate_errors(repo):
         validate_repo_id(repo)

@@ -52,7 +52,7 @@ def main() -> None:
     out = frame(plot, curve)
     for number, (batch, line) in enumerate(sorted(lines.items())):
         out += batch_marks(plot, number, batch, line, [dot for dot in dots if dot[0] == batch])
-    hollow = "hollow: other storage or attention than the line's"
+    hollow = "hollow: another weight format or attention than the line's"
     out += [text(WIDTH - RIGHT, TOP + 18 * (len(lines) + 1), hollow, "end"), "</svg>"]
     (folder / "picture.svg").write_text("\n".join(out) + "\n")
 

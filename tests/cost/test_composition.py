@@ -46,7 +46,7 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
     def peak(model, k, modes):
         tables = [table_of(model.traced("fp32", "none", kernel, 2, c), rates, 4) for c in modes]
         stretched = [t.stretched(model.index) for t in tables]
-        grads = np.array(model.storage("fp32", "none").block_adapter_bytes, dtype=float)
+        grads = np.array(model.model_bytes("fp32", "none").block_adapter_bytes, dtype=float)
         plain, mixed = stretched
         blocks = BlockTables([plain, plain, mixed], grads)
         return compose(blocks, np.array([[k, 0, 0]]), accumulates=False).peak_bytes[0]

@@ -10,6 +10,7 @@ from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.reporting.estimate import estimate_text
+from autotune.reporting.text import memory_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate
 from autotune.schema.workload import Bucket
@@ -32,6 +33,15 @@ def test_the_text_fits_a_terminal_and_names_every_part(answer):
     assert max(len(line) for line in text.splitlines()) <= 80
     for word in ("fits", "weights", "optimizer", "Phases", "preview", "Step time", "recomputing", "Job of 1000 steps"):
         assert word in text
+
+
+def test_each_figure_of_memory_has_the_name_that_plans_and_reports_give_it(answer):
+    text, prediction = estimate_text(answer), answer.prediction
+    run, step = (memory_text(size) for size in (prediction.required_memory_bytes, prediction.allocated_memory_bytes))
+    assert f"run memory {run} of" in text
+    assert f"of which {step} step memory" in text
+    plain = prediction.changed(candidate=prediction.candidate.changed(quantization="none"))
+    assert "no quantization" in estimate_text(answer.changed(prediction=plain))
 
 
 def test_a_long_name_does_not_push_the_verdict_out(answer):

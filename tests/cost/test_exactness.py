@@ -27,9 +27,9 @@ STORED = [
     ("flux1-dev", "int8-matmul"),
     ("flux1-dev", "fp8-matmul"),
     *(
-        pytest.param(name, storage, marks=BITSANDBYTES)
+        pytest.param(name, quantization, marks=BITSANDBYTES)
         for name in ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
-        for storage in ("bnb-nf4", "bnb-int8")
+        for quantization in ("bnb-nf4", "bnb-int8")
     ),
 ]
 WEIGHT_FORMATS = [*((name, "none") for name in TINY), *STORED]
@@ -60,10 +60,10 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     optimizer.step()
     states = [t for state in optimizer.inner.state.values() for t in state.values()]
     masters = [m for m, p in zip(optimizer.masters, parameters, strict=True) if m is not p]
-    storage = own.model.storage(precision, quantization)
-    assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
-    assert storage.adapter_bytes == storage_bytes(parameters)
-    assert storage.adapter_parameters == sum(p.numel() for p in parameters)
+    model_bytes = own.model.model_bytes(precision, quantization)
+    assert model_bytes.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    assert model_bytes.adapter_bytes == storage_bytes(parameters)
+    assert model_bytes.adapter_parameters == sum(p.numel() for p in parameters)
     assert own.tables.resident_of(candidate, own.caching, own.parallel).optimizer_bytes == storage_bytes(
         [*states, *masters]
     )
@@ -75,9 +75,9 @@ def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
     transformer, _ = build(family, TINY[name], own.workload, candidate_of("bf16", quantization))
     swap = BlockSwap(family.blocks(transformer), torch.device("cpu"))
-    storage = own.model.storage("bf16", quantization)
-    assert tuple(block.region.num_bytes for block in swap.blocks) == storage.block_pinned_bytes
-    whole, bare = sum(storage.block_pinned_bytes), sum(storage.block_weight_bytes)
+    model_bytes = own.model.model_bytes("bf16", quantization)
+    assert tuple(block.region.num_bytes for block in swap.blocks) == model_bytes.block_pinned_bytes
+    whole, bare = sum(model_bytes.block_pinned_bytes), sum(model_bytes.block_weight_bytes)
     assert bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare  # scales of tiny layers are tiny, too
 
 
@@ -337,7 +337,7 @@ def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
     truth = run(family, TINY[name], work, candidate, num_timed=0)
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
     transformer, _ = build(family, TINY[name], work, candidate)
-    storage = own.model.storage("fp32", "none", "ahead")
-    assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
-    whole = own.model.storage("fp32", "none")
-    assert whole.weight_bytes - storage.weight_bytes == storage.modulation.weight_bytes
+    model_bytes = own.model.model_bytes("fp32", "none", "ahead")
+    assert model_bytes.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    whole = own.model.model_bytes("fp32", "none")
+    assert whole.weight_bytes - model_bytes.weight_bytes == model_bytes.modulation.weight_bytes

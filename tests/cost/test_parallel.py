@@ -28,9 +28,9 @@ def _several(alone: CostModel, strategy: str, number: int) -> CostModel:
 
 
 def test_ddp_holds_each_gradient_once_more(alone: CostModel) -> None:
-    storage = alone.model.storage("bf16", "none")
+    model_bytes = alone.model.model_bytes("bf16", "none")
     one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
-    assert two.allocated_memory_bytes - one.allocated_memory_bytes == storage.adapter_bytes
+    assert two.allocated_memory_bytes - one.allocated_memory_bytes == model_bytes.adapter_bytes
     assert two.phases[0] == one.phases[0]
 
 
@@ -55,7 +55,7 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
     )
     score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
     beside, single = (build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone))
-    buckets = alone.model.storage("bf16", "none").adapter_bytes
+    buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
 
@@ -73,11 +73,13 @@ def test_encoders_on_the_cpu_are_counted_once_for_all_processes_of_a_node(alone:
 
 
 def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
-    storage = alone.model.storage("bf16", "none")
+    model_bytes = alone.model.model_bytes("bf16", "none")
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
-    gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
-    kept = -(-storage.weight_bytes // 4)
-    build_expectation = one.allocated_memory_bytes - storage.weight_bytes + kept + gathered + storage.adapter_bytes
+    gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
+    kept = -(-model_bytes.weight_bytes // 4)
+    build_expectation = (
+        one.allocated_memory_bytes - model_bytes.weight_bytes + kept + gathered + model_bytes.adapter_bytes
+    )
     assert four.allocated_memory_bytes == pytest.approx(build_expectation, abs=2)
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
 
@@ -90,11 +92,11 @@ def test_weights_are_sharded_within_a_node_before_they_are_sharded_over_all() ->
 
 
 def test_a_step_waits_for_what_outlasts_its_computing(alone: CostModel) -> None:
-    storage = alone.model.storage("bf16", "none")
-    seconds = Parallel("fsdp2", 2).exchange_seconds(alone.hardware, storage, accumulation=3)
-    assert seconds == pytest.approx((storage.adapter_bytes + 3 * storage.weight_bytes) / PCIE_BANDWIDTH)
-    assert Parallel().exchange_seconds(alone.hardware, storage, 3) == 0
-    huge = replace(storage, weight_bytes=10**15)
+    model_bytes = alone.model.model_bytes("bf16", "none")
+    seconds = Parallel("fsdp2", 2).exchange_seconds(alone.hardware, model_bytes, accumulation=3)
+    assert seconds == pytest.approx((model_bytes.adapter_bytes + 3 * model_bytes.weight_bytes) / PCIE_BANDWIDTH)
+    assert Parallel().exchange_seconds(alone.hardware, model_bytes, 3) == 0
+    huge = replace(model_bytes, weight_bytes=10**15)
     slow = Parallel("hybrid", 4, num_nodes=2, interconnect_bytes_per_second=1e6)
     within = slow.exchange_seconds(alone.hardware, huge, 1) - slow.exchange_seconds(
         alone.hardware, replace(huge, weight_bytes=0), 1

@@ -91,7 +91,7 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
 
 
 def test_quantized_weights_take_what_their_formats_say(card):
-    weights = {q: card.model.storage("bf16", q).weight_bytes for q in WEIGHT_FORMATS}
+    weights = {q: card.model.model_bytes("bf16", q).weight_bytes for q in WEIGHT_FORMATS}
     assert weights["none"] > weights["torchao-int8"] > weights["layerwise-fp8"] > weights["bnb-nf4"]
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
@@ -102,18 +102,18 @@ def test_a_cast_takes_nothing_but_the_layer_and_what_float8_scales_costs_passes_
         for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
     )
     load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
-    assert load[2] < min(load[:2]) - 3 * card.model.storage("bf16", "torchao-int8").largest_layer_bytes
+    assert load[2] < min(load[:2]) - 3 * card.model.model_bytes("bf16", "torchao-int8").largest_layer_bytes
     dequantization = [prediction.step_time.dequantization_seconds for prediction in (int8, fp8, cast)]
     assert dequantization == pytest.approx([dequantization[2]] * 3, rel=0.1)  # int8 reads a scale a row, too
     assert cast.step_seconds <= int8.step_seconds < fp8.step_seconds
 
 
-@pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
-def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
-    """Frozen layers dequantize again for the backward pass: what is saved does not grow when storage shrinks."""
+@pytest.mark.parametrize("quantization", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
+def test_uncheckpointed_layers_keep_no_dequantized_weights(card, quantization):
+    """Frozen layers dequantize again for the backward pass: what is saved does not grow when stored weights shrink."""
     plain, small = (
         card.tables.pass_of(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
-        for q in ("none", storage)
+        for q in ("none", quantization)
     )
     assert small.saved_bytes <= plain.saved_bytes
 
@@ -129,8 +129,8 @@ def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
 def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
     candidates = [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=storage, precision="fp32")
-        for size, k, storage in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=quantization, precision="fp32")
+        for size, k, quantization in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
     ]
     one, other = CostModel.build(*known), CostModel.build(*known)
     forwards = [one.predict(candidate) for candidate in candidates]
@@ -174,9 +174,9 @@ def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
     ],
 )
 def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
-    storages = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
-    storage = storages.get(kernel.split(".")[1], "none")
-    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=storage)
+    formats = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
+    quantization = formats.get(kernel.split(".")[1], "none")
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=quantization)
     own = predictor("kandinsky5-image-lite" if kernel.endswith("narrow") else "flux1-dev")
     slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
     slower = own.for_hardware(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
@@ -302,12 +302,12 @@ def test_swapped_blocks_leave_the_device_for_pinned_host_memory_and_cost_transfe
     predictions = [
         card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks, swapped_blocks=k)) for k in (0, 2, 4)
     ]
-    storage = card.model.storage("bf16", "none")
+    model_bytes = card.model.model_bytes("bf16", "none")
     weights = [p.phases[2].breakdown.weight_bytes for p in predictions]
     assert weights[0] == weights[1] > weights[2]  # two blocks visit, so swapping two frees nothing
-    assert weights[0] - weights[2] == sum(sorted(storage.block_weight_bytes[:4])[:2])
+    assert weights[0] - weights[2] == sum(sorted(model_bytes.block_weight_bytes[:4])[:2])
     host = [p.host_memory_bytes for p in predictions]
-    assert host[2] - host[0] == sum(storage.block_pinned_bytes[:4]) >= sum(storage.block_weight_bytes[:4])
+    assert host[2] - host[0] == sum(model_bytes.block_pinned_bytes[:4]) >= sum(model_bytes.block_weight_bytes[:4])
     assert predictions[2].step_seconds >= predictions[0].step_seconds
     assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
 
@@ -315,13 +315,13 @@ def test_swapped_blocks_leave_the_device_for_pinned_host_memory_and_cost_transfe
 def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_costs_a_share_of_it(card):
     usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
     resident, ahead = card.predict(usual), card.predict(usual.model_copy(update={"modulation": "ahead"}))
-    layers = card.model.storage("bf16", "none", "ahead").modulation
+    layers = card.model.model_bytes("bf16", "none", "ahead").modulation
     weights = [p.phases[2].breakdown.weight_bytes for p in (resident, ahead)]
     assert weights[0] - weights[1] == layers.weight_bytes
     host = ahead.host_memory_bytes - resident.host_memory_bytes
     window = window_steps(layers.row_bytes, 2) * 2 * layers.row_bytes
     previews = card.family.defaults.preview_steps * layers.row_bytes
-    assert host + card.model.storage("bf16", "none").largest_block_bytes >= window + previews
+    assert host + card.model.model_bytes("bf16", "none").largest_block_bytes >= window + previews
     assert host <= 2 * window + previews
     assert ahead.step_time.matmul_seconds < resident.step_time.matmul_seconds
     slow = Rate(name="host_to_device.pageable", value=1e6, unit="B/s", spread=0.0, num_samples=1)
@@ -384,7 +384,7 @@ def test_what_a_gpu_waits_for_the_host_in_one_pass_it_does_not_make_up_for_in_th
     candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0)
     composed = own.tables.pass_of(candidate, accumulates=False)
     (*forward, first), (*both, launches) = composed.forward, composed.work
-    busy, optimizer = sum(both) - sum(forward), 4 * sum(own.model.storage("bf16", "none").adapter_shapes.values())
+    busy, optimizer = sum(both) - sum(forward), 4 * sum(own.model.model_bytes("bf16", "none").adapter_shapes.values())
     launch = 1.1 * busy / (launches - first + optimizer)
     assert launch * first < sum(forward)
     assert launch * (launches + optimizer) < sum(both)

@@ -9,11 +9,12 @@ from autotune.families.registry import FAMILIES
 
 
 @pytest.mark.parametrize(
-    ("name", "storage"), [("flux1-dev", "torchao-int8"), ("kandinsky5-image-lite", "none"), ("qwen-image", "bnb-nf4")]
+    ("name", "quantization"),
+    [("flux1-dev", "torchao-int8"), ("kandinsky5-image-lite", "none"), ("qwen-image", "bnb-nf4")],
 )
-def test_a_trace_from_memory_equals_one_that_torch_worked_out(name, storage, monkeypatch):
+def test_a_trace_from_memory_equals_one_that_torch_worked_out(name, quantization, monkeypatch):
     known = (cpu(), workload_of(name, text_padding="masked"), FAMILIES[name], TINY[name])
-    asked = ("fp32", storage, "cpu", 2, 2)
+    asked = ("fp32", quantization, "cpu", 2, 2)
     CostModel.build(*known).model.traced(*asked)
     remembered = CostModel.build(*known).model.traced(*asked)
 

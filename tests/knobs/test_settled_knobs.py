@@ -107,17 +107,17 @@ def test_plain_tensors_of_8_bits_go_with_compiled_blocks_and_other_formats_do_no
         assert (conflict is None) is (name in ("none", "int8-matmul", "fp8-matmul"))
 
 
-def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_processor_a_request():
+def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request():
     names = ("quantization.int8-matmul", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
     assert all("--quality compact" in strict.rejected[name] for name in ("int8-matmul", "fp8-matmul"))
-    card, processor = (
+    card, cpu = (
         Quantization().choices(replace(where, workload=where.workload.changed(quality="compact")))
         for where in (context(*names), context(*names, kind="cpu"))
     )
     assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
-    assert processor.admitted == ("int8-matmul", "none")
-    assert "float8 units" in processor.on_request["fp8-matmul"]
+    assert cpu.admitted == ("int8-matmul", "none")
+    assert "float8 units" in cpu.on_request["fp8-matmul"]
 
 
 def test_float8_without_scales_is_searched_only_where_int8_cannot_be():

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
 @pytest.mark.parametrize(("budget_gib", "strategy"), [(9, "ddp"), (7, "ddp"), (5, "fsdp2")])
-def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
+def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
     budget_gib: int, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""

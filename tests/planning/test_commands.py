@@ -66,6 +66,18 @@ def test_two_plans_are_compared(capfd: pytest.CaptureFixture[str], journey: Jour
     assert same.stdout == "the plans do not differ\n"
 
 
+def test_plans_are_compared_by_what_a_run_and_a_step_take(journey: Journey) -> None:
+    frozen = journey.plan.frozen.model_dump(mode="json")
+    frozen["expected"]["peak_memory_bytes"] += 1 << 40
+    found = differences(journey.plan, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    expected = journey.plan.frozen.expected
+    firsts = {item.name: item.first for item in found}
+    assert firsts == {
+        "run_memory_bytes": expected.required_memory_bytes,
+        "step_memory_bytes": expected.peak_memory_bytes,
+    }
+
+
 def test_a_rank_is_chosen_not_measured_so_two_have_no_ratio(journey: Journey) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
     plans = []

@@ -29,7 +29,7 @@ def test_a_recorded_search_gives_its_plan_byte_for_byte(golden: Golden) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
 def test_a_replay_depends_on_no_last_bits(golden: Golden, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors and libraries compute logarithms, exponentials and products that differ in their last bits."""
+    """CPUs and libraries compute logarithms, exponentials and products that differ in their last bits."""
     rng, log_factor, uncertainty = random.Random(seed), Posterior.log_factor, Posterior.uncertainty
     for name, exact in (("log_factor", log_factor), ("uncertainty", uncertainty)):
         monkeypatch.setattr(

@@ -9,7 +9,7 @@ import yaml
 import autotune
 from autotune.errors import DoesNotFit, InvalidInput, InvalidPlan
 from autotune.hardware import hardware_named
-from autotune.schema.plan_file import read_plan, read_variants
+from autotune.schema.plan_file import load_variants, read_plan
 from tests.conftest import autotune_here
 from tests.training.small import write_model_and_images
 
@@ -27,7 +27,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_variants_share_the_job_and_what_is_learned_and_each_machine_takes_its_own(team: Path) -> None:
-    plans = read_variants(team)
+    plans = load_variants(team)
     assert plans[0].job == plans[1].job
     assert plans[0].frozen.workload == plans[1].frozen.workload
     for name, plan in zip(("4090", "h100-sxm"), plans, strict=True):
@@ -52,7 +52,7 @@ def test_a_machine_of_another_kind_is_told_why_of_each_variant(team: Path) -> No
 def test_of_several_that_fit_the_one_for_such_a_device_is_taken(team: Path) -> None:
     alike = hardware_named("nvidia-rtx-4090")
     named = alike.changed(device=alike.device.changed(name="NVIDIA RTX 6000 Ada Generation"))
-    assert autotune.load_plan(team, hardware=named) == read_variants(team)[0], "the same architecture"
+    assert autotune.load_plan(team, hardware=named) == load_variants(team)[0], "the same architecture"
 
 
 def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_file_for_several_machines_is_no_single_plan_and_damage_is_named(team:
     def refusal(**changes: object) -> str:
         file.write_text(yaml.safe_dump({**whole, **changes}))
         with pytest.raises(InvalidPlan) as refused:
-            read_variants(file)
+            load_variants(file)
         return refused.value.message
 
     first, second = whole["variants"]

@@ -455,7 +455,7 @@ def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
 
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidInput, match="swapped blocks have to recompute"):
+    with pytest.raises(InvalidInput, match="block swap needs blocks that recompute"):
         build_search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 

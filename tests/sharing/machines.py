@@ -103,7 +103,7 @@ class Planned:
 
 def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTION) -> Planned:
     doubts: list[str] = []
-    on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "profiles" else None)
+    on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "records" else None)
     made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
     record = build_record(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
     return Planned(made.plan, record, made.matches, tuple(doubts))

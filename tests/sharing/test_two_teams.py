@@ -22,7 +22,7 @@ def slower(here: HardwareProfile) -> HardwareProfile:
         rate.model_copy(update={"value": rate.value / PACE if rate.unit == "s" else rate.value * PACE})
         for rate in here.rates
     )
-    device = here.device.model_copy(update={"name": "another processor"})
+    device = here.device.model_copy(update={"name": "another CPU"})
     return HardwareProfile.model_validate({**dict(here), "device": device, "rates": rates})
 
 
@@ -46,7 +46,7 @@ def test_a_team_with_anothers_records_starts_where_the_other_ended(
     command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
     helped = read_plan(tmp_path / "plan.yaml").frozen
     assert helped.records
-    assert helped.hardware.device_name == "another processor"
+    assert helped.hardware.device_name == "another CPU"
     assert helped.expected.evidence == "measured"
     ran = [trial for trial in helped.trials if not trial.confirms]
     assert ran[0].candidate == alone.settings

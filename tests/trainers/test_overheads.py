@@ -56,12 +56,12 @@ def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
 def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(own: CostModel, trainer: str) -> None:
     found = overheads_of(trainer)
     theirs = cost_of("qwen-image", found)
-    storage = own.model.storage("bf16", "none")
-    number, tensors = storage.adapter_parameters, sum(storage.adapter_shapes.values())
+    model_bytes = own.model.model_bytes("bf16", "none")
+    number, tensors = model_bytes.adapter_parameters, sum(model_bytes.adapter_shapes.values())
     train = phase_of(theirs.predict(SETTINGS), "train")
     assert train.adapter_bytes == number * ADAPTERS[trainer]
     assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
-    assert sum(theirs.model.storage("bf16", "none").block_adapter_bytes) == number * ADAPTERS[trainer]
+    assert sum(theirs.model.model_bytes("bf16", "none").block_adapter_bytes) == number * ADAPTERS[trainer]
     usual = phase_of(own.predict(SETTINGS), "train")
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 

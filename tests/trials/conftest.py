@@ -40,7 +40,7 @@ def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Work
 
 
 def runner_for(model: Path, work: Workload, budget_bytes: int = 8 * GIB, **options: Any) -> ProcessTrialRunner:
-    """A runner on this machine's processor, within that budget."""
+    """A runner on this machine's CPU, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
     runner = ProcessTrialRunner(hardware, str(model), work, **options)

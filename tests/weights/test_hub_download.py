@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families.fetching import fetch_whole
+from autotune.families.fetching import fetch as fetch_whole
 from autotune.families.resolve import fetch_model, resolve_model
-from autotune.schema import ignore_event
 from autotune.weights.errors import HubError, MissingWeights
 from autotune.weights.hub import fetch
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
@@ -122,7 +121,7 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     from autotune.cli.app import app
 
     hub.repos["team/small"] = small_pipelines("flux1-dev").folder
-    fetched = fetch_whole("team/small", ignore_event)
+    fetched = fetch_whole("team/small")
     files = [path for path in fetched.folder.rglob("*") if path.is_file()]
     assert (fetched.family, fetched.revision, fetched.num_verified) == ("flux1-dev", COMMIT, len(files))
     damaged = fetched.folder / "vae" / f"{STEM}.safetensors"
@@ -130,16 +129,16 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     content[-1] ^= 1
     damaged.write_bytes(content)
     with pytest.raises(HubError, match=r"vae/\S+ of team/small did not have"):
-        fetch_whole("team/small", ignore_event)
+        fetch_whole("team/small")
     hub.requests.clear()
-    assert fetch_whole("team/small", ignore_event).num_verified == len(files)
+    assert fetch_whole("team/small").num_verified == len(files)
     assert hub.downloads == [f"vae/{STEM}.safetensors"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch_whole("team/small", ignore_event) == fetched.changed(num_verified=None)
+    assert fetch_whole("team/small") == fetched.changed(num_verified=None)
     app(["fetch", "--model", "team/small", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["revision"] == COMMIT
     with pytest.raises(InvalidInput, match="nothing to fetch"):
-        fetch_whole(str(fetched.folder), ignore_event)
+        fetch_whole(str(fetched.folder))
 
 
 @pytest.mark.parametrize(("name", "word"), [("team/small", "license"), ("team/absent", "spelling")])

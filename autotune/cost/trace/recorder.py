@@ -28,7 +28,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import PLAIN, called, known_of, name_of, on_meta, tensors_in
+from autotune.cost.trace.shapes import PLAIN, called, name_of, on_meta, remembered_call, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage()._cdata not in self._live:
                 self._watch(tensor, None)
         args = on_meta(args, inputs)
-        known = known_of(func, args, kwargs)
+        known = remembered_call(func, args, kwargs)
         out = called(func, args, kwargs, known)
         segment = self.segments[-1]
         outputs = tensors_in((out,))

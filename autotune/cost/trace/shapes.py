@@ -18,7 +18,7 @@ _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(slots=True)
-class Known:
+class RememberedCall:
     """What is remembered of a function called with arguments of certain shapes."""
 
     results: tuple[_Result | int | None, ...] | None = None
@@ -28,7 +28,7 @@ class Known:
     """Whatever else follows from the key, for who records; None until it is found."""
 
 
-_known: dict[Hashable, Known] = {}
+_known: dict[Hashable, RememberedCall] = {}
 _kinds: dict[int, str] = {}
 _names: dict[int, str] = {}
 MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
@@ -51,7 +51,7 @@ def name_of(func: Any) -> str:
     return name
 
 
-def known_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+def remembered_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RememberedCall | None:
     """What is remembered of such a call, nothing at first; None if no call can be told from others by `key_of`."""
     key = key_of(func, args, kwargs)
     if key is None:
@@ -60,12 +60,12 @@ def known_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known 
     if known is None:
         if len(_known) >= MAX_KNOWN:
             _known.clear()
-        known = _known[key] = Known()
+        known = _known[key] = RememberedCall()
     return known
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
-    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give; `known` by `known_of`."""
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: RememberedCall | None) -> Any:
+    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that `known`, by `remembered_call`, says."""
     if known is None:
         return func(*args, **kwargs)
     kind = kind_of(func)
@@ -102,7 +102,7 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantized weight: let it say which plain operations it is made of
         args, kwargs = on_meta(args, tensors_in(args)), kwargs or {}
-        return called(func, args, kwargs, known_of(func, args, kwargs))
+        return called(func, args, kwargs, remembered_call(func, args, kwargs))
 
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ INT8, FP8, NF4, BNB8 = "torchao-int8", "torchao-fp8", "bnb-nf4", "bnb-int8"
 
 @dataclass(frozen=True)
 class Work:
-    """One workload and the settings to try on it: (micro-batch, share checkpointed, storage, attention).
+    """One workload and the settings to try on it: (micro-batch, share checkpointed, weight format, attention).
 
     The first is also the grid for searches: `autotune plan` without data takes captions of different lengths."""
 

@@ -1,4 +1,4 @@
-"""What the machine is and can do: its profile, whether each backend's and storage's gradients are right, tests/gpu."""
+"""What the machine is and can do: its profile, whether each backend's and format's gradients are right, tests/gpu."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def tests(path: str, evidence: Evidence) -> None:
 
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
-    """Every backend and storage that is available, against the fp32 reference on this device."""
+    """Every backend and weight format that is available, against the fp32 reference on this device."""
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],

@@ -1,5 +1,5 @@
 """Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
-quantized; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
+quantized; with the peaks of device and host. (Random weights in every format: `load_seconds` of the part accuracy.)"""
 
 import time
 from dataclasses import dataclass

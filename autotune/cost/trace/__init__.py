@@ -1,0 +1,1 @@
+"""Records the operations of training passes on the meta device: what is allocated, kept and computed."""
