@@ -8,7 +8,8 @@ Rotary = Literal["streams", "complex", "cos_sin", "matrix"]
 
 - `streams`: (image, text) of complex numbers, each (tokens, head size / 2);
 - `complex`: complex numbers (batch, tokens, head size / 2);
-- `cos_sin`: (cosines, sines) of all tokens, text first, each (tokens, head size) with every value twice;
+- `cos_sin`: (cosines, sines) of all tokens, text first, or of the image's alone, each (tokens, head size) with every
+  value twice;
 - `matrix`: rotation matrices (..., tokens, 1, head size / 2, 2, 2).
 """
 

@@ -29,13 +29,15 @@ class RotaryTables:
         key = (name, *lengths)
         if not self.key or self.key[0] is not source or self.key[1:] != key:
             kernels = KERNELS[name]
-            self.tables = [kernels.table(table) for table in complex_tables(rotary, positions, lengths)]
+            found = complex_tables(rotary, positions, lengths)
+            self.tables = [None if table is None else kernels.table(table) for table in found]
             self.key = (source, *key)
         return self.tables
 
 
-def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor]:
-    """Of each stream, as complex numbers that broadcast against (batch, tokens, heads, head size / 2)."""
+def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
+    """Of each stream, as complex numbers that broadcast against (batch, tokens, heads, head size / 2); None if it is
+    not turned."""
     if rotary == "streams":
         image, text = positions
         return [text.unsqueeze(1), image.unsqueeze(1)]
@@ -43,7 +45,9 @@ def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> li
         return [torch.view_as_complex(positions[..., 0].contiguous())]
     if rotary == "cos_sin":
         cosines, sines = (part[:, ::2].float() for part in positions)
-        return list(torch.split(torch.complex(cosines, sines).unsqueeze(1), list(lengths)))
+        table = torch.complex(cosines, sines).unsqueeze(1)
+        whole = len(table) == sum(lengths)
+        return list(torch.split(table, list(lengths))) if whole else [*[None] * (len(lengths) - 1), table]
     return [positions.unsqueeze(2)]
 
 

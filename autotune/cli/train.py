@@ -69,12 +69,14 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     if not autotune.is_first_process():
         return
     folder = arguments.get("output") or autotune.Job.model_fields["output"].default
-    planned = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml").job
+    plan = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml")
+    planned, family = plan.job, plan.frozen.workload.model.family
     output = Path(arguments.get("output") or planned.output)
     if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
         return
-    lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
+    loader = next(model.adapter_loader for model in autotune.list_models() if model.family == family)
+    lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to, loader)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)

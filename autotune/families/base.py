@@ -85,17 +85,17 @@ class Family(ABC):
     noise: ClassVar[NoiseProcess] = FLOW_MATCHING
     """How the published models are noised."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
-    """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
-    key would be another model."""
+    """Keys of published configurations that the class no longer takes and that never had an effect."""
     expert: ClassVar[str | None] = None
     """Which of several transformers for parts of the noise is trained; None if there is one."""
     other_denoisers: ClassVar[tuple[str, ...]] = ()
     """The components that denoise in its place where the noise is not its own."""
+    adapter_loader: ClassVar[str] = "load_lora_weights"
+    """The method of a pipeline, or of a component of it, that loads an adapter's file."""
     adapter_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Options of `load_lora_weights` that load an adapter's file into the component that is trained."""
+    """Options of `adapter_loader` that load an adapter's file into the component that is trained."""
     tiny_config: ClassVar[Config]
-    """Changes to a configuration that make it tiny but leave its class, head size and every kind of block: for quick
-    checks."""
+    """Changes to a configuration that make it tiny but leave its class, head size and every kind of block."""
     components: ClassVar[tuple[str, ...]]
     """Folders of a complete pipeline in the diffusers layout."""
     connectors: ClassVar[tuple[str, ...]] = ()

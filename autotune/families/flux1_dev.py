@@ -49,11 +49,8 @@ class Flux1Dev(Family):
         *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
     )
     tiny_config: ClassVar[Config] = {
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "pooled_projection_dim": 32,
+        **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
+        **{"joint_attention_dim": 64, "pooled_projection_dim": 32},
     }
     defaults = Defaults(
         learning_rate=1e-4,

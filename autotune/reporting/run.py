@@ -86,8 +86,12 @@ def report_lines(report: RunReport) -> list[str]:
     return [part for line in lines for part in wrapped(line)]
 
 
-def after_training_lines(report: RunReport, output: Path, report_to: str) -> list[str]:
-    """Where the adapter is, and the commands that come next."""
+USUAL_LOADER = "load_lora_weights"
+
+
+def after_training_lines(report: RunReport, output: Path, report_to: str, loader: str) -> list[str]:
+    """Where the adapter is, and the commands that come next; `loader` as `ModelSummary.adapter_loader`, which is told
+    if it is not the usual one."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
@@ -97,6 +101,7 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
         f"{'adapter':<15}{output / report.adapter}",
         f"{'report':<15}{output / PAGE_FILE}",
         *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
+        *([f"{'for diffusers':<15}pipeline.{loader}({adapter!r})"] if loader != USUAL_LOADER else ()),
         *titled_command("for ComfyUI", convert),
         *(titled_command("curves", ["tensorboard --logdir", folder]) if report_to == "tensorboard" else ()),
     ]

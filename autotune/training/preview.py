@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,8 @@ class PreviewSampler:
         try:
             for name in others:  # diffusers would end their streaming
                 setattr(self.pipeline, name, self.transformer)
-            self.pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name, **family.adapter_options)
+            load = attrgetter(family.adapter_loader)(self.pipeline)
+            load(adapter.parent, weight_name=adapter.name, **family.adapter_options)
         except Exception as error:  # diffusers and peft raise anything for an adapter of another model
             if is_out_of_memory(error):
                 raise
@@ -320,7 +322,7 @@ class PreviewSampler:
         finally:
             for name, other in others.items():
                 setattr(self.pipeline, name, other)
-        if not self.pipeline.get_active_adapters():
+        if not getattr(self.transformer, "peft_config", None):
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"
             )

@@ -284,15 +284,15 @@ def _reraise_bad_shapes() -> Iterator[None]:
 def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
     """What the format's program calls the layers; None if as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
-    if known and not can_write("kohya", known):
-        message = f"what other programs call the layers of a {known} is not known to autotune"
+    if known and not can_write(to, known):
+        message = f"what {to} calls the layers of a {known} is not known to autotune"
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     found = known or find_class(adapter.layers)
     if found is None:
         message = "this adapter may be of FLUX, whose layers other programs call otherwise, or of another model"
         raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
     layout = LAYOUTS.get(found)
-    return None if layout and layout.kohya_keeps_names and to == "kohya" else layout
+    return None if layout and layout.kohya_names == "diffusers" and to == "kohya" else layout
 
 
 def _to_scalar(value: float) -> Tensor:

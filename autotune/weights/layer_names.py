@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 from autotune.schema import AdapterFormat
 
@@ -28,8 +29,8 @@ class Layout:
     """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
     turned: frozenset[str] = frozenset()
     """The authors' layers that, if they have two rows for each input, make shifts before scales, diffusers' after."""
-    kohya_keeps_names: bool = False
-    """Whether kohya's scripts call the layers as diffusers does, and only ComfyUI otherwise."""
+    kohya_names: Literal["comfyui", "diffusers", "others"] = "comfyui"
+    """Whom kohya's scripts agree with on the names; if with neither, no file is written for them."""
 
     @cached_property
     def original_of(self) -> dict[str, str]:
@@ -164,6 +165,13 @@ KREA2: Mapping[str, Parts] = {
     ),
 }
 
+HUNYUAN: Mapping[str, Parts] = {
+    **{layer: parts for layer, parts in FLUX1.items() if layer.startswith("double_blocks.")},
+    **_embedder("time_in", "time_embed.timestep_embedder"),
+    **_one(final_layer__linear="proj_out"),
+}
+"""In ComfyUI, whose names are FLUX.1's."""
+
 QWEN_21: Mapping[str, Parts] = {
     **_within(
         {"transformer_blocks.#": "transformer_blocks.#"},
@@ -245,14 +253,15 @@ SD3_TURNED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
 """In the last block, whose text ends there: it has no gates and no feed-forward part."""
 
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
-SD3_CLASS = "SD3Transformer2DModel"
+SD3_CLASS, HUNYUAN_CLASS = "SD3Transformer2DModel", "HunyuanVideo15Transformer3DModel"
 LAYOUTS: Mapping[str, Layout] = {
+    HUNYUAN_CLASS: Layout(HUNYUAN, {}, kohya_names="others"),
     "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
     FLUX1_CLASS: Layout(FLUX1, {}),
     CHROMA_CLASS: Layout(CHROMA, {}),
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
-    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_keeps_names=True),
+    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_names="diffusers"),
     SD3_CLASS: Layout(SD3, {}, SD3_TURNED),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
@@ -266,18 +275,18 @@ KEPT_NAMES = frozenset(
     }
 )
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
-NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
+NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS, NUM_HUNYUAN_BLOCKS = 19, 38, 54
 """In the published models, of Stable Diffusion 3.5 in the large one, by their configurations."""
 
 
 def find_class(layers: Iterable[str]) -> str | None:
     """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None if they may be.
 
-    Stable Diffusion 3.5 has all names of FLUX.1's double blocks, Qwen-Image those of their attention. Chroma's layers
-    are told to be FLUX.1's, which other programs call the same.
+    Stable Diffusion 3.5 and HunyuanVideo 1.5 have all names of FLUX.1's double blocks, Qwen-Image those of their
+    attention. Chroma's layers are told to be FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
-    others = {name: layout for name, layout in LAYOUTS.items() if name != CHROMA_CLASS}
+    others = {name: layout for name, layout in LAYOUTS.items() if name not in (CHROMA_CLASS, HUNYUAN_CLASS)}
     fitting = [name for name, layout in others.items() if names and layout.has_layers(names)]
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
@@ -287,13 +296,17 @@ def find_class(layers: Iterable[str]) -> str | None:
     if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS:
         return None
     if max(numbers) >= NUM_SD3_BLOCKS:
-        return ""
+        if any(".ff" in name or ".norm1" in name for name in names):
+            return HUNYUAN_CLASS
+        return None if max(numbers) < NUM_HUNYUAN_BLOCKS else ""
     return SD3_CLASS if SD3_CLASS in fitting and any(".ff" in name for name in names) else None
 
 
 def can_write(to: AdapterFormat, transformer: str) -> bool:
     """Whether the names of the format are known for a model of this class."""
-    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
+    if layout := LAYOUTS.get(transformer):
+        return to != "kohya" or layout.kohya_names != "others"
+    return to == "diffusers" or transformer in KEPT_NAMES
 
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
@@ -311,7 +324,8 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
     """The dotted names of those in `kohya_names`, which have underscores for dots, that are any layout's."""
-    names = (layout.original_of if layout.kohya_keeps_names else layout.parts_of for layout in LAYOUTS.values())
+    layouts = LAYOUTS.values()
+    names = (layout.original_of if layout.kohya_names == "diffusers" else layout.parts_of for layout in layouts)
     dotted = {name.replace(".", "_"): name for name in chain.from_iterable(names)}
     keys = [split_number(name) for name in kohya_names]
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]

@@ -47,6 +47,9 @@ def _options(small, monkeypatch):
         mask_padding(small.pipeline, monkeypatch)
     if family.can_train_clips:
         options["num_frames"] = small.bucket.num_frames
+    if family.name == "hunyuanvideo-1.5":
+        del options["guidance_scale"]
+        monkeypatch.setattr(small.pipeline.guider, "guidance_scale", 1.0)
     if family.name == "ltx-2.3":
         options |= {"audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0, "guidance_rescale": 0.0}
     return options
@@ -87,7 +90,7 @@ def _unpack(family, hidden, shape):
         rows, columns = height // family.patch, width // family.patch
         tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
-    return hidden.reshape(1, channels, frames, height, width)
+    return hidden[:, :channels].reshape(1, channels, frames, height, width)  # others are for an image to begin with
 
 
 def _pack(family, pipeline, latents):

@@ -173,15 +173,15 @@ def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     return Gemma3ForConditionalGeneration(config).eval()
 
 
-def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
-    """A two-layer `Qwen2_5_VLForConditionalGeneration` with a one-layer vision tower."""
+def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> Any:
+    """A small `Qwen2_5_VLForConditionalGeneration` with a one-layer vision tower."""
     heads = hidden_size // 32
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": hidden_size,
             "intermediate_size": hidden_size * 2,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
             "max_position_embeddings": 2048,
