@@ -91,6 +91,8 @@ class Posterior:
     index: dict[str, int] = field(default_factory=dict)
     mean: tuple[float, ...] = ()
     covariance: tuple[tuple[float, ...], ...] = ()
+    _known: dict[tuple[str, ...], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+    """Of terms that were asked for: thousands of candidates share some dozens of such tuples."""
 
     def sigma(self, feature: str) -> float:
         """Prior sigma of a term."""
@@ -104,15 +106,20 @@ class Posterior:
 
     def log_factor(self, candidate: Candidate) -> float:
         """Expected log-residual."""
-        return sum(self.mean[self.index[name]] for name in features_of(candidate) if name in self.index)
+        return self._moments(features_of(candidate))[0]
 
     def uncertainty(self, candidate: Candidate) -> float:
         """One sigma of the log-residual."""
-        names = features_of(candidate)
-        known = [self.index[name] for name in names if name in self.index]
-        variance = sum(self.sigma(name) ** 2 for name in names if name not in self.index)
-        variance += sum(self.covariance[i][j] for i in known for j in known)
-        return math.sqrt(max(variance, 0.0))
+        return self._moments(features_of(candidate))[1]
+
+    def _moments(self, names: tuple[str, ...]) -> tuple[float, float]:
+        if (found := self._known.get(names)) is None:
+            known = [self.index[name] for name in names if name in self.index]
+            variance = sum(self.sigma(name) ** 2 for name in names if name not in self.index)
+            variance += sum(self.covariance[i][j] for i in known for j in known)
+            found = sum(self.mean[i] for i in known), math.sqrt(max(variance, 0.0))
+            self._known[names] = found
+        return found
 
     def tempered(self, weight: float) -> "Posterior":
         """As far as it holds for something else: terms there and here correlate by `weight` in [0, 1]."""

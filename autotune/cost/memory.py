@@ -1,6 +1,7 @@
 """Device memory of every phase of a job, broken down by what it is for; and the host's memory."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
@@ -191,23 +192,8 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         factor: calibration of the training step's allocated memory.
     """
     r = resident
-    kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
+    earlier, later = _around_training(r)
     weights = r.weight_bytes + r.buffer_bytes
-
-    def phase(name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
-        whole = {key: round(value) for key, value in parts.items()}
-        allocated = sum(whole.values())
-        rounding = round(r.waste_share * whole["weight_bytes"] + waste)
-        breakdown = MemoryBreakdown.model_construct(
-            None, **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
-        )
-        return PhaseMemory.model_construct(
-            name=name,
-            peak_memory_bytes=allocated + r.overhead_bytes + rounding,
-            allocated_memory_bytes=allocated,
-            breakdown=breakdown,
-        )
-
     step = {
         "saved_activation_bytes": composed.saved_bytes,
         "transient_bytes": composed.transient_bytes + r.library_bytes + r.gathered_bytes,
@@ -224,14 +210,46 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)
         correction -= step[part] - before
+    train = _phase(
+        r,
+        "train",
+        waste=waste,
+        weight_bytes=weights,
+        adapter_bytes=r.adapter_bytes,
+        optimizer_bytes=r.optimizer_bytes,
+        **step,
+    )
+    return (*earlier, train, *later)
+
+
+@lru_cache(maxsize=1024)
+def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
+    """The phases before training and those after it, which thousands of candidates have in common."""
+    kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
+    weights = r.weight_bytes + r.buffer_bytes
     forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes) + r.set_aside_bytes
     decoders = r.vae_bytes + r.decoder_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
     encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images
     return (
-        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
-        phase("cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
-        phase("train", waste=waste, weight_bytes=weights, **kept, **step),
-        phase("preview", weight_bytes=weights + decoders, **kept, transient_bytes=forward + r.library_bytes),
-        phase("save", weight_bytes=weights, **kept),
+        _phase(r, "load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
+        _phase(r, "cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
+    ), (
+        _phase(r, "preview", weight_bytes=weights + decoders, **kept, transient_bytes=forward + r.library_bytes),
+        _phase(r, "save", weight_bytes=weights, **kept),
+    )
+
+
+def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
+    whole = {key: round(value) for key, value in parts.items()}
+    allocated = sum(whole.values())
+    rounding = round(r.waste_share * whole["weight_bytes"] + waste)
+    breakdown = MemoryBreakdown.model_construct(
+        None, **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
+    )
+    return PhaseMemory.model_construct(
+        name=name,
+        peak_memory_bytes=allocated + r.overhead_bytes + rounding,
+        allocated_memory_bytes=allocated,
+        breakdown=breakdown,
     )

@@ -46,8 +46,8 @@ class Compile(Knob):
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
-        if candidate.compile != "off" and weight_format and weight_format.quantize and not weight_format.product_dtype:
-            return "compiling blocks around layers of this weight format has not been tried"
+        if candidate.compile != "off" and weight_format and weight_format.stand_in:
+            return "this weight format has kernels of its own, which torch.compile cannot trace"
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
@@ -55,6 +55,11 @@ class Compile(Knob):
         return Parity(choice, 0.05, reason) if choice == "block" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        if choice == "block":
+            # Sizes that are equal at the second shape would have to be so at all others.
+            torch.fx.experimental._config.use_duck_shape = False
+            # What both passes compute alike, weights of 8 bits that are cast, would be computed once and kept.
+            torch._functorch.config.cse = False
         for block in family.blocks(transformer):
             block._compiled_call_impl = CompiledBlock(block) if choice == "block" else None
 
@@ -64,9 +69,10 @@ class CompiledBlock:
 
     Left to itself torch compiles once more when another input's size is first seen to change, and all of it twice: what
     enters the first block needs no gradient. That made six graphs of three buckets and three lengths of captions, of
-    which two are left if that block runs uncompiled and the second shape stands for all others. FLUX.1 and Kandinsky 5
-    still make six: torch compiles anew for strides that it has not seen. A block is the first of its kind if its first
-    input, the stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets text that does.
+    which two are left if that block runs uncompiled and the second shape stands for all others. A block is the first of
+    its kind if its first input, the stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets
+    text that does. FLUX.1 made four more, for streams that are parts of another, with that one's strides; Kandinsky 5
+    and Wan one or two, for tables of positions whose sizes had happened to be equal.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -87,7 +93,15 @@ class CompiledBlock:
         shapes = tuple(getattr(leaf, "shape", leaf) for leaf in leaves)
         if self._first is None:
             self._first = shapes
+        inputs, named = torch.utils._pytree.tree_map_only(torch.Tensor, _in_order, (inputs, named))
         return (self._for_first if shapes == self._first else self._for_others)(*inputs, **named)
+
+
+def _in_order(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The tensor with the strides of one that is no part of another: torch compiles anew for others, even those of
+    dimensions of one."""
+    is_in_order = tensor.is_contiguous() and 1 not in tensor.shape
+    return tensor if is_in_order else tensor.flatten().view(tensor.shape)
 
 
 def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:

@@ -1,13 +1,16 @@
 """Steps through blocks compiled one by one learn what plain steps learn: adapters, masks, checkpointing and all."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from autotune.families.adapter import add_adapter
 from autotune.families.registry import get_family
 from autotune.knobs.compile import Compile, CompiledBlock
+from autotune.quantization.frozen_linear import quantize_int8
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, ModelSpec
 from autotune.training.loop import TrainingLoop
@@ -96,17 +99,53 @@ def test_buckets_and_captions_compile_a_block_at_most_twice(
         apply_settings(bench.trained, settings.changed(checkpointed_blocks=0))
 
 
-def test_text_that_is_learned_before_the_image_makes_no_other_graph(compiled: list[torch.fx.GraphModule]) -> None:
-    """The first visual block of Kandinsky 5 gets text with a gradient and an image without one."""
-    family = get_family("kandinsky5-image-lite")
-    config = {**family.transformer_config, **family.tiny_config, "num_text_blocks": 2, "num_visual_blocks": 3}
-    spec = ModelSpec(family=family.name, architecture="x", num_parameters=1, num_blocks=5, name="x")
-    work = workload(model=spec, text_padding="exact")
+DEPTHS = {
+    "flux1-dev": {"num_layers": 2, "num_single_layers": 3},
+    "kandinsky5-image-lite": {"num_text_blocks": 2, "num_visual_blocks": 3},
+    "wan-2.1": {"num_layers": 3},
+}
+"""Families whose streams are parts of others, or whose tables of positions are views, with several blocks of a kind."""
+
+
+@pytest.mark.quick(("flux1-dev", "1"))
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", DEPTHS)
+def test_parts_and_views_as_inputs_make_no_other_graph(
+    name: str, size: int, compiled: list[torch.fx.GraphModule]
+) -> None:
+    """Nor does Kandinsky 5's first visual block, which gets text with a gradient and an image without one."""
+    family = get_family(name)
+    config = {**family.transformer_config, **family.tiny_config, **DEPTHS[name]}
     transformer = family.build_transformer(config).requires_grad_(False)
+    num_blocks = len(family.blocks(transformer))
+    spec = ModelSpec(family=name, architecture="x", num_parameters=1, num_blocks=num_blocks, name="x")
+    work = workload(model=spec, text_padding="exact")
     add_adapter(family, transformer, work, torch.float32)
-    settings = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32", compile="block")
+    settings = Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32", compile="block")
     apply_knobs(family, transformer, settings, needs_reload=False)
-    bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=2)
-    samples = synthetic_samples(family, config, work, bucket, [7, 7], torch.float32)
-    Noising().loss(family, transformer, family.collate(samples), 0, 0)
-    assert len(compiled) == len(family.block_lists)
+    counts = []
+    for width, height, length in ((64, 64, 9), (128, 64, 7), (64, 192, 4)):
+        bucket = Bucket(width_px=width, height_px=height, num_frames=1, num_items=size)
+        samples = synthetic_samples(family, config, work, bucket, [length] * size, torch.float32)
+        Noising().loss(family, transformer, family.collate(samples), 0, 0)
+        counts.append(len(compiled) / len(family.block_lists))
+    assert counts == [1, 2, 2]
+
+
+def test_compiled_layers_on_8_bits_keep_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled FLUX.1 of int8 weights took more memory than in fp32."""
+    monkeypatch.setattr(
+        CompiledBlock, "backend", "aot_eager_decomp_partition"
+    )  # the graphs of inductor, run as they are
+    monkeypatch.setattr(torch._functorch.config, "cse", True)  # torch's own, put back afterwards
+    torch._dynamo.reset()
+    block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).requires_grad_(False)
+    for layer in (block[0], block[2]):
+        quantize_int8(layer)
+    Compile().apply(block, SimpleNamespace(blocks=lambda whole: [whole]), "block")  # type: ignore[arg-type]
+    given, kept = torch.randn(2, 64, 256, requires_grad=True), {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        out = block(given)
+    out.sum().backward()
+    stored = {parameter.data_ptr() for parameter in block.parameters()}
+    assert sum(t.nbytes for address, t in kept.items() if address not in stored) == 4 * 128 * 1024, "what GELU got"
