@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -92,7 +93,7 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK") or Progress.is_verbose:
-            raise
+            sys.stderr.write(_hide_logins("".join(traceback.format_exception(error))))
         explained = explain(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
@@ -138,8 +139,11 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _hide_logins(text: str) -> str:
-    """`text` with `***` for what may be a name and a password in something like a URL: mistyped ones come to here."""
-    return re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
+    """`text` with `***` for what may be a name and a password, or a token, in something like a URL: mistyped ones come
+    to here."""
+    text = re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
+    text = re.sub(r"\b([A-Za-z][\w+.-]+:[/\\]+[^\s?#;]*)[?#;]\S+?(?=[\"'),.:]*(\s|$))", r"\1***", text)
+    return re.sub(r"[^\s'\"/=]+:[^\s/]*@(?=\w)", "***@", text)
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:

@@ -121,9 +121,12 @@ def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] 
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command with throughput in place of an objective that only a measurement serves."""
+    """The words of a command with throughput in place of an objective that only a measurement serves, and without a
+    search that is shared, whose URL may hold a password: a prediction shares nothing."""
     kept: list[str] = []
-    for word in words:
+    for before, word in zip(("", *words), words, strict=False):
+        if word.startswith("--join") or before == "--join":
+            continue
         is_value = bool(kept) and kept[-1] == "--objective" and word == "energy"
         kept.append("throughput" if is_value else word.replace("--objective=energy", "--objective=throughput"))
     return kept

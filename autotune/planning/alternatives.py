@@ -38,21 +38,28 @@ def min_required_bytes(candidates: Sequence[Candidate], cost: CostModel, *, caut
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """The space without candidates that keep more on the host, in all its processes, than it has memory left."""
+    """The space without candidates that keep more on the host, in all its processes, than it has memory left; if
+    all do, those that keep least."""
     host, number = cost.hardware.host, cost.parallel.processes_per_node
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
     fitting: list[Candidate] = []
-    beyond: list[Candidate] = []
+    beyond: dict[Candidate, int] = {}
     for each in space.candidates:
         stays = not each.swapped_blocks and not each.offloaded_inputs and each.modulation != "ahead"
-        (fitting if stays or number * cost.host_memory_bytes(each) <= room else beyond).append(each)
+        if stays or (needed := number * cost.host_memory_bytes(each)) <= room:
+            fitting.append(each)
+        else:
+            beyond[each] = needed
+    if not fitting:  # whatever is pinned takes so much: then as little as can be
+        least = min(beyond.values(), default=0)
+        fitting = [each for each, needed in beyond.items() if needed == least]
     max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
     min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
     first = max(max_fitting + 1, min_beyond)
     dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= first}
-    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
+    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting))
 
 
 def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.reporting.text import memory_text, seconds_text, wrapped
+from autotune.reporting.text import memory_text, seconds_text, uncertainty_text, wrapped
 from autotune.schema import Estimate, TrialResult
 from autotune.trainers import Audit
 
@@ -87,14 +87,15 @@ def _column(estimate: Estimate | None) -> list[str]:
     if estimate is None:
         return ["nothing fits", *["-"] * 6]
     prediction = estimate.prediction
+    doubt = uncertainty_text(prediction.time_uncertainty)
     neediest = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
     return [
-        f"{estimate.step_seconds:.3f}",
+        f"{estimate.step_seconds:.3f}{doubt}",
         f"{prediction.images_per_second:.2f}",
         memory_text(prediction.required_memory_bytes),
         memory_text(estimate.budget_bytes),
         neediest.name,
-        seconds_text(estimate.job.total_seconds),
+        f"{seconds_text(estimate.job.total_seconds)}{doubt}",
         "yes" if estimate.fits else f"no: {neediest.name}",
     ]
 

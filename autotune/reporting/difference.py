@@ -4,11 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.knobs import KNOBS
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
 from autotune.schema import TrainingPlan
 
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
 """How names end whose values are compared by their ratio; others, such as a rank, are chosen, not measured."""
+TIMES = ("step_seconds", "run_seconds")
+"""Names of values that a plan may have predicted, as uncertain as it says."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,9 @@ class Difference:
     first: str | int | float | None
     second: str | int | float | None
     ratio: float | None = None
+    first_uncertainty: float | None = None
+    """Standard error of `first`, as a share of it, if it is a time that was predicted."""
+    second_uncertainty: float | None = None
 
 
 def differences(
@@ -26,8 +31,13 @@ def differences(
 ) -> tuple[Difference, ...]:
     """What differs, in the order of a plan's report. Units are in the names."""
     ours, theirs = list(_facts(first, price_per_hour)), list(_facts(second, price_per_hour))
+    doubts = [plan.frozen.expected.time_uncertainty for plan in (first, second)]
     return tuple(
-        Difference(name, a, b, b / a if name.endswith(QUANTITIES) and a and b is not None else None)  # type: ignore[operator]
+        Difference(
+            *(name, a, b),
+            b / a if name.endswith(QUANTITIES) and a and b is not None else None,  # type: ignore[operator]
+            *(doubts if name in TIMES else ()),
+        )
         for (name, a), (_, b) in zip(ours, theirs, strict=True)
         if a != b
     )
@@ -61,7 +71,8 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
     if not found:
         return ["the plans do not differ"]
     return [
-        f"{_title(item.name):<24} {_shown(item.name, item.first):>20} -> {_shown(item.name, item.second):<20}"
+        f"{_title(item.name):<24} {_shown(item.name, item.first) + uncertainty_text(item.first_uncertainty):>20} -> "
+        f"{_shown(item.name, item.second) + uncertainty_text(item.second_uncertainty):<20}"
         f"{'' if item.ratio is None else _times(item.ratio)}".rstrip()
         for item in found
     ]

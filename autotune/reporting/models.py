@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from autotune.families import LEVERS, FetchedModel
 from autotune.planning import ModelSummary
-from autotune.reporting.text import memory_text, seconds_text, wrapped
+from autotune.reporting.text import memory_text, seconds_text, uncertainty_text, wrapped
 
 UNVERIFIED = "* built from diffusers' classes: not compared with a published size"
 
@@ -12,7 +12,7 @@ UNVERIFIED = "* built from diffusers' classes: not compared with a published siz
 def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
     """A line for each model: kind, size, and its license or, for a GPU, what that is predicted to do with it; then the
     settings that a plan would choose there."""
-    title = f"{'per step':>12}{'run memory':>14}" if hardware else "  license"
+    title = f"{'per step':>17}{'run memory':>14}" if hardware else "  license"
     about = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
     lines = [*about, f"{'name':<26}{'kind':<6}{'parameters':>11} {title}"]
     for model in models:
@@ -59,8 +59,9 @@ def _rest(model: ModelSummary, is_for_gpu: bool) -> str:
     if model.prediction is None:
         return "  not computed ahead: use autotune plan"
     if model.prediction.step_seconds is None:
-        return f"{'does not fit':>12}"
-    return f"{seconds_text(model.prediction.step_seconds):>12}{memory_text(model.prediction.run_memory_bytes):>14}"
+        return f"{'does not fit':>17}"
+    took = seconds_text(model.prediction.step_seconds) + uncertainty_text(model.prediction.time_uncertainty)
+    return f"{took:>17}{memory_text(model.prediction.run_memory_bytes):>14}"
 
 
 def fetched_lines(model: FetchedModel) -> list[str]:

@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from autotune.errors import InvalidInput
+from autotune.runtime.urls import SCHEME
+
 PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 """Pattern for files that `atomic_write` was writing when its process was killed."""
 
@@ -20,7 +23,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
     The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be synced, before this
     returns.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = _new_part(path)
     try:
         yield part
@@ -71,6 +73,9 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def _new_part(path: Path) -> Path:
+    if SCHEME.match(str(path)):  # a folder would be made that is called like it, login and all
+        raise InvalidInput("files are written to this machine, not to a URL", hint="name a file in one of its folders")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # if /dev/null were replaced, it would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
@@ -83,7 +88,6 @@ def _new_part(path: Path) -> Path:
 
 def require_writable(path: Path) -> None:
     """Check before long work that `atomic_write` will be able to write `path`. Raises OSError if it will not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _new_part(path).unlink()
 
 

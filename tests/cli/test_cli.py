@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from autotune.api.amounts import memory_bytes
 from autotune.cli.app import _fail, app
 from autotune.cli.options import JobOptions, option_of
+from autotune.cli.output import Progress
 from autotune.cli.terminal import show_events
 from autotune.errors import InvalidInput
 from autotune.runtime.process import limit_thread_spinning
@@ -120,6 +121,30 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(
     assert (told["hint"], told["exit_status"]) == (hint, process.returncode)
     assert told["error"] in process.stderr
     assert not autotune_here(capfd, *words.replace("--json", "").split()).stdout
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "plan --model qwen-image --join postgresql+psycopg://host/db?password=hunter2",
+        "plan --model qwen-image --join=me:hunter2@host/db",
+        "weights inspect https://hub.example/a.safetensors?token=hunter2",
+        "weights inspect me:hunter2@hub.example",
+        "profiles export https://me:hunter2@host/x",
+        "--verbose profiles show https://me:hunter2@host/x",
+    ],
+)
+def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Progress, "is_verbose", False)
+    process = autotune_here(capfd, *typed.split())
+    assert process.returncode in (2, 3)
+    assert "hint: " in process.stderr
+    assert ("Traceback" in process.stderr) == ("--verbose" in typed)
+    assert "hunter2" not in process.stdout + process.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")

@@ -61,6 +61,8 @@ def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     assert [candidate.swapped_blocks for candidate in space.candidates] == list(range(44))
     refused = [item for item in space.rejected["swapped_blocks"] if "of the host" in item.reason]
     assert [item.choice for item in refused] == [49, 48, 47, 46, 45, 44]
+    too_many = replace(case.space, candidates=every[45:])  # as if fewer were excluded
+    assert drop_beyond_host(too_many, case.cost).candidates == every[45:46]
 
 
 def test_a_prediction_for_other_hardware_shows_the_progress_of_its_work() -> None:

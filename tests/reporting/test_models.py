@@ -47,6 +47,7 @@ def test_with_hardware_lines_say_what_fits_and_how_fast():
     assert sum("does not fit" in line for line in lines) == len(known) - len(fitting)
     assert expected.settings
     assert lines[[line.split()[0] for line in lines].index("flux1-dev") + 1].strip() in expected.settings.label()
+    assert sum(" s ±" in line for line in lines) == len(fitting)
     missing = models["flux1-dev"].model_copy(update={"prediction": None})
     assert "not computed" in model_lines([missing], "v100-pcie-16gb")[2]
 

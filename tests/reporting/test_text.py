@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from autotune.cli.terminal import err, out
+from autotune.reporting.difference import difference_lines, differences
+from autotune.reporting.page.build import build_page
+from autotune.reporting.page.subjects import PlanSubject
 from autotune.reporting.plan import (
     TRIAL_HEADER,
     full_settings_lines,
@@ -30,7 +33,7 @@ from autotune.reporting.text import (
     wrapped,
 )
 from autotune.schema import Candidate, PhaseMemory, Prediction, TrialResult
-from tests.reporting.page.pages import golden_plan, run_report
+from tests.reporting.page.pages import golden_plan, plan_subject, run_report
 
 
 @pytest.mark.parametrize(
@@ -154,3 +157,18 @@ def test_where_encoders_run_is_not_told_of_the_text_encoder_alone() -> None:
     caching = plan.frozen.caching.changed(vae_device="cpu")
     plan = plan.changed(frozen=plan.frozen.changed(caching=caching))
     assert full_settings_lines(plan)[-1] == "encoders       training device, as they are, VAE on cpu"
+
+
+def test_a_predicted_plan_beside_another_is_as_uncertain_as_it_says() -> None:
+    measured = golden_plan()
+    frozen = measured.frozen
+    expected = frozen.expected.changed(evidence="predicted", time_uncertainty=0.62, step_seconds=3600.0)
+    predicted = measured.changed(frozen=frozen.changed(expected=expected))
+    found = differences(measured, predicted)
+    (step,) = (line for line in difference_lines(found) if line.startswith("step "))
+    assert f"{seconds_text(frozen.expected.step_seconds)} -> 1 h 00 min ±62% " in step
+    assert [(one.first_uncertainty, one.second_uncertainty) for one in found if one.name == "run_seconds"] == [
+        (None, 0.62)
+    ]
+    page = build_page([plan_subject(), PlanSubject.of_plan("predicted", predicted)], "1")
+    assert ">1 h 00 min ±62%</td>" in page

@@ -8,7 +8,7 @@ from autotune.reporting.page.plan_view import plan_sections
 from autotune.reporting.page.run_view import run_sections
 from autotune.reporting.page.subjects import PlanSubject, RunSubject, Subject
 from autotune.reporting.plan import describe_changes, settings_items
-from autotune.reporting.text import loss_text, memory_text, seconds_text
+from autotune.reporting.text import loss_text, memory_text, seconds_text, uncertainty_text
 
 
 def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
@@ -71,11 +71,13 @@ def _subtitle(plan: PlanSubject) -> str:
 def _comparison(pairs: Sequence[tuple[Subject, PlanSubject]]) -> Element:
     """What differs, a column for each subject."""
     plans = [plan for _, plan in pairs]
+    expected = [plan.expected for plan in plans]
+    times = [seconds_text(each.step_seconds) + uncertainty_text(each.time_uncertainty) for each in expected]
     rows: list[list[Child]] = [
         ["device", *(plan.device_name for plan in plans)],
         ["evidence", *(plan.expected.evidence for plan in plans)],
         ["speed", *(f"{plan.expected.images_per_second:.3g} images/s" for plan in plans)],
-        ["step time", *(seconds_text(plan.expected.step_seconds) for plan in plans)],
+        ["step time", *times],
         ["run memory", *(memory_text(plan.expected.required_memory_bytes) for plan in plans)],
         ["budget", *(memory_text(plan.budget_bytes) for plan in plans)],
     ]
