@@ -80,18 +80,23 @@ class Encoders:
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
             parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
-            parts["vae"], folder = self.load_vae(vae_device), self.model.weights
-            try:
-                pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, **parts)
-            except Exception as error:  # tokenizers and schedulers raise anything for damaged files
-                if is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-                raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
+            parts["vae"] = self.load_vae(vae_device)
+            pipeline = self.build_pipeline(torch_dtype=self.dtype, **parts)
             pipeline.encode_prompt = run_on_device(pipeline.encode_prompt, self._text_device, self.device)
             self._pipeline = pipeline
         self._pipeline.vae.to(vae_device)
         return self._pipeline
+
+    def build_pipeline(self, **parts: Any) -> Any:
+        """The stock pipeline with these components. Raises InvalidInput if one of its files is damaged."""
+        folder = self.model.weights
+        try:
+            return self.model.family.load_pipeline(folder, **parts)
+        except Exception as error:  # tokenizers and schedulers raise anything for damaged files
+            if is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+            raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
 
     def load_vae(self, device: torch.device) -> nn.Module:
         """The pipeline's VAE if it is loaded, or else a new one on `device`."""

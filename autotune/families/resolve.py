@@ -81,7 +81,7 @@ class ResolvedModel:
     def noise(self) -> NoiseProcess:
         """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput if that is unusable."""
         path = self.config_folder / "scheduler" / "scheduler_config.json" if self.config_folder else None
-        if path is None or not path.exists():
+        if path is None:
             return self.family.noise
         return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
 
@@ -335,6 +335,7 @@ def _resolve_folder(folder: Path, name: str, revision: str | None = None, expert
                 f"the model folder {folder} is incomplete: it has no {part}/",
                 hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
             )
+        weights.require_bounded(folder / part)
     config = public_config(read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
     return ResolvedModel(family, config, name, folder if is_complete else None, config_folder=folder, revision=revision)

@@ -120,7 +120,9 @@ def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
                 f"there is no driver for this storage: {error.__cause__ or error}",
                 hint="for PostgreSQL: pip install 'lora-autotune[postgres]', and a URL that begins postgresql+psycopg://",
             ) from None
-        except ArgumentError:
+        except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
+            if isinstance(error, ValueError) and location.server_url is None:
+                raise
             raise InvalidInput(
                 "SQLAlchemy cannot read the URL of the shared search",
                 hint="write it like postgresql+psycopg://user:password@host/database",

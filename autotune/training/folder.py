@@ -140,10 +140,12 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     if (report := read_report(folder)) and _changed_fields(folder, plan) == []:
+        is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
+        longer = "train longer: add --resume --steps NUMBER; " if is_open_ended else ""
         raise InvalidInput(
             f"{folder} holds this very run, finished after {report.num_steps} steps",
-            hint=f"look at it: autotune sample {folder} --prompt TEXT; train longer: add --resume --steps NUMBER; "
-            "train anew: choose another folder with --output",
+            hint=f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: choose another folder with "
+            "--output",
         )
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")

@@ -5,6 +5,7 @@ down, so TensorBoard's own writer is used.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
     from torch.utils.tensorboard import SummaryWriter
 
+    _mute_writers()
     # TensorBoard drops steps after the checkpoint, which the start that died may have logged.
     writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
 
@@ -181,6 +183,19 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
         writer.file_writer.add_summary(Summary(value=pictures), step)
 
     return Tracker(log, show, writer.close)
+
+
+def _mute_writers() -> None:
+    """Let no failure of TensorBoard's threads be printed: the next call raises it, and then it is told in a line."""
+    others = threading.excepthook
+    if others.__module__ == __name__:
+        return
+
+    def show_failure(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            others(failure)
+
+    threading.excepthook = show_failure
 
 
 TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {

@@ -147,8 +147,7 @@ class PreviewSampler:
             name: self._with_device(self.encoders.load_streamed(name, self.encoders.denoiser_dtype))
             for name in family.other_denoisers
         }
-        self.pipeline = family.load_pipeline(
-            self.model.weights,
+        self.pipeline = self.encoders.build_pipeline(
             torch_dtype=self.dtype,
             vae=self.encoders.load_vae(torch.device("cpu")),
             **{family.denoiser: transformer, **others, **dict.fromkeys(family.text_encoders)},

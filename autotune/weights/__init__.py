@@ -15,7 +15,13 @@ if TYPE_CHECKING:
         limit_tensors,
     )
     from autotune.weights.components import build_empty_component, check_part, load_component
-    from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config, read_model_index
+    from autotune.weights.configs import (
+        DOWNLOAD_AGAIN,
+        component_class,
+        read_config,
+        read_model_index,
+        require_bounded,
+    )
     from autotune.weights.errors import BadWeights, MissingWeights
     from autotune.weights.file_parts import has_part
     from autotune.weights.files import read_header

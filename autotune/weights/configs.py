@@ -23,6 +23,8 @@ MAX_BLOCKS = 1000
 """Far above any model, as the length of a list too; building so many takes some seconds."""
 MAX_INTEGER = 1 << 24
 """Above any size in a configuration: constructors fill tables of so many numbers."""
+MAX_TOKENIZER_BYTES = 64 << 20
+"""For each file of a tokenizer, which its library reads as a whole; the largest of a known model has 33 MB."""
 BUILT_IN_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and of experts, in transformers itself. Any other name may be that of a repository, whose native code
 transformers would fetch and load; so may `flash_attention_2`, if the package is not installed."""
@@ -55,6 +57,19 @@ def read_config(path: Path) -> dict[str, Any]:
                 hint="delete that line, or use the published model: code from elsewhere is never run",
             )
     return data
+
+
+def require_bounded(component: Path) -> None:
+    """Look at the files of a component that have no weights, before a library reads them as a whole.
+
+    Raises InvalidInput if a scheduler's configuration cannot be read, or a file of a tokenizer or processor is too
+    large.
+    """
+    if component.name == "scheduler":
+        read_config(component / "scheduler_config.json")
+    for path in component.iterdir() if component.name.startswith(("tokenizer", "processor")) else ():
+        if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise InvalidInput(f"{path} is larger than any tokenizer's files", hint=DOWNLOAD_AGAIN)
 
 
 def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

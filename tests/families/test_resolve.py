@@ -190,6 +190,20 @@ def test_what_never_ends_is_not_read(folder, name, content):
         read_config(path) if name.endswith("config.json") else open_weights(path.parent)
 
 
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "tokenizer/any.model", "scheduler/scheduler_config.json"])
+def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
+    (folder / name).write_bytes(b"")
+    os.truncate(folder / name, 20 << 30)
+    with pytest.raises(InvalidInput, match="larger than"):
+        resolve_model(str(folder))
+
+
+def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(folder):
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(InvalidInput, match="cannot read"):
+        resolve_model(str(folder))
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # that is how such a model is built
 @pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
 def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):

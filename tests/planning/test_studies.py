@@ -25,7 +25,7 @@ from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
 from autotune.search.location import StudyLocation
-from autotune.search.storage import open_study, translate_storage_errors
+from autotune.search.storage import check_storage, open_study, translate_storage_errors
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
@@ -410,6 +410,11 @@ def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> Non
     assert PASSWORD not in words
     assert "p%40ss" not in words
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_a_port_that_is_no_number_is_told_before_long_work() -> None:
+    with pytest.raises(InvalidInput, match="cannot read the URL"):
+        check_storage(StudyLocation("x", "postgresql+psycopg://me:word@[::1/db"))
 
 
 def test_a_study_of_a_newer_optuna_is_told_as_such(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # Python would print a traceback
 @pytest.mark.parametrize("is_there", [True, False])
 def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool) -> None:
-    """The folder is replaced by a file: TensorBoard's thread finds it gone, and raises at one of the next points."""
+    """The folder vanishes, or was a file: TensorBoard's thread finds it so, and raises at one of the next points."""
     warnings: list[str] = []
     curves = tmp_path / "tensorboard"
     if not is_there:

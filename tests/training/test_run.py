@@ -410,14 +410,16 @@ def test_a_folder_in_use_is_refused(
         prepare(bench.plan(output=str(tmp_path / "file" / "out")), bench.hardware, resume=False)
 
 
+@pytest.mark.parametrize(("schedule", "can_be_longer"), [("constant", True), ("cosine", False)])
 def test_a_finished_run_that_is_started_again_is_recognized(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, can_be_longer: bool
 ) -> None:
-    plan = bench.plan(num_steps=1, output=str(tmp_path))
+    plan = bench.plan(num_steps=1, output=str(tmp_path), lr_scheduler=schedule)
     report = train(plan, bench.hardware, bench.cache)
     with pytest.raises(InvalidInput, match="this very run, finished after 1 steps") as refused:
         train(plan, bench.hardware, bench.cache)
     assert f"autotune sample {tmp_path} --prompt TEXT" in refused.value.hint
+    assert ("--resume --steps" in refused.value.hint) == can_be_longer
     monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
     told: list[str] = []
     assert train(plan, bench.hardware, bench.cache, notices_to(told.append), resume=True) == report
