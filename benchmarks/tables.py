@@ -6,7 +6,7 @@ Mid-size models of five families with random weights. Time is the process's own 
 machine counts little. Configurations run in an order drawn at random, since the machine's speed drifts; what is clearly
 slower than the best so far takes one timed step. The same settings differ by a tenth from one measurement to the next,
 and no optimum should be luck: of those that fit under each cap on memory that `search.py` sets, the faster third runs
-again, and whatever is then among the fastest few runs five times. First line: machine, workload and transformer; then
+three times, and whatever is then among the fastest six nine times. First line: machine, workload and transformer; then
 one measurement per line, as it is made: a run that was cut goes on.
 """
 
@@ -43,8 +43,8 @@ from autotune.search.space import build_search_space
 FOLDER = Path(__file__).parent / "results" / "tables"
 CLEARLY_SLOWER = 1.5
 """Times the best median: one timed step is enough."""
-NUM_FASTEST = 4
-NUM_RUNS = 5
+NUM_FASTEST = 6
+NUM_RUNS = 9
 """Of each of the fastest few."""
 
 
@@ -155,7 +155,7 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     candidates = configurations(table, hardware, workload)
     add(candidates, 1)
     faster = fastest_under_caps(merged(trials[: len(candidates)]), lambda number: number // 3)
-    add([candidate for candidate in candidates if candidate in faster], 2)
+    add([candidate for candidate in candidates if candidate in faster], 3)
     while True:
         runs = Counter(trial.candidate for trial in trials)
         fastest = fastest_under_caps(merged(trials), lambda number: NUM_FASTEST)

@@ -76,9 +76,14 @@ class Noising:
         """Mean loss of a micro-batch whose first image is at `position` of its step."""
         clean = batch["latents"]
         draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
-        noise = torch.stack([noise for noise, _ in draws]).to(clean)
-        levels = torch.tensor([level for _, level in draws], device=clean.device)
+        noise = _send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
+        levels = _send(torch.tensor([level for _, level in draws]), clean.device)
         return denoising_loss(family, transformer, batch, noise, levels, self.process, self.weighting)
+
+
+def _send(drawn: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`; from page-locked memory to a GPU, for else the host would wait until it has done all before."""
+    return (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:
