@@ -86,7 +86,7 @@ def report_lines(report: RunReport) -> list[str]:
     return [part for line in lines for part in wrapped(line)]
 
 
-def after_training_lines(report: RunReport, output: Path, report_to: str) -> list[str]:
+def after_training_lines(report: RunReport, output: Path, report_to: str, *, has_page: bool) -> list[str]:
     """Where the adapter is, and the commands that come next."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
@@ -95,7 +95,7 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
         convert = ["cp", adapter, converted]
     return [
         f"{'adapter':<15}{output / report.adapter}",
-        f"{'report':<15}{output / PAGE_FILE}",
+        *([f"{'report':<15}{output / PAGE_FILE}"] if has_page else ()),
         *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
         *titled_command("for ComfyUI", convert),
         *(titled_command("curves", ["tensorboard --logdir", folder]) if report_to == "tensorboard" else ()),

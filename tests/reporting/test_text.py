@@ -96,7 +96,7 @@ def test_a_titled_command_can_be_copied_from_its_lines() -> None:
 def test_what_comes_after_planning_and_training_fits_a_terminal() -> None:
     plan, deep = golden_plan(), Path("a-folder/for-my-adapters/with-a-long-name")
     lines = train_hint(plan, deep / "plan.yaml").split("\n") + variant_lines([plan, plan], deep / "plan.yaml")
-    lines += after_training_lines(run_report(plan), deep, "tensorboard")
+    lines += after_training_lines(run_report(plan), deep, "tensorboard", has_page=True)
     assert not [line for line in lines if len(line) > WIDTH and str(deep) not in line]
     assert any(line.startswith("written to ") and line.endswith("plan.yaml") for line in lines)
 
