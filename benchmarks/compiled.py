@@ -46,8 +46,13 @@ def measure(name: str, weight_format: str, *, compiles: bool) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     family, config, workload = FAMILIES[name], MID[name], workload_of(name)
-    settings = {"quantization": weight_format, "precision": "fp32", "compile": "block" if compiles else "off"}
-    candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0, **settings)
+    candidate = Candidate(
+        micro_batch_size=2,
+        checkpointed_blocks=0,
+        quantization=weight_format,
+        precision="fp32",
+        compile="block" if compiles else "off",
+    )
     transformer, adapter = build(family, config, workload, candidate)
 
     def micro_batch(shape: tuple[int, int, int]) -> float:
@@ -82,7 +87,8 @@ def main() -> None:
     parser.add_argument("--one", choices=("not compiled", "compiled"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(*arguments.families, arguments.formats, compiles=arguments.one == "compiled")))
+        (name,) = arguments.families
+        print(json.dumps(measure(name, arguments.formats, compiles=arguments.one == "compiled")))
         return
     for name in arguments.families:
         for weight_format in arguments.formats.split(","):

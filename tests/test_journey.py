@@ -70,7 +70,7 @@ def test_training_left_a_page_about_the_run_and_says_where(journey: Journey) -> 
     page = (journey.result / "report.html").read_text()
     assert "finished: " in page
     assert "Limited by" in page
-    assert page.count("data:image/") >= 3, "a preview, and pictures without and with the adapter"
+    assert page.count('<img src="data:image/') >= 3, "a preview, and pictures without and with the adapter"
     assert f"report         {journey.result / 'report.html'}" in journey.process.stdout
 
 

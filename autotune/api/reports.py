@@ -9,7 +9,7 @@ from pathlib import Path
 from autotune.api.records import find_record
 from autotune.api.run_pictures import read_comparisons, read_previews
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
-from autotune.reporting import PAGE_FILE, PlanSubject, RunSubject, Subject, build_page
+from autotune.reporting import PAGE_FILE, PlanSubject, RunSubject, Subject, build_page, has_plotly
 from autotune.runtime import __version__, read_bounded, write_text_atomic
 from autotune.schema import (
     RUN_PLAN_FILE,
@@ -32,8 +32,8 @@ MAX_METRICS_BYTES = 64 << 20
 MAX_REPORT_BYTES = 8 << 20
 MAX_SUBJECTS = 8
 MAX_STEP = 10**9
-PICTURE_BYTES = 5 << 20
-"""Encoded pictures of all runs on a page."""
+PICTURE_BYTES = 3 << 19
+"""Encoded pictures of all runs on a page, of which plotly takes 4.8 MB."""
 PAGE_SHARE = 0.01
 """Of a run's time, what may go into pages of the run as it stands; the page at its end comes on top."""
 RECORD_NAME = re.compile(r"[0-9a-fA-F]{4,64}")
@@ -51,8 +51,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
         the file.
 
     Raises:
-        InvalidInput: nothing is named, something is neither of the three, or the page cannot be written, or only in
-            place of what it shows or of another file of a run.
+        InvalidInput: the extra `report` is not installed, nothing is named, something is neither of the three, or the
+            page cannot be written, or only in place of what it shows or of another file of a run.
         InvalidPlan: a file is no valid plan.
 
     Example:
@@ -227,6 +227,9 @@ class RunPage:
         self.folder, self.on_event, self.clock = folder, on_event, clock
         self.has_trained = False
         self.next_at = clock()
+        if not has_plotly():
+            install = "plotly, which draws it, is not installed: pip install 'lora-autotune[report]'"
+            on_event(Notice(text=f"no {PAGE_FILE}: {install}", level="warning"))
 
     def __call__(self, event: Event) -> None:
         """Pass the event on; after previews write the page anew, unless it was just written."""
@@ -238,7 +241,9 @@ class RunPage:
             self.next_at = ended_at + (ended_at - started_at) / PAGE_SHARE
 
     def write(self) -> None:
-        """Write the page; tell once if that is not possible."""
+        """Write the page; if that fails tell why, but of missing plotly it was told at the start."""
+        if not has_plotly():
+            return
         try:
             report(self.folder, path=self.folder / PAGE_FILE)
         except Exception as error:  # whatever a file in the folder holds, the run is worth more than its page

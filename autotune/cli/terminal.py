@@ -33,6 +33,7 @@ from autotune import (
 from autotune.reporting import (
     PAGE_FILE,
     TRIAL_HEADER,
+    has_plotly,
     job_line,
     note_text,
     prediction_lines,
@@ -163,7 +164,8 @@ class EventDisplay:
     def _start_run(self, plan: TrainingPlan) -> None:
         self.promised_bytes = plan.frozen.expected.required_memory_bytes
         self._print(job_line(plan))
-        self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")
+        if has_plotly():
+            self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")
 
     def _trial(self, result: TrialResult) -> None:
         if not self.trials:

@@ -76,8 +76,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
         return
     loader = next(model.adapter_loader for model in autotune.list_models() if model.family == family)
-    lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to, loader)
-    print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
+    has_page = (output / reporting.PAGE_FILE).is_file()
+    after = reporting.after_training_lines(report, output, planned.report_to, loader, has_page=has_page)
+    print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), *after])
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)
     if options.push_to_hub is not None:
@@ -104,7 +105,9 @@ def _require_success(report: "autotune.RunReport") -> None:
     if report.failures:
         for failure in report.failures:
             print_remark(f"error: {failure}")
-        print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
+        print_remark(
+            "hint: look at the run: autotune report FOLDER; a lower --learning-rate or more --steps often help"
+        )
         raise typer.Exit(1)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autotune.reporting.models import fetched_lines, lever_markdown, model_lines
     from autotune.reporting.origins import origin_lines, user_values_line
     from autotune.reporting.page.build import build_page
+    from autotune.reporting.page.html import has_plotly
     from autotune.reporting.page.subjects import (
         Comparison,
         Picture,

@@ -89,7 +89,7 @@ def report_lines(report: RunReport) -> list[str]:
 USUAL_LOADER = "load_lora_weights"
 
 
-def after_training_lines(report: RunReport, output: Path, report_to: str, loader: str) -> list[str]:
+def after_training_lines(report: RunReport, output: Path, report_to: str, loader: str, *, has_page: bool) -> list[str]:
     """Where the adapter is, and the commands that come next; `loader` as `ModelSummary.adapter_loader`, which is told
     if it is not the usual one."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
@@ -99,7 +99,7 @@ def after_training_lines(report: RunReport, output: Path, report_to: str, loader
         convert = ["cp", adapter, converted]
     return [
         f"{'adapter':<15}{output / report.adapter}",
-        f"{'report':<15}{output / PAGE_FILE}",
+        *([f"{'report':<15}{output / PAGE_FILE}"] if has_page else ()),
         *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
         *([f"{'for diffusers':<15}pipeline.{loader}({adapter!r})"] if loader != USUAL_LOADER else ()),
         *titled_command("for ComfyUI", convert),

@@ -62,7 +62,7 @@ def test_a_plan_a_run_and_a_record_are_told_apart(run: Path, tmp_path: Path) -> 
 
 def test_the_page_of_a_run_lies_in_its_folder(run: Path) -> None:
     assert autotune.report(run) == run / PAGE_FILE
-    assert (run / PAGE_FILE).read_text().count("data:image/") == 4
+    assert (run / PAGE_FILE).read_text().count('<img src="data:image/') == 4
 
 
 def test_other_pages_lie_in_this_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +255,18 @@ def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails
     assert len(seen) == 4 + 1
     (notice,) = [event for event in seen if isinstance(event, Notice)]
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
+
+
+def test_without_plotly_a_run_is_told_once_that_it_has_no_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "has_plotly", lambda: False)
+    seen: list[Event] = []
+    page = RunPage(run, seen.append, clock=lambda: 0.0)
+    page(PreviewsWritten(step=25))
+    page.write()
+    (notice,) = [event for event in seen if isinstance(event, Notice)]
+    assert notice.text.startswith("no report.html: plotly")
+    assert "pip install 'lora-autotune[report]'" in notice.text
+    assert not (run / PAGE_FILE).exists()
 
 
 def test_pages_take_a_small_share_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

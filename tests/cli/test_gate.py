@@ -69,4 +69,4 @@ def test_only_the_gate_makes_it_fail(
     assert done.returncode == status
     assert "pytorch_lora_weights.safetensors" in done.stdout, "the report is printed all the same"
     assert ("error: " in done.stderr) is bool(status)
-    assert ("hint: look at the run's report.html" in done.stderr) is bool(status)
+    assert ("hint: look at the run: autotune report" in done.stderr) is bool(status)

@@ -100,9 +100,9 @@ def test_what_comes_after_planning_and_training_fits_a_terminal() -> None:
     plan, deep = golden_plan(), Path("a-folder/for-my-adapters/with-a-long-name")
     lines = train_hint(plan, deep / "plan.yaml").split("\n") + variant_lines([plan, plan], deep / "plan.yaml")
     trained = run_report(plan), deep, "tensorboard"
-    lines += after_training_lines(*trained, "load_lora_weights")
+    lines += after_training_lines(*trained, "load_lora_weights", has_page=True)
     assert not any("load_lora" in line for line in lines)
-    (told,) = set(after_training_lines(*trained, "transformer.load_lora_adapter")) - set(lines)
+    (told,) = set(after_training_lines(*trained, "transformer.load_lora_adapter", has_page=True)) - set(lines)
     assert told == f"for diffusers  pipeline.transformer.load_lora_adapter('{deep / run_report(plan).adapter}')"
     assert not [line for line in lines if len(line) > WIDTH and str(deep) not in line]
     assert any(line.startswith("written to ") and line.endswith("plan.yaml") for line in lines)

@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from xml.etree.ElementTree import Element, tostring
 
+from autotune.errors import InvalidInput
 from autotune.reporting.text import printable_lines
 
 MIN_STACKED = 5
@@ -76,8 +78,12 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str,
 
 
 def document(title: str, *body: Child) -> str:
-    """The whole page. Its policy lets it ask for nothing and run no script but its own."""
-    style, script = _asset("page.css"), _asset("page.js")
+    """The whole page. Its policy lets it ask for nothing and run no script but its own, in which plotly is once.
+
+    Raises:
+        InvalidInput: the extra `report` is not installed.
+    """
+    style, script = _asset("page.css"), f"{_plotly_script()}\n{_asset('page.js')}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = h(
@@ -98,6 +104,21 @@ def _raw(tag: str, text: str) -> Element:
     element = Element(tag)
     element.text = text
     return element
+
+
+def has_plotly() -> bool:
+    """Whether the extra `report` is installed, without which no page can be written."""
+    return find_spec("plotly") is not None
+
+
+def _plotly_script() -> str:
+    """What draws the charts, some 4.8 MB of it."""
+    if not has_plotly():
+        hint = "install it: pip install 'lora-autotune[report]'"
+        raise InvalidInput("charts are drawn by plotly, which is not installed", hint=hint)
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
 
 
 @cache

@@ -1,35 +1,39 @@
-"use strict";
-// Reads values off charts and moves the before/after slider. Text goes in as text, never as markup.
-const SVG = "http://www.w3.org/2000/svg";
+// Draws the charts, reads values off them, and moves the before/after slider. Text goes in as text, never as markup.
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
+const asLabel = (text) => text.replace(/(.{1,36})(\s|$)/g, "$1\n").trim().replace(/[&<>]/g, (c) => ESCAPES[c]).replaceAll("\n", "<br>");
+const isTouched = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
 for (const plot of document.querySelectorAll(".plot")) {
-  const points = JSON.parse(plot.dataset.points);
+  const drawing = plot.firstElementChild;
   const readout = plot.closest("figure").querySelector(".readout");
-  const cursor = plot.querySelector(".cursor");
-  let current = -1;
-  const show = (index) => {
-    current = index;
-    const [x, y, text] = points[index];
-    readout.textContent = text;
-    const ring = document.createElementNS(SVG, "circle");
-    for (const [name, value] of [["cx", `${x}%`], ["cy", `${y}%`], ["r", "13"]]) ring.setAttribute(name, value);
-    cursor.replaceChildren(ring);
+  let order, current = -1;
+  const draw = () => {
+    const colors = getComputedStyle(document.documentElement);
+    const { data, layout } = JSON.parse(plot.dataset.figure, (_, value) => (/^--\w+$/.test(value) ? colors.getPropertyValue(value) : value));
+    for (const trace of data) trace.hovertext = trace.customdata?.map(asLabel);
+    order = data.flatMap(({ x, customdata = [] }, curveNumber) => customdata.map((text, pointNumber) => ({ curveNumber, pointNumber, x: x[pointNumber], text })));
+    order.sort((a, b) => a.x - b.x);
+    Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight, dragmode: isTouched ? false : "zoom" });
+    Plotly.react(drawing, data, layout, { displayModeBar: false });
   };
-  const nearest = (event) => {
-    const box = plot.getBoundingClientRect();
-    const left = event.clientX - box.left, top = event.clientY - box.top;
-    const far = ([x, y]) => Math.hypot((x / 100) * box.width - left, ((y / 100) * box.height - top) * 0.6);
-    return points.reduce((best, point, index) => (far(point) < far(points[best]) ? index : best), 0);
-  };
-  if (!points.length) continue;
-  plot.addEventListener("pointermove", (event) => show(nearest(event)));
-  plot.addEventListener("pointerdown", (event) => show(nearest(event)));
-  const order = points.map((_, index) => index).sort((a, b) => points[a][0] - points[b][0]);
+  new ResizeObserver(() => {
+    if (!plot.clientWidth) return; // in what is folded
+    const isFirst = !drawing.on;
+    draw();
+    if (!isFirst) return;
+    drawing.on("plotly_hover", ({ points: [point] }) => {
+      readout.textContent = point.customdata;
+      current = order.findIndex((each) => each.curveNumber === point.curveNumber && each.pointNumber === point.pointNumber);
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  }).observe(plot);
   plot.addEventListener("keydown", (event) => {
-    const at = order.indexOf(current);
-    const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? order.length - 1 : at - 1, Home: 0, End: order.length - 1 }[event.key];
-    if (to === undefined) return;
+    const last = order.length - 1;
+    const to = { ArrowRight: current + 1, ArrowLeft: current < 0 ? last : current - 1, Home: 0, End: last }[event.key];
+    if (to === undefined || last < 0) return;
     event.preventDefault();
-    show(order[Math.min(order.length - 1, Math.max(0, to))]);
+    current = Math.min(last, Math.max(0, to));
+    readout.textContent = order[current].text;
+    Plotly.Fx.hover(drawing, [order[current]]);
   });
 }
 for (const slider of document.querySelectorAll(".slider input")) {

@@ -4,7 +4,7 @@ import math
 from xml.etree.ElementTree import Element
 
 from autotune.knobs import KNOBS
-from autotune.reporting.page.charts import Axis, Line, Mark, chart, shape
+from autotune.reporting.page.charts import SHOWN_BUDGET, axis, chart, line, marks, memory_unit
 from autotune.reporting.page.html import h, table
 from autotune.reporting.page.phases import phase_bars
 from autotune.reporting.page.subjects import OUTCOMES, PlanSubject, Point, nearest_beyond, points_of
@@ -12,9 +12,6 @@ from autotune.reporting.page.worth import find_worths, worth_table
 from autotune.reporting.plan import describe_changes, settings_items
 from autotune.reporting.text import energy_text, memory_text, seconds_text, uncertainty_text
 from autotune.schema import GOALS, Residual
-
-SHOWN_BUDGET = 2.0
-"""How many times what is shown the budget may be and still be on the chart's scale."""
 
 
 def plan_sections(subject: PlanSubject) -> list[Element]:
@@ -112,38 +109,31 @@ def _scatter(subject: PlanSubject, points: list[Point]) -> Element:
     budget = subject.budget_bytes
     largest = max(point.run_memory_bytes for point in points)
     is_near = budget <= SHOWN_BUDGET * largest
-    memory = [float(point.run_memory_bytes) for point in points] + ([float(budget)] if is_near else [])
-    unit = 2.0**30 if max(memory) >= 2**30 else 2.0**20
-    x = Axis.over(memory, "run memory: what the neediest phase takes", _tick_memory, unit=unit)
-    y = Axis.over([point.images_per_second for point in points], "speed in images/s", "{:.3g}".format)
-    marks = [Mark(p.run_memory_bytes, p.images_per_second, p.kind, _tip(subject, p)) for p in points]
-    chosen = next(point for point in points if point.is_chosen)
-    marks.append(Mark(chosen.run_memory_bytes, chosen.images_per_second, "chosen", _tip(subject, chosen)))
-    front = sorted((p.run_memory_bytes, p.images_per_second) for p in points if p.is_front)
-    rules = [("x", float(budget), f"budget {memory_text(budget)}")] if is_near else []
+    unit, suffix = memory_unit(point.run_memory_bytes for point in points)
+    shown = [(p.run_memory_bytes / unit, p.images_per_second, p, _tip(subject, p)) for p in points]
+    front = sorted((memory, speed) for memory, speed, point, _ in shown if point.is_front)
+    kinds = [(kind, words, [point for point in shown if point[2].kind == kind]) for kind, words in LEGEND.items()]
+    kinds.append(("chosen", "chosen", [point for point in shown if point[2].is_chosen]))
+    traces = [{**line("front", front), "name": "Pareto front"}]
+    traces += [marks(kind, [(x, y, tip) for x, y, _, tip in found], words) for kind, words, found in kinds if found]
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
-    title = f"Each mark is one set of settings: up is faster, left needs less memory.{beyond}"
-    lines, legend = [Line(front, "front", is_stepped=True)], _legend({point.kind for point in points})
-    return chart(x, y, title=title, marks=marks, lines=lines, rules=rules, legend=legend)
-
-
-def _tick_memory(value: float) -> str:
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.4g} MiB"
+    means = "up is faster, left needs less memory, and nothing beats the Pareto front in both"
+    return chart(
+        f"Each mark is one set of settings: {means}.{beyond}",
+        traces,
+        axis("run memory, in its neediest phase", [memory for memory, *_ in shown], suffix=suffix),
+        axis("speed in images/s", [speed for _, speed, *_ in shown]),
+        [("x", budget / unit, f"budget {memory_text(budget)}")] if is_near else (),
+    )
 
 
 LEGEND = {
-    "measured": "measured here",
-    "predicted": "predicted to fit, not tried",
-    "beyond": "predicted not to fit",
     "failed": "tried, did not run",
+    "beyond": "predicted not to fit",
+    "predicted": "predicted to fit, not tried",
+    "measured": "measured here",
 }
-
-
-def _legend(kinds: set[str]) -> Element:
-    dotted = h("svg", h("line", x1=0, x2=26, y1=5, y2=5, class_="line front"), class_="stroke", viewBox="0 0 26 10")
-    items = [h("li", shape(kind), words) for kind, words in LEGEND.items() if kind in kinds]
-    front = h("li", dotted, "Pareto front: nothing is both faster and smaller")
-    return h("ul", h("li", shape("chosen"), "chosen"), *items, front, class_="legend")
+"""What marks mean; later ones are drawn above."""
 
 
 def _points_table(subject: PlanSubject, points: list[Point]) -> Element:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from xml.etree.ElementTree import Element
 
-from autotune.reporting.page.charts import Axis, Line, Mark, chart, thinned
+from autotune.reporting.page.charts import SHOWN_BUDGET, Part, Rule, axis, chart, line, marks, memory_unit, thinned
 from autotune.reporting.page.html import Child, h, image_source, table
 from autotune.reporting.page.limits import limit_text
 from autotune.reporting.page.phases import compared_phases
@@ -24,7 +24,6 @@ from autotune.schema import StepFinished
 
 HICCUP = 3.0
 """How many times the median a step must take to be called a hiccup."""
-SHOWN_BUDGET = 2.0
 
 
 def run_sections(subject: RunSubject) -> list[Element]:
@@ -81,37 +80,34 @@ def _charts(subject: RunSubject) -> list[Element]:
     steps = subject.steps
     if len(steps) < 2:
         return []
-    x = Axis.over([step.step for step in steps], "step", "{:.0f}".format, can_log=False)
-    held_out = _held_out(steps, x)
-    return [_loss(steps, x), *held_out, _rate(steps, x), _gradients(steps, x), _times(subject, x), _memory(subject, x)]
+    held_out = _held_out(steps)
+    return [_loss(steps), *held_out, _rate(steps), _gradients(steps), _times(subject), _memory(subject)]
 
 
 def _curve(
     head: str,
     title: str,
-    x: Axis,
-    y: Axis,
+    y: Part,
     points: Sequence[tuple[float, float]],
     text: Callable[[float], str],
     *,
     raw: Sequence[tuple[float, float]] = (),
-    rules: Sequence[tuple[str, float, str]] = (),
+    rules: Sequence[Rule] = (),
 ) -> Element:
     """A line over the steps under a heading, over a thin one of `raw` values; `text` says a value in words."""
-    readings = [(a, b, f"step {a:.0f}: {text(b)}") for a, b in points]
-    lines = [Line(raw, "raw"), Line(points, "smooth")]
-    return h("div", h("h3", head), chart(x, y, title=title, lines=lines, rules=rules, readings=readings))
+    lines = [*([line("raw", raw)] if raw else ()), line("smooth", points, text)]
+    return h("div", h("h3", head), chart(title, lines, axis("step", ()), y, rules))
 
 
-def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
+def _loss(steps: Sequence[StepFinished]) -> Element:
     raw = [(float(step.step), step.loss) for step in steps]
     smooth = [(a, value) for (a, _), value in zip(raw, smoothed([loss for _, loss in raw]), strict=True)]
-    y, shown = Axis.over([loss for _, loss in raw], "loss", "{:.3g}".format), thinned(smooth, _last)
+    y, shown = axis("loss", [loss for _, loss in raw]), thinned(smooth, _last)
     title = "Loss of each step (thin) and smoothed (thick)."
-    return _curve("Loss", title, x, y, shown, lambda b: f"smoothed loss {loss_text(b)}", raw=thinned(raw, _last))
+    return _curve("Loss", title, y, shown, lambda b: f"smoothed loss {loss_text(b)}", raw=thinned(raw, _last))
 
 
-def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
+def _held_out(steps: Sequence[StepFinished]) -> list[Element]:
     """The loss on held-out images; nothing if it was never measured."""
     measured = [step for step in steps if step.validation_loss is not None and step.base_validation_loss is not None]
     if not measured:
@@ -120,76 +116,76 @@ def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
     base, lowest = measured[-1].base_validation_loss or 0.0, min(points, key=lambda point: point[1])
     shown = sorted({*thinned(points, _last), lowest})
     changes = [change_text(loss / base - 1, 1) if base > 0 else "-" for _, loss in shown]
-    marks = [
-        Mark(a, b, "chosen" if (a, b) == lowest else "measured", f"after step {a:.0f}: {loss_text(b)}, {change}")
-        for (a, b), change in zip(shown, changes, strict=True)
+    read = [
+        (a, b, f"after step {a:.0f}: {loss_text(b)}, {change}") for (a, b), change in zip(shown, changes, strict=True)
     ]
     began = measured[-1].overfitting_from
     named = "" if began is None else f" Overfitting began after step {began}."
     figure = chart(
-        x,
-        Axis.over([base, *(loss for _, loss in shown)], "loss", "{:.3g}".format),
-        title=f"Loss on images that never train: lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}.{named}",
-        marks=marks,
-        lines=[Line(shown, "smooth")],
-        rules=[("y", base, f"without the adapter {loss_text(base)}")],
+        f"Loss on images that never train: lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}.{named}",
+        [
+            line("smooth", shown),
+            marks("measured", [point for point in read if point[:2] != lowest]),
+            marks("chosen", [point for point in read if point[:2] == lowest]),
+        ],
+        axis("step", ()),
+        axis("loss", [base, *(loss for _, loss in shown)]),
+        [("y", base, f"without the adapter {loss_text(base)}")],
     )
     return [h("div", h("h3", "Held-out images"), figure)]
 
 
-def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
+def _gradients(steps: Sequence[StepFinished]) -> Element:
     norms = thinned([(float(s.step), s.gradient_norm) for s in steps if s.gradient_norm is not None], max)
     last = steps[-1]
     skipped = last.overflowed_gradients
     overflows = f"; steps skipped since fp16 overflowed: {skipped}" if skipped else ""
     counts = f"Spikes: {last.gradient_spikes}; not finite: {last.nonfinite_gradients}{overflows}."
     title = f"Norm of each step's gradient before clipping, the largest of neighbors. {counts}"
-    y = Axis.over([norm for _, norm in norms], "norm", "{:.3g}".format)
-    return _curve("Gradient", title, x, y, norms, "norm {:.3g}".format)
+    return _curve(
+        "Gradient", title, axis("norm", [norm for _, norm in norms], from_zero=True), norms, "norm {:.3g}".format
+    )
 
 
-def _rate(steps: Sequence[StepFinished], x: Axis) -> Element:
+def _rate(steps: Sequence[StepFinished]) -> Element:
     rates = thinned([(float(step.step), step.learning_rate) for step in steps], _last)
-    y = Axis.over([rate for _, rate in rates], "learning rate", "{:.2g}".format, can_log=False, from_zero=True)
-    return _curve("Learning rate", "Learning rate of each step.", x, y, rates, "learning rate {:.3g}".format)
+    y = axis("learning rate", (), from_zero=True)
+    return _curve("Learning rate", "Learning rate of each step.", y, rates, "learning rate {:.3g}".format)
 
 
-def _times(subject: RunSubject, x: Axis) -> Element:
+def _times(subject: RunSubject) -> Element:
     steps, planned = subject.steps, subject.plan.frozen.expected.step_seconds
     median = statistics.median(_seconds(steps))
     hiccups = [step for step in steps if step.seconds > HICCUP * median]
     times = thinned([(float(step.step), step.seconds) for step in steps], max)
-    y = Axis.over([*(value for _, value in times), planned], "seconds", _tick_seconds, from_zero=True)
+    y = axis("seconds", [planned, *(seconds for _, seconds in times)], suffix=" s", from_zero=True)
     number = f"{len(hiccups)} hiccup{'s' * (len(hiccups) != 1)}"
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     lost = sum(step.seconds - median for step in hiccups)
     cost = f", {seconds_text(lost)} lost to them" if hiccups else ""
     title = f"Seconds of each step, the slowest of neighbors. {slow}{cost}."
-    rules = [("y", planned, f"planned {seconds_text(planned)}")]
 
     def text(seconds: float) -> str:
         return f"{seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
 
-    return _curve("Step time", title, x, y, times, text, rules=rules)
+    return _curve("Step time", title, y, times, text, rules=[("y", planned, f"planned {seconds_text(planned)}")])
 
 
-def _tick_seconds(value: float) -> str:
-    return seconds_text(value) if value >= 10 else f"{value:.3g} s"
-
-
-def _memory(subject: RunSubject, x: Axis) -> Element:
+def _memory(subject: RunSubject) -> Element:
     frozen = subject.plan.frozen
-    held = thinned([(float(step.step), float(step.memory_bytes)) for step in subject.steps], max)
+    sizes = [step.memory_bytes for step in subject.steps]
     promise, budget = frozen.expected.required_memory_bytes, frozen.hardware.budget_bytes
-    largest = max([promise, *(value for _, value in held)])
-    is_near = budget <= SHOWN_BUDGET * largest
-    shown = [promise, *(value for _, value in held), *([budget] if is_near else [])]
-    y = Axis.over(shown, "memory", memory_text, unit=2.0**30 if largest >= 2**30 else 2.0**20, can_log=False)
-    rules = [("y", float(promise), f"promised for the whole run {memory_text(promise)}")]
-    rules += [("y", float(budget), f"budget {memory_text(budget)}")] if is_near else []
+    unit, suffix = memory_unit([promise, *sizes])
+    held = thinned([(float(step.step), step.memory_bytes / unit) for step in subject.steps], max)
+    is_near = budget <= SHOWN_BUDGET * max(promise, *sizes)
+    rules = [("y", promise / unit, f"promised {memory_text(promise)}")]
+    rules += [("y", budget / unit, f"budget {memory_text(budget)}")] if is_near else []
     far = "" if is_near else f" The budget, {memory_text(budget)}, is far above."
-    title = f"Memory that is held between steps.{far}"
-    return _curve("Memory", title, x, y, held, lambda b: f"{memory_text(b)} held", rules=rules)
+    title, y = (
+        f"Memory that is held between steps, and what is promised for the whole run.{far}",
+        axis("memory", (), suffix=suffix),
+    )
+    return _curve("Memory", title, y, held, lambda b: f"{memory_text(b * unit)} held", rules=rules)
 
 
 def _last(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ Needs Chromium (Debian's package) and playwright; axe-core comes with axe-playwr
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.reporting.page.build import build_page
+from autotune.reporting.page.charts import SYMBOLS
 from autotune.reporting.page.subjects import Subject, points_of
 from tests.reporting.page.pages import plan_subject, run_subject
 from tests.reporting.page.test_page import chosen_of, hostile_plan
@@ -39,6 +41,7 @@ class Opened:
         self.context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=False
         )
+        self.context.set_default_timeout(120_000)  # on a busy machine
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []
@@ -75,47 +78,91 @@ def test_it_draws_fits_and_asks_for_nothing(opened: Any, name: str, width: int, 
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is scrolled sideways"
     back = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert back == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
-    sizes = shown.page.locator("h1, p, td, .y-ticks span").evaluate_all(
+    sizes = shown.page.locator("h1, p, td, .plot text").evaluate_all(
         "all => all.map(each => parseFloat(getComputedStyle(each).fontSize))"
     )
     assert min(sizes) >= 12
 
 
+CENTERS = """trace => {
+    const boxes = [...document.querySelectorAll('.scatterlayer .trace')[trace].querySelectorAll('.point')].map(
+        mark => mark.getBoundingClientRect());
+    return boxes.map(box => [box.x + box.width / 2, box.y + box.height / 2]);
+}"""
+
+
 def test_marks_stand_where_their_numbers_say(opened: Any) -> None:
-    subject = plan_subject()
-    points = points_of(subject)
-    shown = opened([subject])
-    boxes = shown.page.evaluate(
-        """() => [...document.querySelectorAll('.plot .mark:not(.chosen)')].map(mark => {
-            const box = mark.getBoundingClientRect();
-            return [box.x + box.width / 2, box.y + box.height / 2, mark.classList[1]];
-        })"""
-    )
-    assert [kind for _, _, kind in boxes] == [point.kind for point in points]
-    by_memory = sorted(range(len(points)), key=lambda at: points[at].run_memory_bytes)
-    lefts = [boxes[at][0] for at in by_memory]
-    assert lefts == pytest.approx(sorted(lefts), abs=0.6)
-    by_speed = sorted(range(len(points)), key=lambda at: -points[at].images_per_second)
-    tops = [boxes[at][1] for at in by_speed]
-    assert tops == pytest.approx(sorted(tops), abs=0.6)
+    points = points_of(plan_subject())
+    page = opened([plan_subject()]).page
+    traces = page.evaluate("document.querySelector('.plot > div').data.map(trace => trace.marker?.symbol)")
+    by_kind = [[p for p in points if p.kind == kind] for kind in ("failed", "predicted", "measured")]
+    assert traces == [None, *(SYMBOLS[kind][0] for kind in ("failed", "predicted", "measured", "chosen"))]
+    placed = []
+    for trace, found in enumerate([*by_kind, [chosen_of(points)]], 1):
+        placed += list(zip(found, page.evaluate(CENTERS, trace), strict=True))
+    assert len(placed) == len(points) + 1
+    for axis, value in ((0, lambda p: p.run_memory_bytes), (1, lambda p: -p.images_per_second)):
+        places = [center[axis] for _, center in sorted(placed, key=lambda pair: value(pair[0]))]
+        assert places == pytest.approx(sorted(places), abs=0.6)
+        assert places[-1] > places[0] + 50
 
 
 def test_a_chart_is_read_by_keyboard_and_by_pointer(opened: Any) -> None:
     subject = plan_subject()
     page = opened([subject]).page
-    plot, readout = page.locator(".plot").first, page.locator(".readout").first
+    plot, readout, label = page.locator(".plot").first, page.locator(".readout").first, page.locator(".hovertext").first
     plot.focus()
     page.keyboard.press("Home")
     first = readout.inner_text()
+    assert "".join(label.text_content().split()) == "".join(first.split()), "all of it stands at the mark, too"
     page.keyboard.press("ArrowRight")
-    assert readout.inner_text() != first
+    second = readout.inner_text()
+    assert second != first
+    page.keyboard.press("ArrowLeft")
+    assert readout.inner_text() == first
     page.keyboard.press("End")
     largest = max(points_of(subject), key=lambda point: point.run_memory_bytes)
     assert f"{largest.run_memory_bytes / 2**30:.2f} GiB" in readout.inner_text()
-    box = page.locator(".plot .mark.chosen").first.bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    assert "the chosen settings" in readout.inner_text()
+    ((left, top),) = page.evaluate(CENTERS, 4)
+    page.mouse.move(left, top)
+    page.locator(".readout", has_text="the chosen settings").first.wait_for()
     assert f"{chosen_of(points_of(subject)).images_per_second:.3g} images/s" in readout.inner_text()
+    for _ in points_of(subject):
+        page.keyboard.press("ArrowLeft")
+    assert readout.inner_text() == first, "arrow keys go on from where the pointer was"
+
+
+def test_a_curve_is_read_at_every_step(opened: Any) -> None:
+    page = opened([run_subject()]).page
+    page.locator(".plot").first.focus()
+    for key, words in (("Home", "step 1: smoothed loss 1.0000"), ("End", "step 100: "), ("ArrowLeft", "step 99: ")):
+        page.keyboard.press(key)
+        assert page.locator(".readout").first.inner_text().startswith(words)
+
+
+def test_charts_follow_the_scheme_and_the_width_and_are_drawn_when_unfolded(opened: Any) -> None:
+    page = opened([run_subject()], 1400, "light").page
+    back = "[...document.querySelectorAll('.plot')].map(each => each.querySelector('.main-svg')?.style.background)"
+    assert {*page.evaluate(back)} - {None} == {"rgb(255, 255, 255)"}
+    page.evaluate("document.querySelector('details').open = true")
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 390, "height": 900})
+    until = time.monotonic() + 120  # playwright's own waiting takes an eval, which the page's policy forbids
+    while {*page.evaluate(back)} != {"rgb(20, 24, 29)"} and time.monotonic() < until:
+        page.wait_for_timeout(50)
+    assert {*page.evaluate(back)} == {"rgb(20, 24, 29)"}
+    assert page.evaluate("document.querySelector('.main-svg').clientWidth") < 390
+
+
+def test_without_script_it_still_tells_what_matters(chromium: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(build_page([run_subject()], "0.1.0"), encoding="utf-8")
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    text = page.locator("main").inner_text()
+    context.close()
+    for words in ("finished: 100 steps", "step 1: smoothed loss 1.0000", "9.00 GiB held", "Promised against measured"):
+        assert words in text
 
 
 def test_the_slider_uncovers_by_keyboard(opened: Any) -> None:
@@ -145,6 +192,7 @@ def test_axe_finds_no_serious_barrier(chromium: Any, tmp_path: Path, name: str, 
     file = tmp_path / "report.html"
     file.write_text(build_page(PAGES[name], "0.1.0"), encoding="utf-8")
     context = chromium.new_context(color_scheme=scheme, bypass_csp=True)  # axe is a script that the page does not know
+    context.set_default_timeout(120_000)
     page = context.new_page()
     page.goto(file.as_uri())
     page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")

@@ -2,18 +2,24 @@
 
 import base64
 import hashlib
+import json
 import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree.ElementTree import tostring
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
+from autotune.errors import InvalidInput
+from autotune.reporting.page import html
 from autotune.reporting.page.build import build_page
-from autotune.reporting.page.charts import Axis, thinned
-from autotune.reporting.page.html import document, h
+from autotune.reporting.page.charts import SYMBOLS, axis, thinned
+from autotune.reporting.page.html import h
 from autotune.reporting.page.subjects import PlanSubject, Point, Subject, nearest_beyond, points_of
 from autotune.reporting.page.worth import find_worths
 from autotune.schema.plan import Reason, Rejected
@@ -53,8 +59,9 @@ def test_a_page_is_whole_by_itself(subject: Subject) -> None:
     assert not [tag for tag, _ in tags if tag in ("link", "iframe", "object", "embed", "base", "form", "a")]
     sources = [value for _, attrs in tags for name, value in attrs.items() if name in ("src", "href", "xlink:href")]
     assert all(source and source.startswith("data:image/") for source in sources)
-    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
-    assert len(page) < 200_000
+    assert page.count(plotly := get_plotlyjs()) == 1
+    assert not re.search(r"@import|url\(|https?://", page.replace(plotly, ""))
+    assert len(page) < len(plotly) + 200_000
 
 
 def test_the_policy_admits_the_page_s_own_script_alone() -> None:
@@ -99,7 +106,7 @@ def test_no_text_of_a_file_becomes_markup() -> None:
 @settings(max_examples=50)
 @given(st.text(), st.text())
 def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characters(text: str, value: str) -> None:
-    page = Outline(document("t", h("p", text, title=value, id="it")))
+    page = Outline(tostring(h("p", text, title=value, id="it"), encoding="unicode", method="html"))
     _, attributes = next(each for each in page.tags if each[1].get("id") == "it")
     expected = "".join(c if c.isprintable() or c == "\n" else "?" for c in value)
     assert attributes["title"] == expected
@@ -245,17 +252,31 @@ def test_a_plan_of_an_older_autotune_has_a_page_too() -> None:
     assert "Memory against speed" in page_of(replace(plan_subject(), forecast=None, reasons=())).text
 
 
-numbers = st.floats(min_value=1e-6, max_value=1e12)
+@pytest.mark.parametrize(
+    ("values", "kind"), [([1, 8.1], "log"), ([1, 7.9], "linear"), ([0, 9], "linear"), ([], "linear")]
+)
+def test_an_axis_of_values_far_apart_is_logarithmic(values: list[float], kind: str) -> None:
+    assert axis("x", values)["type"] == kind
+    assert axis("x", values, can_log=False)["type"] == "linear"
 
 
-@given(st.lists(numbers, min_size=1, max_size=20), st.booleans())
-def test_an_axis_holds_its_values_in_order_with_ticks_on_it(values: list[float], can_log: bool) -> None:
-    axis = Axis.over(values, "x", str, can_log=can_log)
-    shares = [axis.share(value) for value in sorted(values)]
-    assert shares == sorted(shares)
-    assert all(0 < share < 1 for share in shares)
-    assert all(0 <= axis.share(tick) <= 1 for tick in axis.ticks())
-    assert len(axis.ticks()) <= 7
+@pytest.mark.parametrize("subject", [plan_subject(), run_subject(), run_subject(finished=False)])
+def test_plotly_knows_every_property_of_the_figures(subject: Subject) -> None:
+    figures = [attrs["data-figure"] for _, attrs in page_of(subject).tags if "data-figure" in attrs]
+    assert len(figures) == (1 if isinstance(subject, PlanSubject) else 6)
+    for figure in figures:
+        Figure(json.loads(re.sub('"--[a-z]+"', '"#123456"', figure or "")))
+
+
+def test_marks_differ_without_color() -> None:
+    assert len({symbol for symbol, _, _ in SYMBOLS.values()}) == len(SYMBOLS)
+
+
+def test_without_plotly_a_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match="plotly, which is not installed") as caught:
+        build_page([plan_subject()], "0.1.0")
+    assert "pip install 'lora-autotune[report]'" in caught.value.hint
 
 
 @given(st.integers(1, 5000))
