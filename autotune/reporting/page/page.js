@@ -26,6 +26,9 @@ for (const plot of document.querySelectorAll(".plot")) {
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   }).observe(plot);
+  for (const start of isTouched ? ["touchstart", "mousedown"] : []) {
+    plot.addEventListener(start, (event) => event.stopPropagation(), { capture: true, passive: true }); // a tap only reads
+  }
   plot.addEventListener("keydown", (event) => {
     const last = order.length - 1;
     const to = { ArrowRight: current + 1, ArrowLeft: current < 0 ? last : current - 1, Home: 0, End: last }[event.key];

@@ -154,6 +154,28 @@ def test_charts_follow_the_scheme_and_the_width_and_are_drawn_when_unfolded(open
     assert page.evaluate("document.querySelector('.main-svg').clientWidth") < 390
 
 
+def test_on_a_phone_a_tap_reads_and_a_drag_scrolls_the_page(chromium: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(build_page([plan_subject()], "0.1.0"), encoding="utf-8")
+    context = chromium.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    context.set_default_timeout(60_000)
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator(".plot").first.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)
+    ((left, top),) = page.evaluate(CENTERS, 4)
+    page.touchscreen.tap(left, top)
+    page.locator(".readout", has_text="images/s with").first.wait_for()
+    touch, before = context.new_cdp_session(page), page.evaluate("scrollY")
+    for kind, tops in (("Start", [top]), *(("Move", [top - 20 * each]) for each in range(1, 9)), ("End", [])):
+        points = [{"x": left, "y": each} for each in tops]
+        touch.send("Input.dispatchTouchEvent", {"type": f"touch{kind}", "touchPoints": points})
+        page.wait_for_timeout(20)
+    page.wait_for_timeout(500)
+    scrolled = page.evaluate("scrollY") - before
+    context.close()
+    assert scrolled > 50
+
+
 def test_without_script_it_still_tells_what_matters(chromium: Any, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(build_page([run_subject()], "0.1.0"), encoding="utf-8")
     context = chromium.new_context(java_script_enabled=False)
