@@ -128,6 +128,7 @@ class EventDisplay:
         self.last_line_at = time.monotonic()
         self.promised_bytes: int | None = None
         self.num_steps, self.smoothed_loss = 0, 0.0
+        self.has_spoken = False
 
     def __call__(self, event: Event) -> None:
         """Show one event; what is not known here is not shown."""
@@ -200,6 +201,7 @@ class EventDisplay:
             self._print(f"{event.step}/{event.num_steps}  {note}  {left}".rstrip())
 
     def _print(self, text: str, **style: Any) -> None:
+        self.has_spoken = True
         self.progress.console.print(text, **style)
 
     def _update(
@@ -211,6 +213,8 @@ class EventDisplay:
             "note": note,
             "max_seconds_left": max_seconds_left,
         }
+        if self.progress.disable and not self.has_spoken:
+            self._print(name)  # off a terminal no bar says that something happens
         if total is None:
             self._end_task()  # rich would keep the number of parts
         if self.task is None:
