@@ -25,6 +25,7 @@ from autotune.data.pixels import CENTERING, open_image, to_rgb
 from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ResolvedModel, Sample
+from autotune.runtime import map_large_buffers
 from autotune.schema import Bucket, Crop
 
 MEMORY_BYTES = 512 * 1024**2
@@ -289,7 +290,8 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
     pipeline = encoders.load_pipeline(with_text=entry.caption is not None)
     try:
         if entry.caption is None:
-            encoded: Sample = {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
+            with map_large_buffers():
+                encoded: Sample = {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
         else:
             encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:

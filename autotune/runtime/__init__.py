@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         device_peak_bytes,
         drop_mapped_pages,
         host_peak_bytes,
+        map_large_buffers,
         measure_peak_memory,
         release_memory,
         reset_host_peak,

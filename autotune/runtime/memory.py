@@ -11,7 +11,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -85,6 +85,31 @@ def trim_heap() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+M_MMAP_THRESHOLD = -3
+"""glibc's number for the size in bytes from which malloc maps a buffer by itself, see mallopt(3)."""
+MAPPED_BYTES = 1 << 20
+MAX_HEAP_BYTES = 32 << 20
+"""What glibc raises that size to, as ever larger buffers are freed, and no further."""
+
+
+@contextlib.contextmanager
+def map_large_buffers() -> Iterator[None]:
+    """Have glibc give pages of their own to buffers of 1 MiB and more, which go back to the system once they are freed.
+
+    In the heap they leave holes: decoding took 1 to 3 times its tensors, another figure each time. Afterwards buffers
+    of up to 32 MiB come from the heap again, which is faster. A no-op on other C libraries.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    set_option(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        set_option(M_MMAP_THRESHOLD, MAX_HEAP_BYTES)
 
 
 def drop_mapped_pages(tensor: torch.Tensor) -> None:

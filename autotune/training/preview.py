@@ -32,7 +32,7 @@ from autotune.data import (
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ADAPTER_NAME, build_on_meta
 from autotune.knobs import find_modulation_ahead
-from autotune.runtime import __version__, is_out_of_memory, release_memory
+from autotune.runtime import __version__, is_out_of_memory, map_large_buffers, release_memory
 from autotune.schema import Bucket, TrainingPlan
 from autotune.weights import read_adapter
 
@@ -198,7 +198,7 @@ class PreviewSampler:
         try:
             for decoder in decoders:
                 decoder.to(self.device)
-            with self._modulation(reduced):
+            with map_large_buffers(), self._modulation(reduced):
                 return self._run_encoded(reduced)
         finally:
             for decoder in decoders:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from autotune.data import Cache, Encoders, open_pixels
 from autotune.families import ResolvedModel, resolve_model
-from autotune.runtime import release_memory
+from autotune.runtime import map_large_buffers, release_memory
 from autotune.schema import TrialResult
 from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, eager_eval, save_trained
 from autotune.trials.outcomes import first_line_with_notes
@@ -122,4 +122,5 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     encoders.release_text()
     pipeline = encoders.load_pipeline(with_text=False)
     pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
-    model.family.encode_pixels(pipeline, pixels)
+    with map_large_buffers():
+        model.family.encode_pixels(pipeline, pixels)
