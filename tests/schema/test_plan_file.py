@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,9 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             read_plan(path)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is no regular file"):
+        read_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
         read_plan(tmp_path / "binary.yaml")
