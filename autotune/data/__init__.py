@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from autotune.data.captions import EMPTY_CAPTION
     from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
     from autotune.data.dataset import Dataset, read_dataset, scan_dataset
-    from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
+    from autotune.data.encode import EncodedDataset, encode_dataset, list_entries, open_pixels
     from autotune.data.encoders import Encoders, move_tensors
-    from autotune.data.entries import EncoderIdentity, make_prompt_entry
+    from autotune.data.entries import EncoderIdentity, ItemEntries, make_prompt_entry
     from autotune.data.files import has_video_decoder
     from autotune.data.held_out import SplitDataset, read_split
     from autotune.data.items import Item

@@ -172,6 +172,21 @@ def encode_dataset(
     )
 
 
+def list_entries(
+    encoders: Encoders,
+    dataset: Dataset,
+    buckets: Sequence[Bucket],
+    cache: Cache,
+    *,
+    caption_dropout: float = 0.0,
+    flip: bool = False,
+) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
+    """The items and their entries as `encode_dataset` gives them if all files can be decoded; it loads no model."""
+    of_items = [buckets[index] for index in assign_buckets(dataset, buckets)]
+    planned, _, _ = _plan_entries(encoders, dataset, of_items, cache, with_empty=caption_dropout > 0, flip=flip)
+    return tuple(dataset.items[index] for index in planned), tuple(planned.values())
+
+
 def _plan_entries(
     encoders: Encoders, dataset: Dataset, buckets: Sequence[Bucket], cache: Cache, *, with_empty: bool, flip: bool
 ) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:

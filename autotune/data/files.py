@@ -14,7 +14,10 @@ from autotune.schema import RUN_PLAN_FILE
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
 ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
-UNSUPPORTED_SUFFIXES = VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
+OTHER_VIDEO_SUFFIXES = frozenset({".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"})
+UNSUPPORTED_SUFFIXES = (
+    VIDEO_SUFFIXES | OTHER_VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
+)
 """Files that people expect to be read: those that are not are named instead of ignored."""
 MASK_SUFFIX = ".mask.png"
 """End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
@@ -88,15 +91,17 @@ def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) 
 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:
-    if path.suffix.lower() not in VIDEO_SUFFIXES:
+    if path.suffix.lower() not in VIDEO_SUFFIXES | OTHER_VIDEO_SUFFIXES:
         return "its format is not read: convert it to png, jpeg or webp"
     if not clips:
         return "a video trains only models that make clips, with --frames above 1"
     file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    return (
-        f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or "
-        f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
-    )
+    if has_video_decoder():
+        return f"its format is not read, mp4 is: ffmpeg -i {file} {frames}.mp4"
+    as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
+    if path.suffix.lower() in OTHER_VIDEO_SUFFIXES:
+        return f"its format is not read, a folder of frames is: {as_frames}"
+    return f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or {as_frames}"
 
 
 def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:

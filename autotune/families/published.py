@@ -52,6 +52,10 @@ class Defaults:
         (low, start), (high, end) = self.shift_by_tokens
         return math.exp(start + (end - start) * (tokens - low) / (high - low))
 
+    def batch_for(self, num_processes: int) -> int:
+        """The effective batch, made larger where so many processes could not share it evenly."""
+        return -(-self.effective_batch_size // num_processes) * num_processes
+
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.
 

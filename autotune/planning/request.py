@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.errors import InvalidInput
-from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
+from autotune.families import (
+    Defaults,
+    ResolvedModel,
+    check_weights,
+    fetch_model,
+    find_published,
+    is_on_hub,
+    resolve_model,
+)
 from autotune.knobs import PIN, TuningContext, require_choice, usual_learning_rate
 from autotune.schema import (
     ADAMW,
@@ -227,7 +235,7 @@ class ResolvedRequest:
             check_weights(model)
         data = read_data(request, model)
         dataset = data.whole if data else None
-        request, rounded = _with_even_batch(request, model.family.defaults.effective_batch_size)
+        request, rounded = _with_even_batch(request, model.family.defaults)
         overrides, drops_captions = request.workload_overrides, request.drops_captions
         batch = overrides.effective_batch_size or model.family.defaults.effective_batch_size
         require_even_shares(batch, request.num_processes)
@@ -246,12 +254,12 @@ class ResolvedRequest:
         return self.request.space(self.context(hardware))
 
 
-def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, tuple[str, ...]]:
+def _with_even_batch(request: PlanRequest, defaults: Defaults) -> tuple[PlanRequest, tuple[str, ...]]:
     """The request with an effective batch that its processes can share, if the user named none; and a note of that."""
     number, overrides = request.num_processes, request.workload_overrides
-    if overrides.effective_batch_size is not None or default % number == 0:
+    default, batch = defaults.effective_batch_size, defaults.batch_for(number)
+    if overrides.effective_batch_size is not None or batch == default:
         return request, ()
-    batch = -(-default // number) * number
     note = f"an effective batch of {batch}: {number} GPUs cannot share the usual {default} evenly; --batch sets another"
     return replace(request, workload_overrides=replace(overrides, effective_batch_size=batch)), (note,)
 

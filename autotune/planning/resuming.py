@@ -46,9 +46,10 @@ def kept_study(
         if request.study is None and request.interrupted != "ignored":
             users = _users(path, held, on_note)
         place = request.study if users is None else _file_of_its_own(path, users, problem, on_note)
-        with translate_storage_errors(place):
+        study = open_study(place, problem.identity)
+        with translate_storage_errors(place, is_searching=True):
             try:
-                yield open_study(place, problem.identity)
+                yield study
             except NothingFits:
                 if users is not None and _is_only_user(users):
                     path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time

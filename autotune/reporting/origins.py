@@ -43,7 +43,7 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
             "adamw",
             "AdamW in fp32",
         ),
-        "batch": (work.effective_batch_size, defaults.effective_batch_size, "our choice"),
+        "batch": (work.effective_batch_size, defaults.batch_for(plan.frozen.hardware.num_processes), "our choice"),
         "steps": (
             job.num_steps if job.num_train_epochs is None else None,
             defaults.num_steps(images),

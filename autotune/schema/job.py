@@ -8,7 +8,8 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import AfterValidator, Field
 
-from autotune.schema.base import Frozen, PositiveInt
+from autotune.errors import InvalidInput
+from autotune.schema.base import Frozen
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 SaveDtype = Literal["bf16", "fp16", "fp32"]
@@ -53,6 +54,8 @@ def _share_or_folder(text: str) -> str:
 
 SHARE = re.compile(r"\d{1,2}(\.\d{1,6})?%")
 HeldOut = Annotated[Place, AfterValidator(_share_or_folder)]
+MAX_STEPS = 10**9
+"""Years of training on any machine; times of far more are absurd, and of 2^63 would overflow."""
 MAX_PREVIEW_PROMPTS = 4
 """More would take longer than they tell."""
 PREVIEW_EVERY = 250
@@ -145,9 +148,9 @@ class Job(Frozen):
     """Of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"
     """Whose names of layers the adapter is also written under, beside diffusers'."""
-    num_steps: int = PositiveInt
+    num_steps: int = Field(ge=1, le=MAX_STEPS)
     """Number of optimizer steps, each of the effective batch."""
-    num_train_epochs: int | None = Field(default=None, ge=1)
+    num_train_epochs: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Number of epochs; if it is given, it decides the number of steps instead of `num_steps`."""
     learning_rate: float = Field(gt=0, le=1)
     lr_scheduler: Schedule = "constant"
@@ -230,10 +233,18 @@ class Job(Frozen):
         return model_reference(self.model + at, parts)
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`."""
+        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`.
+
+        Raises:
+            InvalidInput: its epochs are more than `MAX_STEPS` steps.
+        """
         if self.num_train_epochs is None:
             return self.num_steps
-        return -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
+        num_steps = -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
+        if num_steps > MAX_STEPS:
+            message = f"{self.num_train_epochs:,} epochs are {num_steps:,} steps, and a job takes {MAX_STEPS:,} at most"
+            raise InvalidInput(message, hint="name fewer: --epochs or --steps")
+        return num_steps
 
     def checkpoint_every(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Steps between checkpoints if an epoch has so many images; 0 for none but the last."""

@@ -232,6 +232,8 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
 
 def _read_text(path: Path) -> str:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidPlan(f"{path} is no regular file", hint="name a plan file, or a run's run-plan.yaml")
         if not path.is_file():
             raise InvalidPlan(
                 f"there is no plan at {path}", hint="make one with `autotune plan --model MODEL -o plan.yaml`"

@@ -74,8 +74,9 @@ def check_storage(location: StudyLocation) -> None:
 
 
 @contextmanager
-def translate_storage_errors(location: StudyLocation | None) -> Iterator[None]:
-    """Turn a storage's errors into ours, without the password.
+def translate_storage_errors(location: StudyLocation | None, *, is_searching: bool = False) -> Iterator[None]:
+    """Turn a storage's errors into ours, without the password; their hint tells what becomes of trials if any may have
+    run by now, as when the search `is_searching`.
 
     Raises:
         AutotuneError: the storage failed.
@@ -90,9 +91,10 @@ def translate_storage_errors(location: StudyLocation | None) -> Iterator[None]:
             raise
         while failure.__cause__ is not None:  # the outer errors say it in SQL
             failure = failure.__cause__
+        kept = "results of finished trials are kept; " if is_searching else ""
         raise AutotuneError(
             f"the storage of the search failed: {quote_error(failure, location.server_url)}",
-            hint="results of finished trials are kept; run the same command again once the storage can be reached. "
+            hint=f"{kept}run the same command again once the storage can be reached. "
             "If its file is damaged, name another --study",
         ) from None  # the chain would show what was left out
 

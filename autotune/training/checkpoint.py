@@ -53,6 +53,32 @@ def require_same_weights(output: Path, weights: str) -> None:
         return
 
 
+def require_same_run(output: Path, run_key: str) -> None:
+    """Check that one of the checkpoints below `output`, if their headers can be read, is of the run with that key.
+
+    Raises:
+        InvalidInput: all of them belong to another plan, job, data or encoders.
+    """
+    others = []
+    for path in list_checkpoints(output / CHECKPOINTS).values():
+        try:
+            before = read_header(path).metadata.get("run")
+        except (BadWeights, OSError):
+            continue
+        if before == run_key:
+            return
+        others.append(path)
+    if others:
+        raise _of_another_run(others[-1])
+
+
+def _of_another_run(path: Path) -> InvalidInput:
+    return InvalidInput(
+        f"{path} belongs to another plan, job or data, or was trained with other encoders",
+        hint="resume with the plan, options, images and model it was started with, or choose another --output",
+    )
+
+
 @dataclass
 class Checkpoints:
     """The checkpoints of one run; a context manager, so that no write is left unfinished."""
@@ -159,10 +185,7 @@ class Checkpoints:
         if metadata["digest"] != _digest(metadata, tensors):
             raise ValueError("its digest does not match")
         if metadata["run"] != self.run_key:
-            raise InvalidInput(
-                f"{path} belongs to another plan, job or data",
-                hint="resume with the plan, options and images it was started with, or choose another --output",
-            )
+            raise _of_another_run(path)
         return Checkpoint(step, tensors, json.loads(metadata["state"]))
 
 

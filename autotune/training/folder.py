@@ -18,7 +18,9 @@ from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_
 from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
 
 if TYPE_CHECKING:
-    from autotune.data import EncodedDataset
+    from collections.abc import Sequence
+
+    from autotune.data import Item, ItemEntries
 
 LOCK_FILE = ".lock"
 
@@ -66,13 +68,13 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     }
 
 
-def compute_run_key(plan: TrainingPlan, encoded: "EncodedDataset") -> str:
-    """Digest of everything that decides the result of a run: its checkpoints carry it."""
-    pairs = zip(encoded.entries, encoded.items, strict=True)
-    items: list[object] = [
-        [sorted(entries.keys), item.repeats, *([item.weight] if item.weight != 1 else [])] for entries, item in pairs
+def compute_run_key(plan: TrainingPlan, items: "Sequence[Item]", entries: "Sequence[ItemEntries]") -> str:
+    """Digest of everything that decides the result of a run: its checkpoints carry it. Each item has its entries."""
+    trained: list[object] = [
+        [sorted(each.keys), item.repeats, *([item.weight] if item.weight != 1 else [])]
+        for each, item in zip(entries, items, strict=True)
     ]
-    return digest_of({**list_fixed_fields(plan), "items": items})
+    return digest_of({**list_fixed_fields(plan), "items": trained})
 
 
 def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True) -> FileLock:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
+from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset, list_entries
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.hardware import joules_per_image
 from autotune.knobs import configure_allocator, torch_dtype
@@ -32,7 +32,7 @@ from autotune.schema import (
 )
 from autotune.training.adapter_file import export_trained, judge_adapter, save_trained
 from autotune.training.card_memory import CardMemoryWatch
-from autotune.training.checkpoint import Checkpoints
+from autotune.training.checkpoint import Checkpoints, require_same_run
 from autotune.training.context import RunContext
 from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
@@ -125,9 +125,14 @@ class _Run:
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
         """All phases; `started` is the run's start in monotonic seconds."""
         plan, job, processes = self.plan, self.plan.job, self.processes
+        if resume:
+            processes.share(self._require_same_run)
         with self.watch.phase("caching"):
             encoded, held_out = self._encode()
-        run_key, epoch_size = compute_run_key(plan, encoded), sum(item.repeats for item in encoded.items)
+        run_key, epoch_size = (
+            compute_run_key(plan, encoded.items, encoded.entries),
+            sum(item.repeats for item in encoded.items),
+        )
         every = job.checkpoint_every(epoch_size, plan.frozen.workload.effective_batch_size)
         processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
@@ -169,6 +174,16 @@ class _Run:
         with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
         return processes.share(lambda: report)
+
+    def _require_same_run(self) -> None:
+        """Raise InvalidInput if the checkpoints are of other data or encoders: known before anything is encoded,
+        unless the data has files that may turn out to be broken, which no key covers."""
+        job, training, buckets = self.plan.job, self.prepared.data.training, self.prepared.workload.buckets
+        if training.num_unverified == 0:
+            items, entries = list_entries(
+                self.encoders, training, buckets, self.cache, caption_dropout=job.caption_dropout, flip=job.flip
+            )
+            require_same_run(self.output, compute_run_key(self.plan, items, entries))
 
     def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
         """Raise InvalidInput if more steps were taken already than the run is to take."""

@@ -318,6 +318,26 @@ def test_without_pyav_a_video_comes_with_the_command_that_makes_frames_of_it(
     assert f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png" in problem.message
 
 
+@pytest.mark.parametrize("suffix", ["mpg", "MPEG", "flv", "wmv", "ts"])
+def test_a_video_of_a_format_that_is_not_read_comes_with_the_command_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    write_pictures(tmp_path, (64, 64))
+    (file := tmp_path / f"a.{suffix}").write_bytes(b"")
+    told = []
+    for has_decoder in (True, False):
+        monkeypatch.setattr("autotune.data.files.has_video_decoder", lambda has=has_decoder: has)
+        dataset = read_dataset(tmp_path, DatasetOptions(num_frames=5, caption="x"))
+        told += [one.message for one in dataset.problems if one.file == file.name]
+        assert any(file.name in line for line in dataset.problem_summary)
+    frames = tmp_path / "a"
+    assert told == [
+        f"its format is not read, mp4 is: ffmpeg -i {file} {frames}.mp4",
+        f"its format is not read, a folder of frames is: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png",
+    ]
+    assert "trains only models that make clips" in read_dataset(tmp_path).problems[0].message
+
+
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
 @pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
 def test_captions_that_never_end_are_named_and_not_read(tmp_path: Path, name: str, content: str) -> None:

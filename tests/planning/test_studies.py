@@ -430,8 +430,9 @@ def test_a_study_of_a_newer_optuna_is_told_as_such(tmp_path: Path) -> None:
 
 def test_a_bracket_in_a_password_is_a_letter_like_any_other() -> None:
     """Python's `urlsplit` takes it for the beginning of an address of IPv6, and raises."""
-    with pytest.raises(AutotuneError, match="the storage of the search failed: connection failed"):
+    with pytest.raises(AutotuneError, match="the storage of the search failed: connection failed") as caught:
         open_study(StudyLocation("x", "postgresql+psycopg://me:p[w@127.0.0.1:9/db?connect_timeout=2"), {})
+    assert caught.value.hint.startswith("run the same command again"), "no trial has run that could be kept"
 
 
 def _stumble() -> None:
@@ -442,7 +443,11 @@ def _stumble() -> None:
 
 
 def test_a_storage_that_fails_behind_another_error_is_named() -> None:
-    with pytest.raises(AutotuneError, match="the disk is full") as caught, translate_storage_errors(StudyLocation("x")):
+    place = StudyLocation("x")
+    with (
+        pytest.raises(AutotuneError, match="the disk is full") as caught,
+        translate_storage_errors(place, is_searching=True),
+    ):
         _stumble()
     assert "results of finished trials are kept" in caught.value.hint
     with pytest.raises(ZeroDivisionError), translate_storage_errors(StudyLocation("x")):

@@ -4,7 +4,7 @@ import pytest
 
 from autotune.reporting.origins import origin_lines
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import with_job
+from autotune.schema.plan_file import seal, with_job
 from tests.schema.test_plan_file import make_plan
 
 
@@ -28,6 +28,15 @@ def test_values_that_differ_from_the_defaults_are_the_users(plan: TrainingPlan) 
     assert _of(usual)["shift 2.2"] is False
     own = _of(with_job(plan, learning_rate=3e-4, timestep_shift="by_resolution", timestep_sampling="uniform"))
     assert own["learning rate 0.0003"] is own["shift by_resolution"] is own["noise levels uniform"] is True
+
+
+def test_a_batch_that_the_gpus_can_share_is_ours_and_another_the_users(plan: TrainingPlan) -> None:
+    def told(batch: int) -> bool:
+        work = plan.frozen.workload.changed(effective_batch_size=batch)
+        eight = plan.frozen.hardware.changed(num_processes=8, strategy="ddp")
+        return _of(seal(plan.job, plan.frozen.changed(workload=work, hardware=eight)))[f"batch {batch}"]
+
+    assert (told(8), told(16)) == (False, True)
 
 
 def test_epochs_stand_in_the_place_of_steps(plan: TrainingPlan) -> None:

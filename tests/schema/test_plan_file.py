@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autotune.errors import InvalidPlan
+from autotune.errors import InvalidInput, InvalidPlan
 from autotune.schema.base import digest_of
 from autotune.schema.hardware import Versions
 from autotune.schema.job import Job
@@ -209,6 +210,9 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             read_plan(path)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is no regular file"):
+        read_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
         read_plan(tmp_path / "binary.yaml")
@@ -237,6 +241,15 @@ def test_overrides_are_validated_like_the_file() -> None:
     assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (3, None)
     with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
         with_job(plan, learning_rate=7.0)
+
+
+def test_steps_whose_times_would_be_absurd_are_refused() -> None:
+    with pytest.raises(InvalidPlan, match=r"job\.num_steps: input should be less than or equal to 1000000000"):
+        with_job(make_plan(), num_steps=9 * 10**18)
+    job = with_job(make_plan(), num_train_epochs=10**9).job
+    assert job.steps_on(4, 4) == 10**9
+    with pytest.raises(InvalidInput, match="1,000,000,000 epochs are 1,250,000,000 steps"):
+        job.steps_on(5, 4)
 
 
 def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Bench:
             if event.step == kill_after:
                 raise Killed
 
-        key = compute_run_key(plan, training)
+        key = compute_run_key(plan, training.items, training.entries)
         keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
         with Checkpoints(
             folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every

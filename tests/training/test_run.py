@@ -42,6 +42,7 @@ from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
+from autotune.weights.sources import find_weights
 from tests.events import notices_to, phases_to, steps_to
 from tests.hardware.test_energy import Card, system_of
 from tests.planning.machines import make_plan
@@ -427,18 +428,24 @@ def test_a_finished_run_that_is_started_again_is_recognized(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [("shorter", "3 steps were taken already"), ("data", "another plan, job")]
+    ("change", "words"),
+    [("shorter", "3 steps were taken already"), ("data", "another plan, job"), ("encoders", "with other encoders")],
 )
 def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
 ) -> None:
-    output, images = tmp_path / "out", tmp_path / "images"
+    output, images, model = tmp_path / "out", tmp_path / "images", tmp_path / "model"
     shutil.copytree(bench.images, images)
+    shutil.copytree(bench.model_folder, model)
     train(bench.plan(num_steps=3, output=str(output), data=str(images)), bench.hardware, bench.cache)
     if change == "data":
         next(images.glob("*.txt")).write_text("red")
+    if change == "encoders":
+        weights = find_weights(model / "text_encoder")
+        save_file(weights, {name: 2 * tensor for name, tensor in load_file(weights).items()}, {"format": "pt"})
+    monkeypatch.setattr(Encoders, "load_pipeline", lambda *_, **__: pytest.fail("encoders are being loaded"))
     monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
-    plan = bench.plan(num_steps=2, output=str(output), data=str(images))
+    plan = bench.plan(num_steps=2, output=str(output), data=str(images), model=str(model))
     with pytest.raises(InvalidInput, match=words):
         train(plan, bench.hardware, bench.cache, resume=True)
 

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -147,6 +148,9 @@ def test_html_saved_under_the_name_is_refused(tmp_path):
 def test_a_missing_file_says_so(tmp_path):
     with pytest.raises(MissingWeights):
         read_header(tmp_path / "no.safetensors")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(MissingWeights, match=r"pipe\.safetensors is no regular file"):
+        read_header(tmp_path / "pipe.safetensors")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth"])
