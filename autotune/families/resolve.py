@@ -81,7 +81,7 @@ class ResolvedModel:
     def noise(self) -> NoiseProcess:
         """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput if that is unusable."""
         path = self.config_folder / "scheduler" / "scheduler_config.json" if self.config_folder else None
-        if path is None:
+        if path is None or not os.path.lexists(path):  # whoever has no weights yet may lack it, too
             return self.family.noise
         return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
 
@@ -292,12 +292,14 @@ def check_weights(model: ResolvedModel) -> None:
     """Read the headers of all weights in the model's folder, so that damage shows now, not after an hour of work.
 
     Raises:
-        InvalidInput: the weights are not on this machine.
+        InvalidInput: the weights are not on this machine, or the scheduler's configuration cannot be read.
         BadWeights: a file is missing, cut off or damaged.
     """
     for part in (*model.family.decoders, *model.family.text_encoders, *model.family.other_denoisers):
         _open_part(model, part)
     open_weights(model.transformer_file)
+    if model.config_folder and "scheduler" in model.family.components:
+        read_config(model.config_folder / "scheduler" / "scheduler_config.json")
 
 
 def read_parts(model: ResolvedModel) -> Parts | None:

@@ -58,8 +58,8 @@ class Compile(Knob):
         if choice == "block":
             # Sizes that are equal at the second shape would have to be so at all others.
             torch.fx.experimental._config.use_duck_shape = False
-            # What both passes compute alike, weights of 8 bits that are cast, would be computed once and kept.
-            torch._functorch.config.cse = False
+            # What both passes compute alike would be computed once and kept: weights of 8 bits that are cast.
+            torch._functorch.config.cse = all(weight.element_size() > 1 for weight in transformer.parameters())
         for block in family.blocks(transformer):
             block._compiled_call_impl = CompiledBlock(block) if choice == "block" else None
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,13 +61,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def require_bounded(component: Path) -> None:
-    """Look at the files of a component that have no weights, before a library reads them as a whole.
+    """Look at files that have no weights, before a library reads them as a whole.
 
-    Raises InvalidInput if a scheduler's configuration cannot be read, or a file of a tokenizer or processor is too
-    large.
+    Raises InvalidInput if a scheduler's configuration is damaged, or a file of a tokenizer or processor is too large.
     """
-    if component.name == "scheduler":
-        read_config(component / "scheduler_config.json")
+    config = component / "scheduler_config.json"
+    if os.path.lexists(config):
+        read_config(config)
     for path in component.iterdir() if component.name.startswith(("tokenizer", "processor")) else ():
         if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise InvalidInput(f"{path} is larger than any tokenizer's files", hint=DOWNLOAD_AGAIN)

@@ -9,7 +9,7 @@ from autotune.cost.predict import CostModel
 from autotune.data.encoders import Encoders
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import fetch_model, read_parts, resolve_model
+from autotune.families.resolve import check_weights, fetch_model, read_parts, resolve_model
 from autotune.families.tokens import count_tokens
 from autotune.schema.candidate import CachingSettings
 from autotune.weights.components import build_empty_component
@@ -199,9 +199,11 @@ def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
 
 
 def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(folder):
+    model = resolve_model(str(folder))
+    check_weights(model)
     (folder / "scheduler" / "scheduler_config.json").unlink()
     with pytest.raises(InvalidInput, match="cannot read"):
-        resolve_model(str(folder))
+        check_weights(model)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # that is how such a model is built
