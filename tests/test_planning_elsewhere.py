@@ -69,7 +69,7 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[s
     asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json")
     process = autotune_here(capfd, "estimate", *asked)
     assert process.returncode == 0, process.stderr
-    assert process.stderr == ""
+    assert process.stderr == "tracing the model\n"
     estimate = Estimate.model_validate_json(process.stdout)
     assert not estimate.fits
     assert estimate.peak_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more

@@ -154,6 +154,7 @@ class HunyuanVideo15(Family):
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
+        unpadded.prepare_vae(vae)
         latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 

@@ -148,7 +148,9 @@ def test_every_step_has_a_line_if_asked(capfd: pytest.CaptureFixture[str]) -> No
     with show_events(every_step=True) as show:
         for step in steps_of(37):
             show(step)
-    assert len(capfd.readouterr().err.splitlines()) == 37
+    said_first, *lines = capfd.readouterr().err.splitlines()
+    assert said_first == "training"
+    assert len(lines) == 37
 
 
 def test_a_step_of_an_older_autotune_names_no_epoch() -> None:
