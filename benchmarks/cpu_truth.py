@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,6 +108,65 @@ def _windows(
     return ModulationWindows(model, ahead, Noising(), lambda _: [image] * size, size, 0, place)
 
 
+class RealSteps:
+    """One candidate's real training steps, each with the next number."""
+
+    def __init__(self, family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> None:
+        self._make_batches = partial(batches, family, config, workload, candidate)
+        self._family, self._size = family, workload.effective_batch_size
+        self.transformer, parameters = build(family, config, workload, candidate)
+        self.optimizer = AdapterOptimizer(
+            parameters,
+            learning_rate=1e-4,
+            weight_decay=1e-3,
+            max_grad_norm=1.0,
+            choice=workload.optimizer,
+            ema_decay=workload.ema_decay,
+        )
+        self._windows = _windows(family, self.transformer, workload, candidate, self._make_batches()[0])
+        self._number = 0
+
+    def take(self) -> float:
+        """Take a step; returns its loss."""
+        if self._windows:
+            self._windows.prepare(self._number)
+        outcome = optimizer_step(
+            self._family,
+            self.transformer,
+            self.optimizer,
+            self._make_batches(),
+            effective_batch_size=self._size,
+            step=self._number,
+        )
+        self._number += 1
+        return outcome.loss
+
+    def timed(self) -> tuple[float, float]:
+        """Take a step; returns the process's own seconds and the loss."""
+        start = time.process_time()
+        loss = self.take()
+        return time.process_time() - start, loss
+
+    def profiled(self) -> int:
+        """Take a step; returns the most bytes that were live of what it allocated."""
+        level = peak = 0
+        with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.take()
+        for size in memory_events(profiler):
+            level += size
+            peak = max(peak, level)
+        return peak
+
+    def resident_bytes(self) -> int:
+        """What stays between steps: weights, buffers, adapter and the optimizer's state."""
+        # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
+        modules = self.transformer.modules()
+        values = [v for m in modules for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
+        attributes = [value for value in values if isinstance(value, torch.Tensor)]
+        kept = [*self.transformer.parameters(), *self.transformer.buffers(), *attributes]
+        return storage_bytes([*kept, *self.optimizer.live_tensors()])
+
+
 def run(
     family: Family,
     config: Mapping[str, Any],
@@ -115,61 +174,12 @@ def run(
     candidate: Candidate,
     *,
     num_timed: int = 3,
-    is_enough: Callable[[list[float]], bool] = lambda seconds: False,
-    with_memory: bool = True,
 ) -> Truth:
-    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones, or fewer if their seconds are enough.
-
-    Without memory nothing is profiled, and bytes are 0.
-    """
-    transformer, parameters = build(family, config, workload, candidate)
-    optimizer = AdapterOptimizer(
-        parameters,
-        learning_rate=1e-4,
-        weight_decay=1e-3,
-        max_grad_norm=1.0,
-        choice=workload.optimizer,
-        ema_decay=workload.ema_decay,
-    )
-
-    windows = _windows(family, transformer, workload, candidate, batches(family, config, workload, candidate)[0])
-
-    def step(number: int) -> float:
-        if windows:
-            windows.prepare(number)
-        outcome = optimizer_step(
-            family,
-            transformer,
-            optimizer,
-            batches(family, config, workload, candidate),
-            effective_batch_size=workload.effective_batch_size,
-            step=number,
-        )
-        return outcome.loss
-
-    step(0)
-    level = peak = 0
-    if with_memory:
-        with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step(1)
-        for size in memory_events(profiler):
-            level += size
-            peak = max(peak, level)
-    else:
-        step(1)
-    seconds: list[float] = []
-    loss = 0.0
-    for number in range(num_timed):
-        start = time.process_time()
-        loss = step(2 + number)
-        seconds.append(time.process_time() - start)
-        if is_enough(seconds):
-            break
-    if not with_memory:
-        return Truth(0, 0, tuple(seconds), loss)
-    # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
-    values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
-    attributes = [value for value in values if isinstance(value, torch.Tensor)]
-    kept = [*transformer.parameters(), *transformer.buffers(), *attributes]
-    resident = storage_bytes([*kept, *optimizer.live_tensors()])
-    return Truth(resident + peak, peak, tuple(seconds), loss)
+    """A warm-up step, one profiled for memory, then `num_timed` timed ones."""
+    steps = RealSteps(family, config, workload, candidate)
+    steps.take()
+    pass_peak_bytes = steps.profiled()
+    timed = [steps.timed() for _ in range(num_timed)]
+    loss = timed[-1][1] if timed else 0.0
+    peak_bytes = steps.resident_bytes() + pass_peak_bytes
+    return Truth(peak_bytes, pass_peak_bytes, tuple(seconds for seconds, _ in timed), loss)

@@ -3,17 +3,19 @@
     taskset -c 1 python benchmarks/tables.py [NAME ...]      writes benchmarks/results/tables/NAME.jsonl
 
 Mid-size models of five families with random weights. Time is the process's own on one core, so that other work on the
-machine counts little. Configurations run in an order drawn at random, since the machine's speed drifts; what is clearly
-slower than the best so far takes one timed step. The same settings differ by a tenth from one measurement to the next,
-and no optimum should be luck: of those that fit under each cap on memory that `search.py` sets, the faster third runs
-three times, and whatever is then among the fastest six nine times. First line: machine, workload and transformer; then
-one measurement per line, as it is made: a run that was cut goes on.
+machine counts little. Its speed drifts all the same, by a tenth within a minute and more: next to each timed step runs
+one of a reference in the same precision, and what counts is their ratio, times the reference's median when the table
+began. Configurations run in an order drawn at random; what is clearly slower than the best so far takes fewer steps. No
+optimum should be luck: of those that fit under each cap on memory that `search.py` sets, the faster third runs
+twice, and whatever is then among the fastest six five times. First line: machine, workload, transformer and the
+reference's seconds; then one measurement per line, as it is made: a run that was cut goes on.
 """
 
 import itertools
 import json
 import math
 import random
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,7 @@ silence_libraries()
 import torch
 from configs import MID
 from cost_accuracy import workload_of
-from cpu_truth import run
+from cpu_truth import RealSteps
 from search_tasks import CAPS, cap_bytes, merged
 
 from autotune.families.registry import FAMILIES
@@ -42,10 +44,14 @@ from autotune.search.space import build_search_space
 
 FOLDER = Path(__file__).parent / "results" / "tables"
 CLEARLY_SLOWER = 1.5
-"""Times the best median: one timed step is enough."""
+"""Times the best median: two timed steps are enough."""
 NUM_FASTEST = 6
-NUM_RUNS = 9
+NUM_RUNS = 5
 """Of each of the fastest few."""
+NUM_TIMED_STEPS = 5
+"""Of one measurement, whose time is their median."""
+NUM_REFERENCE_STEPS = 15
+"""Whose median says what the reference takes when a table begins."""
 
 
 @dataclass(frozen=True)
@@ -117,27 +123,65 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
     return kept
 
 
-def measured(
-    table: Table, workload: Workload, candidate: Candidate, best_seconds: float, known: TrialResult | None
-) -> TrialResult:
-    """One measurement; memory, which does not vary, only if `known`, an earlier one, does not tell it."""
+@dataclass(frozen=True)
+class Reference:
+    """Steps that run beside those that are measured, so that a slow minute of the machine meets both."""
 
-    def is_slow(seconds: list[float]) -> bool:
-        return seconds[0] > CLEARLY_SLOWER * best_seconds
+    steps: RealSteps
+    seconds: float
+    """What one takes: the unit of the table."""
 
-    family, config = FAMILIES[table.family], MID[table.family]
-    truth = run(family, config, workload, candidate, is_enough=is_slow, with_memory=known is None)
-    seconds = tuple(round(one, 5) for one in truth.step_seconds)
-    peak_bytes = known.peak_memory_bytes if known else truth.peak_bytes
-    return TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=peak_bytes)
+    def timed(self) -> float:
+        """Seconds of one step now, relative to its usual ones."""
+        return self.steps.timed()[0] / self.seconds
+
+
+class Bench:
+    """Measures configurations of one table."""
+
+    def __init__(self, table: Table, workload: Workload, reference_seconds: Mapping[str, float]) -> None:
+        """`reference_seconds`, by precision: what an earlier part of the table was measured by, if there is one."""
+        self.table, self.workload = table, workload
+        self.references: dict[str, Reference] = {}
+        for precision in table.values["precision"]:
+            steps = self._steps(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=str(precision)))
+            usual = statistics.median(steps.timed()[0] for _ in range(NUM_REFERENCE_STEPS))
+            self.references[str(precision)] = Reference(steps, reference_seconds.get(str(precision), usual))
+
+    def _steps(self, candidate: Candidate) -> RealSteps:
+        return RealSteps(FAMILIES[self.table.family], MID[self.table.family], self.workload, candidate)
+
+    def measured(self, candidate: Candidate, best_seconds: float, known: TrialResult | None) -> TrialResult:
+        """One measurement; memory, which does not vary, only if `known`, an earlier one, does not tell it."""
+        steps, reference = self._steps(candidate), self.references[candidate.precision]
+        steps.take()
+        if known:
+            steps.take()
+            peak_bytes = known.peak_memory_bytes
+        else:
+            peak_bytes = steps.profiled()
+            peak_bytes += steps.resident_bytes()
+        seconds: list[float] = []
+        before = reference.timed()
+        for number in range(NUM_TIMED_STEPS):
+            own, _ = steps.timed()
+            after = reference.timed()
+            seconds.append(round(own / ((before + after) / 2), 5))
+            before = after
+            if number and min(seconds) > CLEARLY_SLOWER * best_seconds:
+                break
+        return TrialResult(candidate=candidate, outcome="ok", step_seconds=tuple(seconds), peak_memory_bytes=peak_bytes)
 
 
 def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     """Measure what the file lacks, a line each."""
     path, workload = FOLDER / f"{name}.jsonl", workload_for(table)
+    known_head = json.loads(path.open().readline()) if path.exists() else {}
+    bench = Bench(table, workload, known_head.get("reference_seconds", {}))
     if not path.exists():
         asked = {"hardware": hardware.model_dump(mode="json"), "workload": workload.model_dump(mode="json")}
-        path.write_text(json.dumps({**asked, "family": table.family, "config": MID[table.family]}) + "\n")
+        told = {"reference_seconds": {precision: one.seconds for precision, one in bench.references.items()}}
+        path.write_text(json.dumps({**asked, "family": table.family, "config": MID[table.family], **told}) + "\n")
     trials = [TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]]
 
     def add(candidates: Sequence[Candidate], count: int) -> None:
@@ -147,7 +191,7 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
             if len(known) >= count:
                 continue
             best = min((trial.median_step_seconds or math.inf for trial in trials), default=math.inf)
-            trials.append(measured(table, workload, candidate, best, known[0] if known else None))
+            trials.append(bench.measured(candidate, best, known[0] if known else None))
             with path.open("a") as file:
                 file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
             print(name, len(trials), trials[-1].median_step_seconds, candidate.label(), flush=True)
@@ -155,7 +199,7 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     candidates = configurations(table, hardware, workload)
     add(candidates, 1)
     faster = fastest_under_caps(merged(trials[: len(candidates)]), lambda number: number // 3)
-    add([candidate for candidate in candidates if candidate in faster], 3)
+    add([candidate for candidate in candidates if candidate in faster], 2)
     while True:
         runs = Counter(trial.candidate for trial in trials)
         fastest = fastest_under_caps(merged(trials), lambda number: NUM_FASTEST)

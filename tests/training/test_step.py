@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.step import Noising, optimizer_step
@@ -75,6 +76,32 @@ def test_bf16_parameters_keep_small_updates():
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert float(parameter.detach()) == pytest.approx(0.99, abs=0.004)
+
+
+class _Operations(TorchDispatchMode):
+    """Names of what is computed within it, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_gradients_reach_the_masters_in_one_operation_however_many_parameters_there_are():
+    parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(30)]
+    optimizer = AdapterOptimizer(parameters, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1e9)
+    for number, parameter in enumerate(parameters[1:]):  # one that no loss reaches has none
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    with _Operations() as operations:
+        norm = optimizer.step()
+    assert float(norm) == pytest.approx(sum(2 * (1.0 + number) ** 2 for number in range(29)) ** 0.5)
+    assert operations.names.count("_foreach_copy_") == 2  # gradients in, parameters out
+    assert operations.names.count("_to_copy") <= 1  # of the norm
+    assert all(parameter.grad is None for parameter in parameters)
+    assert not torch.equal(parameters[1].detach(), torch.ones(2)) and float(parameters[0].detach()[0]) == 1.0
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10_000), st.integers(0, 64), st.floats(0.1, 10))
