@@ -104,7 +104,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         "bnb-int8",
         "LLM.int8",
         BNB_INT8,
-        quality="high",
+        quality="compact",  # its forward products are in 8 bits, from activations cast to fp16
         bytes_per_parameter=1.0,
         quantize="autotune.quantization.bitsandbytes_layer:quantize_int8",
         stand_in="autotune.cost.quantized:stand_in_for_int8",
