@@ -1,8 +1,9 @@
 """Chooses which candidate to try next, and whether any is worth it: pure.
 
 First the fastest of those that surely fit or, if there are none, the smallest, which is the safest; then by expected
-improvement on predictions that all results have corrected. Only candidates of the enumerated space, each at most once,
-none that is predicted not to fit or is at least as large as one that ran out of memory.
+improvement on predictions that all results have corrected, as far as it is likely to fit. Only candidates of the
+enumerated space, each at most once, none that is predicted not to fit or is at least as large as one that ran out of
+memory; on shared memory none that may not fit.
 """
 
 import math
@@ -10,7 +11,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, Self
 
@@ -23,7 +24,8 @@ STOP_SIGMAS = 1.5
 """Standard deviations by which the stop rule lets a candidate be better than predicted: fewer ended searches too early
 (see benchmarks/LOG.md)."""
 MEMORY_SIGMAS = 1.0
-"""Standard deviations by which a step's predicted memory must stay below the budget."""
+"""Standard deviations by which a step may take more memory than predicted: on shared memory that must stay below the
+budget, too."""
 MIN_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
 MAX_GROWTH = 1.5
@@ -67,6 +69,8 @@ class ScoredCandidate:
     step_seconds: float
     required_bytes: float
     """Memory that it may take at most, as far as is known."""
+    chance_to_fit: float = 1.0
+    """Probability that its steps stay within the memory limit."""
 
     @property
     def lower_bound(self) -> float:
@@ -74,10 +78,17 @@ class ScoredCandidate:
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:
-        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15)."""
+        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15), as far as it
+        fits (Gardner et al., 2014, equation 6)."""
         sigma = max(self.uncertainty, 1e-9)
         z = (best - self.expected) / sigma
-        return sigma * (z * math.erfc(-z / math.sqrt(2)) / 2 + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+        gain = sigma * (z * _normal_share(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+        return self.chance_to_fit * gain
+
+
+def _normal_share(z: float) -> float:
+    """Share of a normal distribution that is below `z` standard deviations."""
+    return math.erfc(-z / math.sqrt(2)) / 2
 
 
 def best_seconds(results: Sequence[TrialResult]) -> float:
@@ -176,8 +187,11 @@ class ResidualSearch:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
-            if required < limit and prediction.host_memory_bytes <= host_limit:
-                found.append(self._score(prediction, required, power))
+            # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all that it may cost.
+            needed = required if self.ascending else prediction.required_memory_bytes
+            if needed < limit and prediction.host_memory_bytes <= host_limit:
+                scored = self._score(prediction, required, power)
+                found.append(replace(scored, chance_to_fit=_chance_to_fit(prediction, limit)))
                 if self.objective != "memory":
                     fewest[key] = candidate.swapped_blocks
         # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
@@ -338,6 +352,12 @@ def _without_swap(candidate: Candidate) -> tuple[object, ...]:
 def _teach_the_same(one: Candidate, other: Candidate) -> bool:
     """Whether trials of both at the same time would teach the cost model the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
+
+
+def _chance_to_fit(prediction: Prediction, limit: float) -> float:
+    """Probability that the training step, which alone is uncertain, stays below `limit` bytes."""
+    sigma = max(prediction.memory_uncertainty, 1e-9)
+    return _normal_share(math.log(limit / prediction.peak_memory_bytes) / sigma)
 
 
 def memory_upper_bound(prediction: Prediction) -> float:
