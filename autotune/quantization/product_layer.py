@@ -86,6 +86,7 @@ def multiply(
         left, rows = functional.pad(left, (0, 0, 0, missing)), functional.pad(rows, (0, 0, 0, missing))
     if right.stride(0) != 1 and (kernels.has_cuda_limits or right.dtype == FLOAT8):
         right = right.t().contiguous().t()  # kernels read the second factor by columns alone
+    left = left.contiguous()  # what is rounded keeps the order in memory of what it was made of
     if left.dtype == torch.int8:
         out = kernels.unscale(torch._int_mm(left, right), rows, columns, bias, dtype)
     else:
