@@ -124,7 +124,9 @@ class EightBitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        out: Tensor = EightBitProduct.apply(rows, self.weight, self.scale, self.bias)  # type: ignore[no-untyped-call]
+        # For parameters torch's compiler would make code for each size.
+        scale, bias = self.scale.detach(), None if self.bias is None else self.bias.detach()
+        out: Tensor = EightBitProduct.apply(rows, self.weight, scale, bias)  # type: ignore[no-untyped-call]
         return out if input.ndim == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
