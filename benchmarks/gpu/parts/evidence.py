@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
@@ -113,7 +115,9 @@ def begin(part: str, about: str | None, **extra: Any) -> Evidence:
     options = parser.parse_args()
     number, of = (int(text) for text in options.slice.split("/"))
     silence_progress_bars()
-    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), time.monotonic() + options.seconds)
+    imports_seconds = time.time() - psutil.Process().create_time()
+    ends = time.monotonic() + options.seconds - imports_seconds
+    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), ends)
     evidence.row("machine", **machine(), **extra)
     return evidence
 
