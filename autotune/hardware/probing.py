@@ -86,7 +86,7 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
 
 
 def measure_rates(
-    profile: HardwareProfile, on_progress: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 60.0
+    profile: HardwareProfile, on_progress: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 120.0
 ) -> HardwareProfile:
     """The profile with rates measured now. What cannot be measured is left out, with a note.
 

@@ -149,8 +149,8 @@ class Meter:
         if dtype == "fp8":
             left = torch.randn(m, k, device=self.device).to(torch.float8_e4m3fn)
             right = torch.randn(n, k, device=self.device).to(torch.float8_e4m3fn).t()
-            one = torch.ones((), device=self.device)
-            return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            rows, columns = (torch.ones(shape, device=self.device) for shape in ((m, 1), (1, n)))  # as layers scale
+            return lambda: torch._scaled_mm(left, right, scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16)
         if dtype == "int8":
             left = torch.randint(-127, 127, (m, k), device=self.device, dtype=torch.int8)
             right = torch.randint(-127, 127, (n, k), device=self.device, dtype=torch.int8).t()

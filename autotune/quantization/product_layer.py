@@ -86,6 +86,7 @@ def multiply(
         left, rows = functional.pad(left, (0, 0, 0, missing)), functional.pad(rows, (0, 0, 0, missing))
     if right.stride(0) != 1 and (kernels.has_cuda_limits or right.dtype == FLOAT8):
         right = right.t().contiguous().t()  # kernels read the second factor by columns alone
+    left = left.contiguous()  # what is rounded keeps the order in memory of what it was made of
     if left.dtype == torch.int8:
         out = kernels.unscale(torch._int_mm(left, right), rows, columns, bias, dtype)
     else:
@@ -123,7 +124,9 @@ class EightBitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        out: Tensor = EightBitProduct.apply(rows, self.weight, self.scale, self.bias)  # type: ignore[no-untyped-call]
+        # For parameters torch's compiler would make code for each size.
+        scale, bias = self.scale.detach(), None if self.bias is None else self.bias.detach()
+        out: Tensor = EightBitProduct.apply(rows, self.weight, scale, bias)  # type: ignore[no-untyped-call]
         return out if input.ndim == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 

@@ -93,8 +93,10 @@ def _prepare_compiler() -> None:
 
     versions = f"torch-{torch.__version__}-python-{platform.python_version()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_path("compiled", versions)))
-    # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_COMPILED_GRAPHS)
+    # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it. The default is changed: from torch
+    # 2.12 on a thread sees no other's settings, and on CUDA backward passes run in threads of their own.
+    limit = vars(dynamo)["_config"]["recompile_limit"]
+    limit.default = max(limit.default, MAX_COMPILED_GRAPHS)
 
 
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:

@@ -138,7 +138,7 @@ def optimizer_step(
     before it, and `average` replaces the loss, in place, by its mean over all. A transformer wrapped for several
     processes averages gradients by itself, once per step, in the backward pass of the last micro-batch.
     """
-    total = torch.zeros((), dtype=torch.float32)
+    total = torch.zeros((), device=optimizer.masters[0].device)  # sent from the host, it would wait for the device
     position, end = first_position, first_position + effective_batch_size
     unsynchronized = getattr(transformer, "no_sync", contextlib.nullcontext)
     for batch in micro_batches:
@@ -148,7 +148,7 @@ def optimizer_step(
             loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
             optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
-        total = total.to(loss.device) + loss.detach()
+        total = total + loss.detach()
         del loss  # else tensors that LLM.int8's layers save on graph nodes would stay through the next micro-batch
     norm = optimizer.step()
     if average:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from summary import GIB, of, rows_in
+from summary import GIB, LEVERS, of, rows_in
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 520, 70, 30, 50, 60
 CAPS_GIB = (24, 32, 48, 80)
@@ -52,7 +52,7 @@ def main() -> None:
     out = frame(plot, curve)
     for number, (batch, line) in enumerate(sorted(lines.items())):
         out += batch_marks(plot, number, batch, line, [dot for dot in dots if dot[0] == batch])
-    hollow = "hollow: another weight format or attention than the line's"
+    hollow = "hollow: other weights, attention or code than the line's"
     out += [text(WIDTH - RIGHT, TOP + 18 * (len(lines) + 1), hollow, "end"), "</svg>"]
     (folder / "picture.svg").write_text("\n".join(out) + "\n")
 
@@ -91,7 +91,8 @@ def batch_marks(plot: Plot, number: int, batch: int, line: list[tuple[float, flo
     out = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>',
            text(WIDTH - RIGHT, TOP + 18 * (number + 1), label, "end", color)]  # fmt: skip
     for _, x, y, chosen in dots:
-        plain = chosen["quantization"] == "none" and chosen["attention"] == "native"
+        plain = (chosen["quantization"], chosen["attention"]) == ("none", "native")
+        plain = plain and all(chosen[name] == usual for name, usual in LEVERS)
         px, py = plot.at(x, y)
         fill = color if plain else "white"
         out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{color}"><title>'

@@ -9,6 +9,8 @@ from typing import Any
 
 Row = dict[str, Any]
 GIB = 2**30
+LEVERS = (("norm_rope", "stock"), ("modulation", "resident"), ("compile", "off"))
+"""Knobs of a candidate that are told where they are not diffusers' own way."""
 TABLES = {
     "facts": {
         "rate": "name value unit spread num_samples",
@@ -84,8 +86,9 @@ def shown(value: Any, path: str = "") -> str:
     if isinstance(value, list) and value and all(isinstance(number, int | float) for number in value):
         return f"{statistics.median(value):.4g} ({min(value):.4g} to {max(value):.4g}, n {len(value)})"
     if isinstance(value, dict) and "micro_batch_size" in value:
-        words = (f"batch {value['micro_batch_size']}, ckpt {value['checkpointed_blocks']}", value["quantization"])
-        return f"{', '.join(words)}, {value['attention']}"
+        words = [f"batch {value['micro_batch_size']}, ckpt {value['checkpointed_blocks']}", value["quantization"]]
+        words += [value["attention"], *(f"{name} {value[name]}" for name, usual in LEVERS if value[name] != usual)]
+        return ", ".join(words)
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
     text = f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from autotune.quantization import stored_rows
 from autotune.quantization.layers import quantize_inside
-from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear
+from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear, Kernels
 from autotune.quantization.stored_rows import FLOAT8
 from tests.profiled import peak_allocated_bytes
 
@@ -70,13 +71,14 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(
     def checked(left: Tensor, right: Tensor) -> Tensor:
         seen.append(len(left))
         assert len(left) >= 32
+        assert left.is_contiguous()
         assert right.stride(0) == 1
         return product(left, right)
 
     product = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", checked)
     monkeypatch.setitem(PRODUCT_KERNELS, "cpu", PLAIN._replace(has_cuda_limits=True))
-    limited = run(layer, x)
+    limited = run(layer, x.mT.contiguous().mT)  # in another order in memory
     assert len(seen) == (2 if weight_format == "int8-matmul" else 0)
     for found, expected in zip(limited, plain, strict=True):
         assert found.dtype == expected.dtype == dtype
@@ -84,6 +86,19 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(
             assert torch.equal(found, expected)
         else:  # its kernels write bf16
             assert torch.allclose(found, expected, rtol=0.01, atol=1e-2)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_layers_of_all_sizes_share_what_is_compiled(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters = [CompileCounter() for _ in PLAIN[:3]]
+    compiled = [torch.compile(one, dynamic=True, backend=by) for one, by in zip(PLAIN[:3], counters, strict=True)]
+    monkeypatch.setitem(PRODUCT_KERNELS, "cpu", Kernels(*compiled, True))  # type: ignore[arg-type]
+    for inputs, outputs in ((64, 96), (96, 64), (64, 128), (128, 192)):
+        layer = nn.Linear(inputs, outputs).requires_grad_(False)
+        quantize_inside([layer], weight_format)("", layer)  # type: ignore[misc]
+        run(layer, torch.randn(40, inputs))
+    assert max(counter.frame_count for counter in counters) <= 2  # with columns and bias, and without
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -1,5 +1,6 @@
 """Steps through blocks compiled one by one learn what plain steps learn: adapters, masks, checkpointing and all."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,13 @@ from autotune.quantization.frozen_linear import quantize_int8
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, ModelSpec
 from autotune.training.loop import TrainingLoop
-from autotune.training.model import apply_knobs, apply_settings, eager_eval
+from autotune.training.model import (
+    MAX_COMPILED_GRAPHS,
+    _prepare_compiler,
+    apply_knobs,
+    apply_settings,
+    eager_eval,
+)
 from autotune.training.step import Noising
 from autotune.trials.steps import synthetic_samples
 from tests.builders import workload
@@ -149,3 +156,11 @@ def test_compiled_layers_on_8_bits_keep_no_cast_weights(monkeypatch: pytest.Monk
     out.sum().backward()
     stored = {parameter.data_ptr() for parameter in block.parameters()}
     assert sum(t.nbytes for address, t in kept.items() if address not in stored) == 4 * 128 * 1024, "what GELU got"
+
+
+def test_threads_of_backward_passes_may_compile_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vars(torch._dynamo.config)["_config"]["recompile_limit"], "default", 8)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept")
+    _prepare_compiler()
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lambda: torch._dynamo.config.recompile_limit).result() == MAX_COMPILED_GRAPHS

@@ -6,7 +6,7 @@ Weights are random: memory and time do not depend on them. A prediction is writt
 from dataclasses import dataclass
 from typing import Any
 
-from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
+from evidence import Evidence, Levers, ReservingTrial, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
@@ -23,11 +23,14 @@ from autotune.trials.runner import ProcessTrialRunner
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
 INT8, FP8, NF4, BNB8 = "torchao-int8", "torchao-fp8", "bnb-nf4", "bnb-int8"
+COMPILED: Levers = (("norm_rope", "compiled"),)
+AHEAD: Levers = (*COMPILED, ("modulation", "ahead"))
+BLOCKS: Levers = (("compile", "block"),)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One workload and the settings to try on it: (micro-batch, share checkpointed, weight format, attention).
+    """One workload and the settings to try on it: (micro-batch, share checkpointed, weight format, attention, levers).
 
     The first is also the grid for searches: `autotune plan` without data takes captions of different lengths."""
 
@@ -43,6 +46,9 @@ class Work:
 
 WORKS = (
     Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
+                       (1, NONE, "none", "native", COMPILED), (1, NONE, "int8-matmul", "native", COMPILED),
+                       (1, NONE, "fp8-matmul", "native", COMPILED), (1, ALL, "none", "native", AHEAD),
+                       (1, NONE, "none", "native", BLOCKS),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
                        (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4),
                        (1, ALL, "layerwise-fp8"), (1, NONE, "layerwise-fp8")),
@@ -112,13 +118,11 @@ def tried(
 
 def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | None:
     """Why the machine cannot run the candidate; None when it can."""
-    capabilities = (
-        hardware.capability(f"attention.{chosen.attention}"),
-        hardware.capability(f"quantization.{chosen.quantization}"),
-    )
-    return next(
-        (f"{capability.name}: {capability.reason}" for capability in capabilities if not capability.available), None
-    )
+    needed = [f"attention.{chosen.attention}", f"quantization.{chosen.quantization}"]
+    if chosen.norm_rope == "compiled" or chosen.compile != "off":
+        needed.append("compile")
+    capabilities = (hardware.capability(name) for name in needed)
+    return next((f"{each.name}: {each.reason}" for each in capabilities if not each.available), None)
 
 
 def told(prediction: Prediction) -> dict[str, Any]:

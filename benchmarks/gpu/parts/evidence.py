@@ -1,6 +1,7 @@
 """What every part shares: rows that survive a kill, the machine they come from, the models and the work to measure."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
@@ -29,6 +32,8 @@ from autotune.trials.worker import TASKS
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
+Levers = tuple[tuple[str, str], ...]
+"""Knobs of a candidate and their values."""
 
 
 @dataclass
@@ -110,19 +115,22 @@ def begin(part: str, about: str | None, **extra: Any) -> Evidence:
     options = parser.parse_args()
     number, of = (int(text) for text in options.slice.split("/"))
     silence_progress_bars()
-    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), time.monotonic() + options.seconds)
+    imports_seconds = time.time() - psutil.Process().create_time()
+    ends = time.monotonic() + options.seconds - imports_seconds
+    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), ends)
     evidence.row("machine", **machine(), **extra)
     return evidence
 
 
 def machine() -> dict[str, Any]:
     """Date, commit, device, host and versions."""
-    told = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = None
+    with contextlib.suppress(OSError):  # no git
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     facts = probe().model_dump(mode="json", include={"device", "host", "versions"})
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"date": date, "commit": told.stdout.strip() or None, **facts}
+    return {"date": date, "commit": commit, **facts}
 
 
 def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
@@ -135,9 +143,9 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 
-def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native", *,
-              precision: str) -> Candidate:  # fmt: skip
-    """Settings with this share of all blocks but the last checkpointed."""
+def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native",
+              levers: Levers = (), *, precision: str) -> Candidate:  # fmt: skip
+    """Settings with this share of all blocks but the last checkpointed, and other knobs by `levers`."""
     return Candidate(
         micro_batch_size=batch,
         checkpointed_blocks=round(share * (workload.model.num_blocks - 1)),
@@ -145,6 +153,7 @@ def candidate(workload: Workload, batch: int, share: float, quantization: str = 
         attention=attention,
         precision=precision,
         allocator="expandable" if precision == "bf16" else "default",  # as the rule for discrete cards says
+        **dict(levers),  # type: ignore[arg-type]  # each the value of a field
     )
 
 

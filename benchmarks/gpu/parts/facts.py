@@ -19,7 +19,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.trials.parity import check_parity
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
-TESTS = ("tests/gpu/test_trials.py", "tests/gpu/test_training.py", "tests/gpu/test_kernels.py")
+TESTS = tuple(f"tests/gpu/test_{name}.py" for name in ("steps", "trials", "training", "kernels"))
 
 
 def tests(path: str, evidence: Evidence) -> None:

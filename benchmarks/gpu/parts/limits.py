@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, told, unavailable_choice
+from accuracy import ALL, BLOCKS, COMPILED, FP8, HALF, INT8, NF4, NONE, Run, told, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
@@ -38,7 +38,7 @@ KINDS = (
     ("reduce", r"reduce|sum|mean"),
     ("elementwise", r"elementwise|vectorized|unrolled|mul|add|gelu|silu"),
 )
-CASES = (
+CASES: tuple[Run, ...] = (
     (1, ALL),
     (1, NONE),
     (2, HALF),
@@ -46,6 +46,10 @@ CASES = (
     (1, ALL, FP8),
     (1, ALL, NF4),
     (1, ALL, "none", "_native_cudnn"),
+    (1, NONE, "none", "native", COMPILED),
+    (1, NONE, "int8-matmul", "native", COMPILED),
+    (1, NONE, "fp8-matmul", "native", COMPILED),
+    (1, NONE, "none", "native", BLOCKS),
 )
 
 

@@ -1,5 +1,5 @@
-"""`autotune plan` and `autotune train` at full size on synthetic images, as a user calls them: promise and reality,
-flat memory; killed without warning, stopped by a signal, and resumed both times."""
+"""`autotune plan` and `autotune train` of 12 blocks of full width on synthetic images, as a user calls them: promise
+and reality, flat memory; killed without warning, stopped by a signal, and resumed both times."""
 
 import json
 import re

@@ -1,0 +1,70 @@
+"""Steps on the GPU: the host waits once in each; over NCCL, in a group of one, they are those of a process alone."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autotune.families.resolve import resolve_model
+from autotune.training import sharding
+from autotune.training.model import TrainingModel, load_model
+from autotune.training.optimizer import AdapterOptimizer
+from autotune.training.processes import Processes, make_current
+from autotune.training.step import StepOutcome, optimizer_step, to_device
+from autotune.trials.steps import longest_captions, synthetic_samples
+from tests.gpu.conftest import candidate, work
+
+
+@pytest.fixture
+def processes(device: str) -> Iterator[Processes]:
+    """As if there were two, or nothing would be wrapped."""
+    own = torch.device(device)
+    make_current(own)
+    backend = "nccl" if own.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    yield Processes(0, 2, own)
+    distributed.destroy_process_group()
+
+
+def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOutcome:
+    workload, resolved = work(model), resolve_model(str(model))
+    known = (resolved.family, resolved.config, workload, workload.largest_bucket)
+    samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
+    batches = [to_device(loaded.collate([sample]), loaded.device, loaded.dtype) for sample in samples]
+    optimizer = AdapterOptimizer(loaded.adapter, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    return optimizer_step(resolved.family, network, optimizer, batches, step=1, effective_batch_size=2)
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_group_of_one_takes_the_step_of_a_process_alone(
+    model: Path, device: str, precision: str, processes: Processes, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = (resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0)
+    alone = load_model(*known)
+    expected = take_step(alone, alone.transformer, model)
+    monkeypatch.setattr(sharding, "_mesh_of_shards", lambda kind, _: init_device_mesh(kind, (1,)))
+    loaded = load_model(*known, shards=1 if strategy == "ddp" else 2)
+    assert any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters()) is (strategy == "fsdp2")
+    found = take_step(loaded, processes.replicate(loaded.transformer, has_unused=True), model)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+    assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-2)
+
+
+def test_the_host_waits_for_the_device_once_in_a_step(model: Path, device: str, precision: str) -> None:
+    loaded = load_model(resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0)
+    take_step(loaded, loaded.transformer, model)  # whatever is made at the first call
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            take_step(loaded, loaded.transformer, model)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    told = [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)]
+    assert len(told) == 1, told
