@@ -68,7 +68,7 @@ class JobNeeds:
         encoder = plan.frozen.caching.other_gpu
         also = max(2, int(encoder.removeprefix("cuda:")) + 1) if encoder else 0
         is_cpu = hardware.device_kind == "cpu"
-        needed = expected.required_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
+        needed = expected.run_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
         is_limited = needed and hardware.match_keys.get("memory_kind") != "integrated"
         notice = max(MIN_NOTICE_SECONDS, math.ceil(3 * expected.step_seconds) + 60)
         seconds = plan.job_seconds * TIME_MARGIN + START_SECONDS if hours is None else hours * 3600

@@ -34,7 +34,7 @@ def min_required_bytes(candidates: Sequence[Candidate], cost: CostModel, *, caut
     deepest = max(candidate.checkpointed_blocks for candidate in candidates)
     safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (smallest, deepest)]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
-    return min(memory_upper_bound(each) if cautious else each.required_memory_bytes for each in predictions)
+    return min(memory_upper_bound(each) if cautious else each.run_memory_bytes for each in predictions)
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
@@ -191,7 +191,7 @@ def advise_larger_batch(space: SearchSpace, cost: CostModel, best: Candidate, st
         for candidate in find_mixtures(base, space.choices, cost):
             prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / (effective / step_seconds)
-            if prediction.required_memory_bytes <= budget_bytes and gain > best_gain:
+            if prediction.run_memory_bytes <= budget_bytes and gain > best_gain:
                 best_gain, best_batch = gain, batch
     if not best_batch:
         return ()

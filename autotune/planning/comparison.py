@@ -99,7 +99,7 @@ def compared_gpu(
         step_seconds=expected.step_seconds,
         image_seconds=expected.step_seconds / workload.effective_batch_size,
         time_uncertainty=expected.time_uncertainty,
-        run_memory_bytes=expected.required_memory_bytes,
+        run_memory_bytes=expected.run_memory_bytes,
         download_seconds=download_seconds,
         search_seconds=limits.allowed_seconds(expected.step_seconds),
         other_seconds=expected.other_seconds,

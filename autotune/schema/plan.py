@@ -50,7 +50,7 @@ class Expected(Frozen):
     """What each phase took when the winner was rehearsed; empty without a rehearsal."""
 
     @property
-    def required_memory_bytes(self) -> int:
+    def run_memory_bytes(self) -> int:
         """Run memory: what a run needs in its neediest phase, the training step or a rehearsed one."""
         measured = (
             phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes

@@ -89,16 +89,16 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
         Score(
             prediction.candidate,
             prediction.step_seconds,
-            prediction.required_memory_bytes,
-            None if prediction.required_memory_bytes <= budget_bytes else _too_large(prediction, budget_bytes),
+            prediction.run_memory_bytes,
+            None if prediction.run_memory_bytes <= budget_bytes else _too_large(prediction, budget_bytes),
         )
         for prediction in predictions
     ]
 
 
 def _too_large(prediction: Prediction, budget_bytes: int) -> str:
-    phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
-    needed = prediction.required_memory_bytes
+    phase = max(prediction.phases, key=lambda phase: phase.run_memory_bytes)
+    needed = prediction.run_memory_bytes
     return f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {budget_bytes / GIB:.1f} GiB may be taken"
 
 

@@ -257,7 +257,7 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
         f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from the plan",
         plan.identity,
         f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
-        f"{expected.required_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
+        f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [f"  {d.name}: {d.planned} in the plan, {d.written} here" for d in differences if d.kind == kind]

@@ -123,7 +123,7 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes:
     of the plan's.
     """
     planned = plan.frozen.hardware
-    needed = plan.frozen.expected.required_memory_bytes
+    needed = plan.frozen.expected.run_memory_bytes
     if planned.device_kind == "cpu":
         needed *= num_processes or planned.processes_per_node  # they share it
     budget = hardware.device.budget_bytes

@@ -95,7 +95,7 @@ class TrainingLoop:
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
         expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
-        planned_bytes = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        planned_bytes = expected.run_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
         self.utilization = GpuUtilization(model.device)
         self.energy = EnergyWatch(model.device)

@@ -263,7 +263,7 @@ def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> No
 
 def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
-    assert expected.required_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
+    assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
 
 
 def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(

@@ -27,7 +27,7 @@ def phase_bars(expected: Expected, forecast: Forecast | None, budget_bytes: int)
     if forecast and forecast.phases:
         predicted = {PHASE_TITLES.get(p.name, p.name): p.run_memory_bytes for p in forecast.phases}
         return _bars({}, predicted, budget_bytes, promised="predicted", solid="")
-    return _bars({}, {"neediest phase": expected.required_memory_bytes}, budget_bytes, promised="planned", solid="")
+    return _bars({}, {"neediest phase": expected.run_memory_bytes}, budget_bytes, promised="planned", solid="")
 
 
 def compared_phases(report: RunReport, process_bytes: int, budget_bytes: int) -> Element:
