@@ -28,7 +28,7 @@ class WorkloadOptions(TypedDict, total=False):
     """What is trained, as far as it decides memory and speed. What is left out has the family's default.
 
     Example:
-        >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "quality": "exact"}
+        >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "adapter": "dora"}
         >>> autotune.list_choices("qwen-image", **work)
     """
 

@@ -51,7 +51,14 @@ LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 
 
 class PlanNotWritten(AutotuneError):
-    """A plan was made, but its file could not be written. `plan` holds it."""
+    """A plan was made, but its file could not be written. `plan` holds it.
+
+    Example:
+        >>> try:
+        ...     autotune.plan("/models/Qwen-Image", "photos", path="/full-disk/plan.yaml")
+        ... except autotune.PlanNotWritten as error:
+        ...     autotune.save_plan(error.plan, "plan.yaml")
+    """
 
     def __init__(self, message: str, *, hint: str, plan: TrainingPlan) -> None:
         super().__init__(message, hint=hint)

@@ -10,7 +10,12 @@ from autotune.schema import Frozen, NaturalInt, OnEvent, StatusChanged, ignore_e
 
 
 class FetchedModel(Frozen):
-    """A model of the hub that is on this machine."""
+    """A model of the hub that is on this machine.
+
+    Example:
+        >>> model = autotune.fetch("qwen-image")
+        >>> plan = autotune.plan(str(model.folder), "photos")
+    """
 
     name: str
     """Its hub id."""

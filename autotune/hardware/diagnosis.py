@@ -35,7 +35,11 @@ Severity = Literal["blocks", "hurts", "note"]
 
 
 class Finding(Frozen):
-    """One thing that will hurt, and what to do about it."""
+    """One thing that will hurt, and what to do about it.
+
+    Example:
+        >>> [finding.fix for finding in autotune.doctor() if finding.severity == "blocks"]
+    """
 
     severity: Severity
     name: str

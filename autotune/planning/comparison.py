@@ -16,7 +16,11 @@ ComparisonOrder = Literal["cost", "hours", "name"]
 
 
 class ComparedGpu(Frozen):
-    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
+    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits.
+
+    Example:
+        >>> [gpu.total_seconds for gpu in autotune.compare("flux1-dev", hardware=["4090", "l40s"]).gpus]
+    """
 
     gpu: str
     """Its name in the catalog."""
@@ -73,7 +77,12 @@ class ComparedGpu(Frozen):
 
 
 class Comparison(Frozen):
-    """One job on several GPUs."""
+    """One job on several GPUs.
+
+    Example:
+        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
+        >>> found.gpus[0].gpu, found.num_left_out
+    """
 
     model: str
     gpus: tuple[ComparedGpu, ...]

@@ -17,7 +17,11 @@ FILE = "predictions.json"
 
 
 class CatalogPrediction(Frozen):
-    """What a plan of a model for one GPU predicts, with the family's defaults."""
+    """What a plan of a model for one GPU predicts, with the family's defaults.
+
+    Example:
+        >>> [(model.name, model.prediction) for model in autotune.list_models("4090")]
+    """
 
     gpu: str
     """Its name in the catalog."""
@@ -33,7 +37,14 @@ class CatalogPrediction(Frozen):
 
 
 class NoGpu(NothingFits):
-    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits."""
+    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits.
+
+    Example:
+        >>> try:
+        ...     autotune.require_gpu("qwen-image")
+        ... except autotune.NoGpu as error:
+        ...     print([each.gpu for each in error.elsewhere if each.step_seconds is not None])
+    """
 
     model: str = ""
     family: str = ""

@@ -9,7 +9,11 @@ from autotune.schema import Frozen
 
 
 class ModelSummary(Frozen):
-    """A published model that autotune knows by name."""
+    """A published model that autotune knows by name.
+
+    Example:
+        >>> [(model.name, model.license) for model in autotune.list_models() if model.kind == "video"]
+    """
 
     name: str
     """What `--model` takes; the hub id does as well."""

@@ -40,7 +40,7 @@ def is_first_process() -> bool:
 
     Example:
         >>> if autotune.is_first_process():
-        ...     print(report.final_loss)
+        ...     print("written by one process, however many train")
     """
     launch = current_launch()
     return launch is None or launch.rank == 0

@@ -179,7 +179,7 @@ class TrainingPlan(Frozen):
 
     Example:
         >>> plan = autotune.load_plan("plan.yaml")
-        >>> plan.is_measured, plan.frozen.settings.micro_batch_size, plan.frozen.expected.step_seconds
+        >>> plan.frozen.expected.evidence, plan.frozen.settings.micro_batch_size, plan.job_seconds
     """
 
     job: Job

@@ -127,7 +127,7 @@ def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part.
 
     Example:
-        >>> print(autotune.plan_text(plan))
+        >>> print(autotune.plan_text(autotune.load_plan("plan.yaml")))
     """
     data = plan.model_dump(mode="json")
     return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])})

@@ -26,7 +26,12 @@ FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output"} - MODEL_FIE
 
 
 class Subject(Frozen):
-    """One of several runs of a plan."""
+    """One of several runs of a plan.
+
+    Example:
+        >>> rex = autotune.Subject(name="rex", job={"data": "photos/rex", "trigger": "rex"})
+        >>> autotune.train_many("plan.yaml", [rex])
+    """
 
     name: str = Field(pattern=NAME)
     """What its folder in the plan's output folder is called."""
@@ -46,7 +51,11 @@ class Subject(Frozen):
 
 
 class SubjectRun(Frozen):
-    """What became of one subject."""
+    """What became of one subject.
+
+    Example:
+        >>> [run.name for run in autotune.train_many("plan.yaml", "subjects.yaml") if run.error]
+    """
 
     name: str
     output: str

@@ -62,7 +62,12 @@ class RecordFile:
 
 
 class Transfer(Frozen):
-    """What a push, a pull or an import did."""
+    """What a push, a pull or an import did.
+
+    Example:
+        >>> moved = autotune.pull_records("s3://team/records")
+        >>> moved.num_new, moved.refused
+    """
 
     num_new: int
     num_present: int

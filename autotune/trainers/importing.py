@@ -17,7 +17,11 @@ from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 
 class ConfigLine(Frozen):
-    """One setting of a configuration, and what becomes of it."""
+    """One setting of a configuration, and what becomes of it.
+
+    Example:
+        >>> [(line.key, line.line) for line in autotune.import_config("train_lora.yaml").not_carried]
+    """
 
     key: str
     value: str
@@ -29,7 +33,12 @@ class ConfigLine(Frozen):
 
 class ImportedConfig(Frozen):
     """Another trainer's configuration, understood. `autotune.plan(config.model, config.data, **config.options)` plans
-    the same training; with `pins=config.pins` the same settings too, where this machine has them."""
+    the same training; with `pins=config.pins` the same settings too, where this machine has them.
+
+    Example:
+        >>> config = autotune.import_config("train_lora.yaml")
+        >>> config.trainer, config.pins, config.options["num_steps"]
+    """
 
     path: str
     trainer: str
