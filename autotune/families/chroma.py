@@ -14,7 +14,7 @@ from autotune.families.flux1_dev import BLOCK, MLP, TEXT_TOKENS, Flux1Dev
 from autotune.families.packing import ATTENTION
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,6 +45,7 @@ class Chroma(Flux1Dev):
     )
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
+    small_pipeline = "chroma"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
@@ -67,6 +68,7 @@ class Chroma(Flux1Dev):
             "sampling_guidance": "diffusers' example",
         },
     )
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -113,11 +115,3 @@ class Chroma(Flux1Dev):
             "negative_prompt_embeds": unwanted[:, unwanted_own],
             "negative_prompt_attention_mask": unwanted_mask[:, unwanted_own],
         }
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.chroma import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -45,6 +45,7 @@ class Flux1Dev(Family):
     )
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
+    small_pipeline = "flux1_dev"
     components: ClassVar[tuple[str, ...]] = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
     )
@@ -132,8 +133,3 @@ class Flux1Dev(Family):
         """What the transformer takes besides tokens, their positions and the noise level."""
         guidance = self.guidance_input(transformer, levels, batch)
         return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.flux1_dev import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)

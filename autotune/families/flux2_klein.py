@@ -89,6 +89,7 @@ class Flux2Klein(Family):
     )
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
+    small_pipeline = "flux2_klein"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,
@@ -165,8 +166,3 @@ class Flux2Klein(Family):
             return_dict=False,
         )[0]
         return velocity.mT.reshape(noisy.shape)
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.flux2_klein import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -54,6 +54,7 @@ class Kandinsky5(Family):
     """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
+    small_pipeline = "kandinsky5"
     tiny_config: ClassVar[Config] = {
         "model_dim": 128,  # two heads of the published size
         "ff_dim": 128,
@@ -159,11 +160,6 @@ class Kandinsky5(Family):
             return_dict=False,
         )
         return velocity.permute(0, 4, 1, 2, 3)
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.kandinsky5 import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         """Factors by which the pipeline divides positions in time, height and width."""

@@ -13,7 +13,7 @@ from autotune.families.latents import encode_standardized
 from autotune.families.packing import PATCH, VAE_FACTOR, pack, unpack
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import load_tokenizer
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Krea2(Family):
     )
     pipeline_class = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
+    small_pipeline = "krea2"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
@@ -74,6 +75,7 @@ class Krea2(Family):
     )
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = MAX_TEXT_TOKENS
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -123,11 +125,3 @@ class Krea2(Family):
             return_dict=False,
         )[0]
         return unpack(velocity, noisy.shape)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.krea2 import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -12,7 +12,7 @@ from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pac
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
 from autotune.runtime import lazy_module
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,7 @@ class QwenImage(Family):
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
+    small_pipeline = "qwen_image"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
     tiny_config: ClassVar[Config] = {
@@ -69,6 +70,7 @@ class QwenImage(Family):
     )
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = 1024
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),
@@ -119,11 +121,3 @@ class QwenImage(Family):
     ) -> dict[str, Any]:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
         return {"prompt": prompt, "true_cfg_scale": self.defaults.sampling_guidance, "negative_prompt": " "}
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.qwen_image import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)

@@ -61,6 +61,7 @@ class QwenImage21(Family):
     )
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
+    small_pipeline = "qwen_image_21"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
     tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
     defaults = Defaults(
@@ -154,11 +155,6 @@ class QwenImage21(Family):
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return True  # of the text, which attends to what comes before
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.qwen_image_21 import write_pipeline
-
-        write_pipeline(folder, captions, seed)
 
 
 def _load_processor(folder: Path) -> Any:

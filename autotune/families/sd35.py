@@ -52,6 +52,7 @@ class StableDiffusion35(Family):
     )
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
+    small_pipeline = "sd35"
     components = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
         *("tokenizer", "tokenizer_2", "tokenizer_3", "scheduler"),
@@ -129,8 +130,3 @@ class StableDiffusion35(Family):
             return_dict=False,
         )[0]
         return velocity[:, :, None]
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.sd35 import write_pipeline
-
-        write_pipeline(folder, captions, seed)

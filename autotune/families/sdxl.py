@@ -67,6 +67,7 @@ class StableDiffusionXL(Family):
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"
+    small_pipeline = "sdxl"
     noise = DiscreteDiffusion()
     components = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     tiny_config: ClassVar[Config] = {
@@ -160,8 +161,3 @@ class StableDiffusionXL(Family):
             return_dict=False,
         )[0]
         return prediction[:, :, None]
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.sdxl import write_pipeline
-
-        write_pipeline(UNET, VAE, folder, captions, seed)

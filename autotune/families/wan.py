@@ -56,6 +56,7 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
+    small_pipeline = "wan"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
@@ -108,18 +109,6 @@ class Wan(Family):
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {**usual, "num_frames": bucket.num_frames, "output_type": "pil"}
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.wan import write_pipeline
-
-        write_pipeline(
-            self.models[0].parts.vae_config,
-            folder,
-            captions,
-            seed,
-            flow_shift=self.defaults.timestep_shift,
-            boundary_ratio=self.pipeline_config["boundary_ratio"],
-        )
 
 
 class Wan21(Wan):

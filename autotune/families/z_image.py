@@ -12,7 +12,7 @@ from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_chat_tokens
 from autotune.runtime import lazy_module
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,7 @@ class ZImage(Family):
     )
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
+    small_pipeline = "z_image"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "dim": 256,  # two heads of the published size, 128
@@ -69,6 +70,7 @@ class ZImage(Family):
     separates_prompts = True
     text_multiple = 32
     max_text_tokens = MAX_TEXT_TOKENS
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -105,11 +107,3 @@ class ZImage(Family):
         # It counts time from noise to image, and so predicts the velocity's negative.
         velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]
         return -torch.stack(velocity)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.z_image import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -299,7 +299,7 @@ def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None
 def _shareable_workload(workload: Workload) -> Workload:
     """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
     family = FAMILIES.get(workload.model.family)
-    model = workload.model.changed(name=family.hub_id if family else workload.model.family)
+    model = workload.model.changed(name=family.models[0].hub_id if family else workload.model.family)
     return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
 
 
