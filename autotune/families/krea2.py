@@ -85,7 +85,7 @@ class Krea2(Family):
     excluded = MappingProxyType(
         {
             "modulation": "a block's modulation is a table, of next to no weights",
-            "norm_rope": "several of its queries share a key, and a gate follows: the function knows neither",
+            "norm_rope": "several of its queries share a key, and a gate follows: the function supports neither",
         }
     )
 

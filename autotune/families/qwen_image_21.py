@@ -95,7 +95,7 @@ class QwenImage21(Family):
     excluded = MappingProxyType(
         {
             "modulation": "its blocks share one modulation layer, which holds 1% of the weights",
-            "norm_rope": "text and image attend one after the other, which the function does not know",
+            "norm_rope": "text and image attend one after the other, which the function does not support",
         }
     )
 

@@ -96,7 +96,7 @@ class StableDiffusion35(Family):
     excluded = MappingProxyType(
         {
             "attention": "its attention calls PyTorch's directly, whatever backend is set",
-            "norm_rope": "it turns no queries and keys: positions are added to the patches",
+            "norm_rope": "it does not rotate queries and keys: positions are added to the patches",
         }
     )
 

@@ -102,9 +102,9 @@ class StableDiffusionXL(Family):
     excluded = MappingProxyType(
         {
             "attention": DIRECT,
-            "compile": "its blocks have too many shapes: torch would compile each anew",
+            "compile": "its blocks have too many shapes: torch would compile each separately",
             "modulation": "a UNet has no modulation layers",
-            "norm_rope": "its attention neither norms nor turns queries and keys",
+            "norm_rope": "its attention neither norms nor rotates queries and keys",
             "offloaded_inputs": "later stages hold on to the outputs of earlier ones",
         }
     )

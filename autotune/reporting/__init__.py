@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autotune.reporting.difference import difference_lines, differences
     from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
-    from autotune.reporting.models import fetched_lines, lever_markdown, model_lines
+    from autotune.reporting.models import fetched_lines, model_lines
     from autotune.reporting.origins import origin_lines, user_values_line
     from autotune.reporting.page.build import build_page
     from autotune.reporting.page.html import has_plotly
