@@ -268,7 +268,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     if "base" in asked:
         added["base"] = str(asked["base"])
     if added and not is_single_file(name):
-        message = f"{name} is no single file, so it takes no base, VAE or text encoders"
+        message = f"{name} is not a single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
     parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
     earlier_expert = split_reference(base.model)[1].get("expert")

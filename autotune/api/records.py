@@ -50,9 +50,9 @@ class RecordList(Frozen):
 
     records: tuple[RecordSummary, ...]
     verdicts: dict[str, RecordVerdict]
-    """By the record's name; empty unless asked for."""
+    """Verdicts by the record's name; empty unless asked for."""
     num_damaged: int
-    """Files that are not sound records, and are left out."""
+    """Number of files that are not valid records, and are left out."""
 
 
 def shipped_profiles() -> Path:

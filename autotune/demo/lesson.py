@@ -49,10 +49,10 @@ class ConceptFidelity:
     """
 
     before: float
-    """Of the new shape, without the adapter."""
+    """Fidelity of the new shape, without the adapter."""
     after: float
     others_before: float
-    """Of the shapes that the model knew, without the adapter."""
+    """Fidelity of the shapes that the model knew, without the adapter."""
     others_after: float
 
 

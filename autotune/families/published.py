@@ -93,9 +93,9 @@ class PublishedModel:
     name: str = ""
     """What it may be called instead of its hub id; the family's first model is called as the family."""
     num_parameters: int = 0
-    """Of the transformer that `config` builds; 0 if it is not stated."""
+    """Number of parameters of the transformer that `config` builds; 0 if it is not stated."""
     license: str = ""
-    """As its card says."""
+    """License that its card names."""
     source: str = ""
     """Where its size is published, if the transformer that `config` builds was compared with it."""
     note: str = ""

@@ -18,7 +18,7 @@ MEMORY_MARGIN = 1.25
 """Factor of the predicted host memory."""
 MIN_NOTICE_SECONDS = 120
 CORES_BESIDE_WORKERS = 3
-"""Of each process on a GPU: for the step, for autograd's thread, and for the one that writes checkpoints."""
+"""Cores of each process on a GPU: for the step, for autograd's thread, and for the one that writes checkpoints."""
 MAX_HOURS = 1e5
 """Eleven years, longer than clusters run."""
 PREEMPTED = 75
@@ -30,7 +30,7 @@ class JobNeeds:
     """What to ask a cluster for."""
 
     name: str
-    """Of the job, with only the characters that a host name may have."""
+    """Name of the job, with only the characters that a host name may have."""
     num_nodes: int
     processes_per_node: int
     gpus_per_node: int

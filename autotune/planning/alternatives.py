@@ -81,7 +81,7 @@ def keep_shardable(space: SearchSpace) -> SearchSpace:
     why = "the weights are sharded over the processes, and this format cannot be sharded"
     quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
     space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
-    gathered = "what it is computed from is gathered in a pass alone, when the weights are sharded over the processes"
+    gathered = "when weights are sharded over processes, those that it is computed from are gathered only during a pass"
     ahead = [value for value in space.choices["modulation"] if value == "ahead"]
     return drop_values(space, "modulation", dict.fromkeys(ahead, gathered))
 

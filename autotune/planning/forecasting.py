@@ -107,7 +107,7 @@ def _best_by_value(rows: Sequence[_Row], fitting: Sequence[_Row], settings: Cand
 
 
 def _compared(values: Sequence[Choice], chosen: Choice) -> list[Choice]:
-    """Of many numbers of blocks, the nearest and the last either way."""
+    """The values to compare; of many numbers of blocks, the nearest and the last in either direction."""
     numbers = sorted(int(value) for value in values)
     below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
     return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))

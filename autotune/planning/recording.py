@@ -37,7 +37,7 @@ class Recording:
     autotune_version: str
     hardware: HardwareProfile
     records: tuple[tuple[str, Record], ...]
-    """Of other searches, with their names."""
+    """Records of other searches, with their names."""
     trials: tuple[TrialResult, ...]
     memory_budget: MemoryBudget | None = None
     """What a run might use of the device; None for what the device left."""

@@ -77,7 +77,7 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
     longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
-    captions = f"captions up to {longest} tokens" + (f", {usual} in the mean" if usual < longest else "")
+    captions = f"captions up to {longest} tokens" + (f", {usual} on average" if usual < longest else "")
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
         f"data      {data}; {captions}",
@@ -267,7 +267,7 @@ def _written_lines(file: Path, words: str, command: Sequence[str]) -> list[str]:
 
 
 def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
-    """Of each machine's variant what differs between machines, and the command that trains them."""
+    """What differs between the variants of several machines, and the command that trains them."""
     lines = []
     for plan in plans:
         expected = plan.frozen.expected
@@ -310,9 +310,7 @@ def assumption_text(plan: TrainingPlan) -> list[str]:
     """What the plan takes for granted of a machine that it was not made on, in at most one sentence."""
     if not (packages := ", ".join(plan.frozen.hardware.assumed)):
         return []
-    return [
-        f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it on arrival"
-    ]
+    return [f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it here"]
 
 
 def _search_line(plan: TrainingPlan) -> str:

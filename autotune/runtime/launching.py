@@ -105,6 +105,6 @@ def launch(
     except DistError as error:
         raise AutotuneError(
             f"the {nodes.num_nodes} nodes did not meet at {nodes.address}:{nodes.port}: {first_line(error)}",
-            hint="start the same command on every node, and let them reach that port on the first one",
+            hint="start the same command on every node, and make sure that they can reach that port on the first one",
         ) from error
     return 0

@@ -36,7 +36,7 @@ class PhaseStarted(Event):
     """
 
     name: str
-    """In words for people, e.g. `loading the transformer`."""
+    """Name for people to read, e.g. `loading the transformer`."""
 
 
 class StatusChanged(Event):
@@ -193,7 +193,7 @@ class StepFinished(Event):
     base_validation_loss: float | None = None
     """The same without the adapter."""
     overfitting_from: int | None = None
-    """After how many steps overfitting began, if the losses on held-out images tell so."""
+    """Number of steps after which overfitting began; None if held-out images show none."""
     remaining_seconds: float | None = None
     """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
 

@@ -157,7 +157,7 @@ class FrozenPart(Frozen):
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
     overheads: Overheads | None = None
-    """Of the program that will train, as was assumed; None for autotune's own executor."""
+    """Overheads assumed for the program that will train; None for autotune's own executor."""
     forecast: Forecast | None = None
     """What was predicted of the settings and of what else there was; None in older plans."""
     advice: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ class SubjectRun(Frozen):
 
     name: str
     output: str
-    """Its folder."""
+    """Output folder of its run."""
     report: RunReport | None
     """None if the run failed."""
     error: str | None = None
@@ -115,7 +115,7 @@ def find_subject(subjects: tuple[Subject, ...], which: str) -> Subject:
 def _job(row: _Row, base: Path) -> dict[str, Any]:
     written = dict(row.model_extra or {})
     if unknown := sorted(written.keys() - set(FIELDS)):
-        what = f"subject {row.name} cannot say {unknown[0]!r}"
+        what = f"subject {row.name} has an unknown field {unknown[0]!r}"
         raise InvalidInput(what, hint=suggest_nearest(unknown[0], FIELDS))
     for field in PLACES:
         place = written.get(field)

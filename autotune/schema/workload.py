@@ -98,7 +98,7 @@ class Workload(Frozen):
     adapter: AdapterKind = "lora"
     """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of outputs, too."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Of the average of the adapter over steps, which is what is saved; 0 keeps none."""
+    """Decay of the average of the adapter over steps, which is what is saved; 0 keeps none."""
     optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
     """Images per optimizer step. The user decides it: tuning never changes what is learned."""

@@ -91,7 +91,7 @@ def build_search_space(
         candidates, conflicts = _enumerate(admitted, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
-        raise InvalidInput(f"what is pinned does not go together: {reasons}", hint="leave out a --pin or an --exclude")
+        raise InvalidInput(f"the pinned values do not go together: {reasons}", hint="leave out a --pin or an --exclude")
     rejected = {name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()}
     for name, conflict in conflicts:
         if conflict not in rejected[name]:

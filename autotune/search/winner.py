@@ -19,7 +19,7 @@ TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
-ENERGY_HINT = "an NVIDIA GPU (Volta or newer) tells if nothing else computes on it; or leave --objective energy out"
+ENERGY_HINT = "an NVIDIA GPU (Volta or newer) reports it while nothing else computes; or leave --objective energy out"
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -131,7 +131,7 @@ def _complexity(score: Score) -> int:
 
 def energy_unknown(why: str = "") -> NothingFits:
     """What to raise if trials ran and none told the energy that is the objective; `why` is a trial's message."""
-    what = "no trial could tell how much energy its steps took"
+    what = "no trial could measure how much energy its steps took"
     return NothingFits(f"{what}: {why}" if why else what, hint=ENERGY_HINT)
 
 

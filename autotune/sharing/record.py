@@ -116,7 +116,7 @@ class Record(Frozen):
         if any(trial.memory_cap_bytes is not None for trial in self.trials):
             raise ValueError("trials under a cap on memory are no evidence")
         if any(getattr(trial, name) != default for trial in self.trials for name, default in PRIVATE_DEFAULTS.items()):
-            raise ValueError("its trials say more than a record does")
+            raise ValueError("its trials contain more than a record may")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         if self.calibration and len(self.calibration) != len(self.trials):

@@ -155,7 +155,7 @@ def patterns(usual: Callable[[Family], tuple[str, str]], everywhere: tuple[str, 
     `create_modules`).
 
     Args:
-        usual: what a family excludes whatever is said, and includes unless something else is said.
+        usual: what a family always excludes, and what it includes unless the file says otherwise.
         everywhere: families of which layers outside the blocks are adapted, too.
     """
 

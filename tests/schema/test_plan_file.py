@@ -211,7 +211,7 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             read_plan(path)
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is no regular file"):
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
         read_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):

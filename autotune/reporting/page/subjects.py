@@ -30,7 +30,7 @@ class PlanSubject:
     num_processes: int
     budget_bytes: int
     workload: Workload
-    """Of one process."""
+    """The work of one process."""
     settings: Candidate
     expected: Expected
     trials: tuple[TrialResult, ...]
