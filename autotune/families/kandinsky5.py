@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
-from autotune.families.base import (
-    Batch,
-    Family,
-    Sample,
-    Shapes,
-    Sizes,
-    build_empty_pipeline,
-    unwrap_model,
-)
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, unwrap_model
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -174,13 +166,7 @@ class Kandinsky5Image(Kandinsky5):
     models = (
         PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
-            {
-                **LITE_CONFIG,
-                "model_dim": 2560,
-                "ff_dim": 10240,
-                "num_visual_blocks": 50,
-                "axes_dims": (32, 48, 48),
-            },
+            {**LITE_CONFIG, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
             Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
             num_parameters=6_022_080_576,
             license="mit",

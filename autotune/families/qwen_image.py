@@ -49,11 +49,7 @@ class QwenImage(Family):
     small_pipeline = "qwen_image"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-    }
+    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 64}
     defaults = Defaults(
         learning_rate=1e-4,
         resolution_px=1024,

@@ -58,12 +58,7 @@ class Wan(Family):
     transformer_class = "WanTransformer3DModel"
     small_pipeline = "wan"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "ffn_dim": 128,
-        "text_dim": 64,
-    }
+    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 128, "text_dim": 64}
     max_text_tokens = TEXT_TOKENS
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
@@ -157,13 +152,7 @@ class Wan22(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-            {
-                "num_attention_heads": 24,
-                "ffn_dim": 14336,
-                "num_layers": 30,
-                "in_channels": 48,
-                "out_channels": 48,
-            },
+            {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48},
             Parts(UMT5, "AutoencoderKLWan", VAE_22),
             num_parameters=4_999_787_712,
             license="apache-2.0",

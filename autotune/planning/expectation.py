@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
 from autotune.knobs import encoder_element_bytes
-from autotune.schema import (
-    Expected,
-    Job,
-    MemoryBudget,
-    PlannedHardware,
-    TrialResult,
-    Workload,
-    mean_text_tokens,
-)
+from autotune.schema import Expected, Job, MemoryBudget, PlannedHardware, TrialResult, Workload, mean_text_tokens
 from autotune.search import Score
 
 

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
 from autotune.runtime import read_bounded, write_text_atomic
-from autotune.schema import (
-    SCHEMA_VERSION,
-    HardwareProfile,
-    MemoryBudget,
-    TrainingPlan,
-    TrialResult,
-    Workload,
-    migrate,
-)
+from autotune.schema import SCHEMA_VERSION, HardwareProfile, MemoryBudget, TrainingPlan, TrialResult, Workload, migrate
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 if TYPE_CHECKING:

@@ -83,9 +83,7 @@ def sealed_path(path: Path) -> Path:
 
 
 def seal_on_arrival(
-    plan: TrainingPlan,
-    hardware: HardwareProfile,
-    backend: PlannerBackend | None = None,
+    plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
     """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a measured plan.
 

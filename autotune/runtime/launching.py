@@ -55,10 +55,7 @@ def adopt_launch(launch: Launch | None) -> None:
 
 
 def launch(
-    num_processes: int,
-    arguments: Sequence[str],
-    checkpoints: Callable[[], set[Path]],
-    nodes: NodeGroup = THIS_NODE,
+    num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]], nodes: NodeGroup = THIS_NODE
 ) -> int:
     """Run `python ARGUMENTS` in several processes; returns the exit status that one process would have.
 

@@ -55,9 +55,7 @@ class SearchSpace:
 
 
 def build_search_space(
-    context: TuningContext,
-    pins: Sequence[KnobValue] = (),
-    exclusions: Sequence[KnobValue] = (),
+    context: TuningContext, pins: Sequence[KnobValue] = (), exclusions: Sequence[KnobValue] = ()
 ) -> SearchSpace:
     """Enumerate what may be tried.
 

@@ -133,9 +133,7 @@ def network_arguments(values: Values) -> dict[str, Any]:
 
 
 def network_targets(
-    known: tuple[str, ...],
-    selects: Callable[[Values, Context], Selects],
-    write: Callable[[Values, Context], Values],
+    known: tuple[str, ...], selects: Callable[[Values, Context], Selects], write: Callable[[Values, Context], Values]
 ) -> Rule:
     """The adapted layers by `network_args`, of which the `known` are understood."""
     rule = rules.targets(["network_args"], selects, write, in_blocks=False)

@@ -9,17 +9,7 @@ from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, ResolvedModel, build_on_meta, choose_layers, target_matcher
 from autotune.knobs import check_options
-from autotune.schema import (
-    ADAMW,
-    AdapterKind,
-    Bucket,
-    Job,
-    Objective,
-    OptimizerChoice,
-    Quality,
-    Workload,
-    quantiles_of,
-)
+from autotune.schema import ADAMW, AdapterKind, Bucket, Job, Objective, OptimizerChoice, Quality, Workload, quantiles_of
 from autotune.weights import can_write
 
 if TYPE_CHECKING:

@@ -58,13 +58,7 @@ class TrainingModel:
 
 
 def load_model(
-    model: ResolvedModel,
-    workload: Workload,
-    settings: Candidate,
-    device: torch.device,
-    seed: int,
-    *,
-    shards: int = 1,
+    model: ResolvedModel, workload: Workload, settings: Candidate, device: torch.device, seed: int, *, shards: int = 1
 ) -> TrainingModel:
     """Load the transformer, quantize it, add the adapter, and apply all other settings.
 

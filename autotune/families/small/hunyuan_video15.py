@@ -15,12 +15,7 @@ from transformers import ByT5Tokenizer
 
 from autotune.families.base import Family
 from autotune.families.hunyuan_video15 import prompt_rules
-from autotune.families.small.parts import (
-    invert_input_layer,
-    qwen_text_encoder,
-    qwen_tokenizer,
-    t5_encoder,
-)
+from autotune.families.small.parts import invert_input_layer, qwen_text_encoder, qwen_tokenizer, t5_encoder
 
 CHANNELS = 32
 

@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    Krea2Pipeline,
-    Krea2Transformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from transformers import Qwen3VLModel
 
 from autotune.families.base import Family, build_empty_pipeline

@@ -7,13 +7,7 @@ from autotune.reporting.page.html import Child, h
 from autotune.reporting.text import memory_text
 from autotune.schema import Expected, Forecast, PhasePeak, RunReport
 
-PHASE_TITLES = {
-    "load": "loading",
-    "cache": "caching",
-    "train": "training",
-    "preview": "previews",
-    "save": "saving",
-}
+PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews", "save": "saving"}
 """Phases of a prediction by the names that rehearsals have."""
 MAX_SCALE = 2.5
 """How many times the largest phase the budget may be and still be on the scale."""
