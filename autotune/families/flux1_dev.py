@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -29,7 +29,7 @@ BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 
-class Flux1Dev(Family):
+class Flux1Dev(ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
@@ -101,12 +101,6 @@ class Flux1Dev(Family):
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
-
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)

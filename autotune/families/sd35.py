@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -37,7 +37,7 @@ DUAL = r"attn2\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)"
 
 
-class StableDiffusion35(Family):
+class StableDiffusion35(ImageLatents, Family):
     """Text to image. Prompts always have the same length."""
 
     name = "sd3.5"
@@ -114,12 +114,6 @@ class StableDiffusion35(Family):
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [self.max_text_tokens] * len(captions)
-
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         velocity: Tensor = transformer(

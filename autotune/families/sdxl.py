@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.noise import DiscreteDiffusion, NoiseProcess
 from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
@@ -51,7 +51,7 @@ VAE: Mapping[str, Any] = {
 DIRECT = "its attention calls PyTorch's directly, whatever backend is set"
 
 
-class StableDiffusionXL(Family):
+class StableDiffusionXL(ImageLatents, Family):
     """Text to image; the model's own scheduler says whether it predicts the noise or v."""
 
     name = "sdxl"
@@ -142,12 +142,6 @@ class StableDiffusionXL(Family):
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
-
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         height, width = noisy.shape[3] * VAE_FACTOR, noisy.shape[4] * VAE_FACTOR

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_chat_tokens
@@ -28,7 +28,7 @@ ATTENTION = r"attention\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"feed_forward\.w[123]"
 
 
-class ZImage(Family):
+class ZImage(ImageLatents, Family):
     """Text to image. The transformer takes lists, so each prompt keeps its own length in a batch."""
 
     name = "z-image"
@@ -95,12 +95,6 @@ class ZImage(Family):
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         lengths = count_chat_tokens(folder, captions, enable_thinking=True)
         return [min(length, MAX_TEXT_TOKENS) for length in lengths]
-
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]

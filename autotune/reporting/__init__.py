@@ -44,12 +44,8 @@ if TYPE_CHECKING:
         validation_text,
     )
     from autotune.reporting.text import (
-        count_text,
-        cut,
-        memory_text,
         printable,
         printable_lines,
-        seconds_text,
         smooth,
         time_left_text,
         with_command,

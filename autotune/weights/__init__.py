@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autotune.weights.resharding import reshard
     from autotune.weights.saving import save_file
     from autotune.weights.single_file import first_names, view_as
-    from autotune.weights.sources import WeightSource, find_weights, is_model_path, open_weights, weights_digest
+    from autotune.weights.sources import WeightSource, is_model_path, open_weights, weights_digest
     from autotune.weights.streaming import Transform, check_source, draw_random, fill_random, load_into, stream_tensors
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
