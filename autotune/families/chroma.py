@@ -24,25 +24,17 @@ PARTS = Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE)
 SOURCE = "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion by its card"
 
 
+HD = PublishedModel(
+    "lodestones/Chroma1-HD", {}, PARTS, num_parameters=8_899_983_424, license="apache-2.0", source=SOURCE
+)
+BASE_NOTE = "trained at 512 px (--resolution 512); chroma at 1,024"
+
+
 class Chroma(Flux1Dev):
     """Text to image. Prompts are encoded at their own length: padding is masked and takes no position."""
 
     name = "chroma"
-    models = (
-        PublishedModel(
-            "lodestones/Chroma1-HD", {}, PARTS, num_parameters=8_899_983_424, license="apache-2.0", source=SOURCE
-        ),
-        PublishedModel(
-            "lodestones/Chroma1-Base",
-            {},
-            PARTS,
-            name="chroma-base",
-            num_parameters=8_899_983_424,
-            license="apache-2.0",
-            source=SOURCE,
-            note="trained at 512 px (--resolution 512); chroma at 1,024",
-        ),
-    )
+    models = (HD, HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE))
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     small_pipeline = "chroma"

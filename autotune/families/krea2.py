@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline pads prompts, under a mask; what follows the prompt in its template counts, too."""
 PARTS = Parts((4_437_815_808,), "AutoencoderKLQwenImage")
-LICENSE = "krea-2-community-license-agreement"
+RAW = PublishedModel("krea/Krea-2-Raw", {}, PARTS, "", 12_820_073_036, "krea-2-community-license-agreement")
 BLOCK = r"transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_gate|to_out\.0)"
 MLP = r"ff\.(gate|up|down)"
@@ -32,14 +32,10 @@ class Krea2(Family):
 
     name = "krea-2"
     models = (
-        PublishedModel("krea/Krea-2-Raw", {}, PARTS, num_parameters=12_820_073_036, license=LICENSE),
-        PublishedModel(
+        RAW,
+        RAW.variant(
             "krea/Krea-2-Turbo",
-            {},
-            PARTS,
-            name="krea-2-turbo",
-            num_parameters=12_820_073_036,
-            license=LICENSE,
+            "krea-2-turbo",
             note="distilled to 8 steps without guidance, which training undoes: train on krea-2, and use the adapter "
             "here, as its makers advise",
         ),

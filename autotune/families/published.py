@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.schema import TimestepSampling
@@ -100,6 +100,10 @@ class PublishedModel:
     """Where its size is published, if the transformer that `config` builds was compared with it."""
     note: str = ""
     """What whoever trains it should know."""
+
+    def variant(self, hub_id: str, name: str, *, note: str = "", source: str = "") -> "PublishedModel":
+        """Another model of the same architecture and license."""
+        return replace(self, hub_id=hub_id, name=name, note=note, source=source)
 
 
 FLUX_VAE: Mapping[str, Any] = {

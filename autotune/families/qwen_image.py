@@ -24,6 +24,7 @@ else:
 BLOCK = r"transformer_blocks\.\d+"
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
 QWEN_SOURCE = "the configuration on the hub; the class's own defaults are that model"
+ORIGINAL = PublishedModel("Qwen/Qwen-Image", {}, QWEN_PARTS, "", 20_430_401_088, "apache-2.0", QWEN_SOURCE)
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
@@ -32,17 +33,8 @@ class QwenImage(Family):
 
     name = "qwen-image"
     models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel(
-            "Qwen/Qwen-Image", {}, QWEN_PARTS, num_parameters=20_430_401_088, license="apache-2.0", source=QWEN_SOURCE
-        ),
-        PublishedModel(
-            "Qwen/Qwen-Image-2512",
-            {},
-            QWEN_PARTS,
-            name="qwen-image-2512",
-            num_parameters=20_430_401_088,
-            license="apache-2.0",
-        ),
+        ORIGINAL,
+        ORIGINAL.variant("Qwen/Qwen-Image-2512", "qwen-image-2512"),
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"

@@ -27,8 +27,12 @@ LATENT_PX = 16
 SLOT = 2
 """Latents along each side of what the transformer counts as one slot of an image, so sides are multiples of it."""
 PARTS = Parts((8_767_123_696,), "AutoencoderKLQwenImage21")
-LICENSE = "qwen-research"
 SOURCE = "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: 14,230,249,472 bytes of bf16"
+NOTE = (
+    "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it collapse that were "
+    "trained long without their training adapter, so look at previews often"
+)
+BASE = PublishedModel("Qwen/Qwen-Image-2.1", {}, PARTS, "", 7_115_124_736, "qwen-research", SOURCE, NOTE)
 BLOCK = r"transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"img_mlp\.(gate_layer|proj|out)"
@@ -39,23 +43,10 @@ class QwenImage21(Family):
 
     name = "qwen-image-2.1"
     models = (
-        PublishedModel(
-            "Qwen/Qwen-Image-2.1",
-            {},
-            PARTS,
-            num_parameters=7_115_124_736,
-            license=LICENSE,
-            source=SOURCE,
-            note="its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it collapse "
-            "that were trained long without their training adapter, so look at previews often",
-        ),
-        PublishedModel(
+        BASE,
+        BASE.variant(
             "Qwen/Qwen-Image-2.1-Turbo",
-            {},
-            PARTS,
-            name="qwen-image-2.1-turbo",
-            num_parameters=7_115_124_736,
-            license=LICENSE,
+            "qwen-image-2.1-turbo",
             note="distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use the adapter here",
         ),
     )

@@ -22,7 +22,9 @@ else:
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""
-PARTS = Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE)
+BASE = PublishedModel(
+    "Tongyi-MAI/Z-Image", {}, Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE), "", 6_154_908_736, "apache-2.0"
+)
 BLOCK = r"(noise_refiner|context_refiner|layers)\.\d+"
 ATTENTION = r"attention\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"feed_forward\.w[123]"
@@ -33,14 +35,10 @@ class ZImage(ImageLatents, Family):
 
     name = "z-image"
     models = (
-        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, num_parameters=6_154_908_736, license="apache-2.0"),
-        PublishedModel(
+        BASE,
+        BASE.variant(
             "Tongyi-MAI/Z-Image-Turbo",
-            {},
-            PARTS,
-            name="z-image-turbo",
-            num_parameters=6_154_908_736,
-            license="apache-2.0",
+            "z-image-turbo",
             note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
             "here; previews are sampled as z-image's",
         ),
