@@ -109,7 +109,7 @@ def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPat
     [
         ("adamv", {}, "no optimizer called"),
         ("lion", {"beta": 0.9}, "takes no 'beta'"),
-        ("lion", {"lr": 0.9}, "lr is no option"),
+        ("lion", {"lr": 0.9}, "lr is not an option"),
         ("torch.nn:Linear", {}, "no torch.optim.Optimizer"),
         ("torch.optim:Nothing", {}, "has no Nothing"),
         ("no_such_package:Sgd", {}, "needs no_such_package"),
