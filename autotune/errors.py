@@ -32,6 +32,12 @@ class AutotuneError(Exception):
     Args:
         message: what happened and why, in one line.
         hint: what to do about it, preferably a command; shown on its own line.
+
+    Example:
+        >>> try:
+        ...     autotune.train("plan.yaml")
+        ... except autotune.AutotuneError as error:
+        ...     print(error.message, error.hint, error.exit_status)
     """
 
     exit_status = 1
@@ -51,30 +57,65 @@ def _rebuild(kind: type[AutotuneError], message: str, hint: str) -> AutotuneErro
 
 
 class InvalidInput(AutotuneError):
-    """An argument, a data folder or a model folder cannot be used."""
+    """An argument, a data folder or a model folder cannot be used.
+
+    Example:
+        >>> try:
+        ...     autotune.check_data("no-such-folder")
+        ... except autotune.InvalidInput as error:
+        ...     print(error.hint)
+    """
 
     exit_status = 2
 
 
 class InvalidPlan(AutotuneError):
-    """A plan file is not valid: damaged, edited where it is frozen, or from a newer autotune."""
+    """A plan file is not valid: damaged, edited where it is frozen, or from a newer autotune.
+
+    Example:
+        >>> try:
+        ...     autotune.load_plan("edited.yaml")
+        ... except autotune.InvalidPlan as error:
+        ...     print(error.message)
+    """
 
     exit_status = 2
 
 
 class NothingFits(AutotuneError):
-    """No settings can run this workload on this machine."""
+    """No settings can run this workload on this machine.
+
+    Example:
+        >>> try:
+        ...     autotune.plan("qwen-image", hardware="3060", max_memory="1GiB")
+        ... except autotune.NothingFits as error:
+        ...     print(error.hint)
+    """
 
     exit_status = 3
 
 
 class DoesNotFit(AutotuneError):
-    """The plan is valid but was made for another machine or another class of work."""
+    """The plan is valid but was made for another machine or another class of work.
+
+    Example:
+        >>> try:
+        ...     autotune.train("plan.yaml")
+        ... except autotune.DoesNotFit:
+        ...     autotune.train(autotune.plan(earlier="plan.yaml"))
+    """
 
     exit_status = 4
 
 
 class Preempted(AutotuneError):
-    """A signal stopped the run; its state is checkpointed."""
+    """A signal stopped the run; its state is checkpointed.
+
+    Example:
+        >>> try:
+        ...     autotune.train("plan.yaml")
+        ... except autotune.Preempted:
+        ...     autotune.train("plan.yaml", resume=True)
+    """
 
     exit_status = 75

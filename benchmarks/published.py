@@ -146,10 +146,9 @@ class Reading:
     def memory_predicted(self) -> float:
         """In the row's unit, of the row's kind."""
         kind, train = self.row["vram_kind"], self.prediction
-        size = train.peak_memory_bytes if kind in WHOLE else train.allocated_memory_bytes
+        size = train.training.run_memory_bytes if kind in WHOLE else train.allocated_memory_bytes
         if self.row["model"] in ADDED and kind in (*RESERVED, WITH_VAE):
-            phase = next(one for one in train.phases if one.name == "train")
-            size = train.allocated_memory_bytes + phase.breakdown.allocator_rounding_bytes
+            size = train.allocated_memory_bytes + train.training.breakdown.allocator_rounding_bytes
         is_gib = self.row["vram_unit"] == "GiB" or "divides by 1024^3" in self.row["vram_unit"]
         return (size + self.beside_bytes) / (2**30 if is_gib else 1e9)
 
@@ -174,7 +173,7 @@ class Reading:
     @property
     def left_free(self) -> float:
         """Share of the card."""
-        return 1 - (self.prediction.peak_memory_bytes + self.beside_bytes) / self.total_bytes
+        return 1 - (self.prediction.training.run_memory_bytes + self.beside_bytes) / self.total_bytes
 
     def line(self) -> str:
         row = self.row

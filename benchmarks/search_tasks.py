@@ -57,7 +57,8 @@ class StepMemoryModel:
     def predict(self, candidate: Candidate) -> Prediction:
         whole = self.cost.predict(candidate)
         step_bytes = whole.allocated_memory_bytes
-        return whole.changed(peak_memory_bytes=step_bytes, required_memory_bytes=step_bytes, phases=())
+        step = whole.training.changed(run_memory_bytes=step_bytes)
+        return whole.changed(run_memory_bytes=step_bytes, phases=(step,))
 
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
@@ -252,8 +253,8 @@ class _Bend:
         log = self.offset + alone + pairs + self.recompute * math.sqrt(blocks / 60)
         log += self.saturation * (1 - c.micro_batch_size**-0.5)
         peak = predicted.allocated_memory_bytes
-        besides = predicted.required_memory_bytes - peak
-        weights = next(phase.breakdown.weight_bytes for phase in predicted.phases if phase.name == "train")
+        besides = predicted.run_memory_bytes - peak
+        weights = predicted.training.breakdown.weight_bytes
         factor = math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization))
         bent = max(weights, peak * factor)
         used = bent + besides

@@ -72,7 +72,7 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[s
     assert process.stderr == "tracing the model\n"
     estimate = Estimate.model_validate_json(process.stdout)
     assert not estimate.fits
-    assert estimate.peak_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more
+    assert estimate.run_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more
     assert json.loads(process.stdout)["step_seconds"] > 0
     bucket = estimate.workload.buckets[0]
     assert (bucket.width_px, bucket.height_px) == (512, 768)
@@ -125,7 +125,7 @@ def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: st
         estimate(model, hardware=hardware, precision=precision, resolution=512) for precision in ("fp16", "fp32")
     )
     assert half.step_seconds < whole.step_seconds
-    assert half.peak_memory_bytes < whole.peak_memory_bytes
+    assert half.run_memory_bytes < whole.run_memory_bytes
 
 
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(

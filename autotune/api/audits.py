@@ -149,7 +149,7 @@ def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[Se
                     written=own,
                     better=value,
                     step_seconds_saved=before.step_seconds - after.step_seconds,
-                    run_memory_saved_bytes=before.required_memory_bytes - after.required_memory_bytes,
+                    run_memory_saved_bytes=before.run_memory_bytes - after.run_memory_bytes,
                 )
             )
     return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))

@@ -71,7 +71,7 @@ def export_config(
         )
     if made.job.data is not None and is_list(made.job.data):
         raise InvalidInput(
-            f"{data_text(made.job.data)}: this is a list of folders, and only a folder is carried to another trainer",
+            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can be exported",
             hint="name one folder as the plan's data, export, and add the others to the files",
         )
     folders = {name: folder for name in ("data", "control") if (folder := getattr(made.job, name)) is not None}

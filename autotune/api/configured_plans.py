@@ -16,7 +16,12 @@ from autotune.trainers import BLOCKS, ImportedConfig, count_blocks
 
 @dataclass(frozen=True)
 class PlanFromConfig:
-    """A plan made from another trainer's configuration, with its settings where this is possible."""
+    """A plan made from another trainer's configuration, with its settings where this is possible.
+
+    Example:
+        >>> made = autotune.plan_from_config(autotune.import_config("train_lora.yaml"))
+        >>> made.plan.frozen.settings, made.remarks
+    """
 
     plan: TrainingPlan
     remarks: tuple[str, ...]

@@ -71,7 +71,7 @@ def estimate(
         InvalidInput: the model, the hardware or a setting does not exist, or settings do not go together.
 
     Example:
-        >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").peak_memory_bytes
+        >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
     """
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)

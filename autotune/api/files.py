@@ -108,7 +108,7 @@ def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: On
         BadWeights: the file is not safetensors, or damaged.
 
     Example:
-        >>> autotune.inspect_weights("pytorch_lora_weights.safetensors").num_not_finite
+        >>> autotune.inspect_weights("pytorch_lora_weights.safetensors").num_nonfinite
     """
     name = "counting NaN and infinite values"
     on_event(StatusChanged(text=name))

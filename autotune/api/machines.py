@@ -119,9 +119,11 @@ def require_named(
 ) -> None:
     """Raise InvalidInput if this machine is described, which needs no description."""
     if hardware is None and host_memory is not None:
-        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
+        raise InvalidInput("this machine's host memory is known", hint="to describe another machine, add --hardware")
     if hardware is None and assume:
-        raise InvalidInput("what is installed on this machine is known", hint="describe another with --hardware, too")
+        raise InvalidInput(
+            "what is installed on this machine is known", hint="to describe another machine, add --hardware"
+        )
 
 
 def memory_budget_for(

@@ -35,7 +35,7 @@ from autotune.training import finished_as_planned, hardware_misfits, is_in_use, 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_ERROR_BYTES = 1 << 16
-"""Of the end of a log, for the error that it ends with."""
+"""Bytes at the end of a log that are searched for the error that it ends with."""
 
 
 def subject_job(plan: TrainingPlan | str | Path, over: str | Path, subject: str, output: str = "") -> dict[str, Any]:
@@ -131,7 +131,7 @@ def find_places(plan: TrainingPlan, hardware: HardwareProfile) -> list[dict[str,
 def _require_one_machine(plan: TrainingPlan) -> None:
     if plan.frozen.hardware.num_nodes > 1 or started_by_launcher():
         raise InvalidInput(
-            "several machines, or processes of a launcher, do not share a queue of runs",
+            "several machines, or processes of a launcher, cannot share a queue of runs",
             hint="write an array of jobs: autotune job-script PLAN --over FILE --for slurm; or train one: --subject K",
         )
 
@@ -167,7 +167,7 @@ def _run_all(
         done = sum(run.report is not None for run in runs.values())
         raise Preempted(
             f"stopped by {signal}: {done} of {len(runs)} runs are done, those that ran have written a checkpoint",
-            hint="the same command goes on",
+            hint="run the same command again to continue",
         )
     return tuple(runs.values())
 
@@ -182,7 +182,7 @@ def _command(name: str, plan: TrainingPlan, folder: Path, on_event: OnEvent) -> 
             return True
         if not told:
             told.append(name)
-            on_event(Notice(text=f"{name}: another process writes to {output}, waiting for its end"))
+            on_event(Notice(text=f"{name}: waiting for another process that writes to {output}"))
         return is_free_now
 
     arguments = (sys.executable, "-m", "autotune", "train", str(file), "--resume")
@@ -198,7 +198,7 @@ def _outcome(plan: TrainingPlan, command: QueuedCommand, status: int) -> Subject
         error = _last_error(command.log) if status > 0 else None
         error = error or f"{ended}; see {command.log}"
     elif (report := read_report(Path(plan.job.output))) is None:
-        error = f"it has left no report; see {command.log}"
+        error = f"it left no report; see {command.log}"
     return SubjectRun(name=command.name, output=plan.job.output, report=report, error=error)
 
 

@@ -65,7 +65,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         """Pass the event on, and keep its numbers."""
         self.on_event(event)
         if isinstance(event, RunStarted):
-            self._set(PROMISED, "Memory that the plan promised.", event.plan.frozen.expected.required_memory_bytes)
+            self._set(PROMISED, "Memory that the plan promised.", event.plan.frozen.expected.run_memory_bytes)
         elif isinstance(event, StepFinished):
             for name, text in GAUGES.items():
                 if (value := getattr(event, name)) is not None:

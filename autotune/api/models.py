@@ -15,7 +15,8 @@ def list_models(hardware: str | None = None, *, file: str | Path | None = None) 
         file: a file of ComfyUI, Kohya or Civitai. Models of one architecture differ in nothing that is in it; the one
             that its name fits best, for which it is taken, comes first.
 
-    Raises InvalidInput if the catalog has no such GPU, or the file holds no known model; the message says what it is.
+    Raises:
+        InvalidInput: the catalog has no such GPU, or the file holds no known model; the message says what it is.
 
     Example:
         >>> {model.name: model.num_parameters for model in autotune.list_models()}

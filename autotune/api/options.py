@@ -28,7 +28,7 @@ class WorkloadOptions(TypedDict, total=False):
     """What is trained, as far as it decides memory and speed. What is left out has the family's default.
 
     Example:
-        >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "quality": "exact"}
+        >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "adapter": "dora"}
         >>> autotune.list_choices("qwen-image", **work)
     """
 
@@ -54,7 +54,7 @@ class WorkloadOptions(TypedDict, total=False):
     adapter: AdapterKind
     """`lora` (default), `rslora` or `dora`."""
     ema_decay: float
-    """Of an average of the adapter over steps, which is saved in place of the last; 0 by default: none."""
+    """Decay of an average of the adapter over steps, which is saved in place of the last; 0 by default: none."""
     optimizer: str
     """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or `package:Class`, which is
     imported: a subclass of torch.optim.Optimizer."""
@@ -150,7 +150,7 @@ def choose_optimizer(
     except ValidationError as error:
         first = error.errors()[0]
         why = "neither a name nor package:Class" if first["loc"] == ("name",) else first["msg"].lower()
-        message = f"{chosen!r} is no optimizer with such options: {why}"
+        message = f"{chosen!r} is not an optimizer with such options: {why}"
         raise InvalidInput(
             message, hint="give --optimizer NAME or package:Class, --optimizer-option name=value"
         ) from error

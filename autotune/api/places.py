@@ -97,7 +97,7 @@ def _group_from(nodes: int | None, node_rank: int | None, rdzv_endpoint: str | N
         node_rank = 0 if _is_here(host.strip("[]")) else 1
         if node_rank and nodes > 2:
             raise InvalidInput(
-                f"which of {nodes} nodes this is cannot be told", hint=f"add --node-rank, from 1 to {nodes - 1}"
+                f"it is unclear which of {nodes} nodes this is", hint=f"add --node-rank, from 1 to {nodes - 1}"
             )
     return NodeGroup(nodes, node_rank, host, int(port[:6]))
 

@@ -34,6 +34,6 @@ def save_plan(plan: TrainingPlan, path: str | Path) -> None:
     """Write a plan file, whole or not at all.
 
     Example:
-        >>> autotune.save_plan(plan, "plan.yaml")
+        >>> autotune.save_plan(autotune.load_plan("plan.yaml"), "copy.yaml")
     """
     write_plan(Path(path), plan)

@@ -51,7 +51,14 @@ LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 
 
 class PlanNotWritten(AutotuneError):
-    """A plan was made, but its file could not be written. `plan` holds it."""
+    """A plan was made, but its file could not be written. `plan` holds it.
+
+    Example:
+        >>> try:
+        ...     autotune.plan("/models/Qwen-Image", "photos", path="/full-disk/plan.yaml")
+        ... except autotune.PlanNotWritten as error:
+        ...     autotune.save_plan(error.plan, "plan.yaml")
+    """
 
     def __init__(self, message: str, *, hint: str, plan: TrainingPlan) -> None:
         super().__init__(message, hint=hint)
@@ -261,7 +268,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     if "base" in asked:
         added["base"] = str(asked["base"])
     if added and not is_single_file(name):
-        message = f"{name} is no single file, so it takes no base, VAE or text encoders"
+        message = f"{name} is not a single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
     parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
     earlier_expert = split_reference(base.model)[1].get("expert")

@@ -29,7 +29,11 @@ from autotune.sharing import (
 
 
 class RecordVerdict(Frozen):
-    """Whether a record counts on this machine, whatever was trained."""
+    """Whether a record counts on this machine, whatever was trained.
+
+    Example:
+        >>> autotune.list_records(compare_here=True).verdicts["b48725..."].reasons
+    """
 
     match: str
     """`exact`, `upgraded`, `near`, `none`, or `impossible`."""
@@ -37,13 +41,18 @@ class RecordVerdict(Frozen):
 
 
 class RecordList(Frozen):
-    """The records of a store."""
+    """The records of a store.
+
+    Example:
+        >>> found = autotune.list_records("s3://team/records")
+        >>> len(found.records), found.num_damaged
+    """
 
     records: tuple[RecordSummary, ...]
     verdicts: dict[str, RecordVerdict]
-    """By the record's name; empty unless asked for."""
+    """Verdicts by the record's name; empty unless asked for."""
     num_damaged: int
-    """Files that are not sound records, and are left out."""
+    """Number of files that are not valid records, and are left out."""
 
 
 def shipped_profiles() -> Path:
@@ -56,7 +65,14 @@ def shipped_profiles() -> Path:
 
 
 class NoSuchFolder(InvalidInput):
-    """A folder to push records to does not exist: it may be a slip of the pen."""
+    """A folder to push records to does not exist: it may be a slip of the pen.
+
+    Example:
+        >>> try:
+        ...     autotune.push_records("/team/records")
+        ... except autotune.NoSuchFolder:
+        ...     autotune.push_records("/team/records", create=True)
+    """
 
 
 def push_records(url: str, *, create: bool = False) -> Transfer:

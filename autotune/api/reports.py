@@ -35,7 +35,7 @@ MAX_STEP = 10**9
 PICTURE_BYTES = 3 << 19
 """Encoded pictures of all runs on a page, of which plotly takes 4.8 MB."""
 PAGE_SHARE = 0.01
-"""Of a run's time, what may go into pages of the run as it stands; the page at its end comes on top."""
+"""Share of a run's time that may go into pages of the run as it stands; the page at its end comes on top."""
 RECORD_NAME = re.compile(r"[0-9a-fA-F]{4,64}")
 
 
@@ -76,8 +76,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     try:
         page = build_page(found, __version__)
     except (ArithmeticError, ValueError) as error:
-        message = f"a file holds numbers that nothing measures: {first_line(error)}"
-        raise InvalidInput(message, hint="take the file from where it was made") from error
+        message = f"a file holds impossible numbers: {first_line(error)}"
+        raise InvalidInput(message, hint="copy the file again from where it was made") from error
     if len(page.encode()) > MAX_PAGE_BYTES:
         raise InvalidInput("the page would be over 8 MiB", hint="show fewer at once")
     try:
@@ -94,7 +94,7 @@ def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -
         if path.is_file() and target.exists() and target.samefile(path):
             raise InvalidInput(f"the page would replace {path}, which it shows", hint=hint)
     if target.suffix.lower() not in (".html", ".htm") and (folder := _folder_of_run(target)):
-        raise InvalidInput(f"{target} is a name among the files of the run in {folder}", hint=hint)
+        raise InvalidInput(f"{target} is one of the files of the run in {folder}", hint=hint)
 
 
 def _folder_of_run(file: Path) -> Path | None:
@@ -128,7 +128,7 @@ def _read_file(path: Path) -> list[Subject]:
     except AutotuneError as error:
         if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
             raise InvalidInput(
-                f"{path} is a file of a run and no subject of its own",
+                f"{path} is a file inside a run, not a run",
                 hint=f"name the run's folder: autotune report {shlex.quote(str(folder))}",
             ) from error
         if path.suffix == ".json":

@@ -169,7 +169,7 @@ def _train(
     cache = cache_path(ENCODED)
     if not place.starts_processes:
         return training.train(plan, hardware, cache, on_event, resume=resume, trace=trace, inputs=inputs)
-    # So that what is wrong is said once, before any process starts:
+    # So that what is wrong is reported once, before any process starts:
     training.prepare(plan, hardware, resume=resume, nodes=place.nodes, inputs=inputs).lock.release()
     return training.train_in_processes(plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes)
 

@@ -36,8 +36,8 @@ class RotaryTables:
 
 
 def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
-    """Of each stream, as complex numbers that broadcast against (batch, tokens, heads, head size / 2); None if it is
-    not turned."""
+    """Positions of each stream as complex numbers that broadcast against (batch, tokens, heads, head size / 2); None
+    for one that is not rotated."""
     if rotary == "streams":
         image, text = positions
         return [text.unsqueeze(1), image.unsqueeze(1)]

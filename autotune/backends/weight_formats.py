@@ -17,8 +17,8 @@ def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:
 
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
-"""Of formats that torchao stored at first. They are plain tensors now: float8 of the same bits in fp32, int8 divided by
-127 instead of 127.5. The library is still required, so that keys of plans and records stay comparable."""
+"""Requirements of formats that torchao stored at first. They are plain tensors now: float8 of the same bits in fp32,
+int8 divided by 127 instead of 127.5. It is still required, so that keys of plans and records stay comparable."""
 BNB_INT8 = Requirements(("cuda", "cpu"), (7, 5), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
 BNB_NF4 = replace(BNB_INT8, compute_capability=(6, 0))
 """bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was tried."""

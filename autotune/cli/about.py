@@ -29,7 +29,7 @@ def probe(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Tell what on this machine will hurt, worst first, with the fix. Needs no torch; exits 1 if something blocks."""
+    """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if something blocks."""
     findings = autotune.doctor()
     print_result(findings, as_json, reporting.findings_view)
     if any(finding.severity == "blocks" for finding in findings):
@@ -37,9 +37,9 @@ def doctor(as_json: Json = False) -> None:
 
 
 def models(
-    hardware: Annotated[str | None, typer.Option(help="Tell what fits this GPU, e.g. 4090 (see probe --list).")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Show what fits this GPU, e.g. 4090 (see probe --list).")] = None,
     file: Annotated[
-        Path | None, typer.Option("--model", help="Tell which of them a single file is.", metavar="FILE")
+        Path | None, typer.Option("--model", help="Show which of them a single file is.", metavar="FILE")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -51,7 +51,7 @@ def models(
 
 
 def fetch(
-    model: Annotated[str, typer.Option(help="A known name or a hub id, with @REVISION for a certain commit.")],
+    model: Annotated[str, typer.Option(help="A known name or a hub id, with @REVISION for a particular commit.")],
     as_json: Json = False,
 ) -> None:
     """Download a model and verify its files, so that plan and train need no network."""

@@ -18,11 +18,11 @@ class CompareOptions:
 
     model: str = option("A known model's name, a folder in the diffusers layout, or a hub id.", default=REQUIRED)
     data: Data = None
-    hardware: str = option("GPUs of the catalog with commas between, or all.", default="all")
+    hardware: str = option("GPUs of the catalog, separated by commas, or all.", default="all")
     prices: Path | None = option("YAML: what an hour of each GPU costs (docs/prices.yaml).", "--price-file")
     max_cost: float | None = option("Leave out what costs more.", "--under", min=0)
     within: str | None = option("Leave out what takes longer, e.g. 2h, 90min.")
-    order: str | None = option("cost, hours or name; the cheapest or fastest first.", "--sort")
+    order: str | None = option("cost, hours or name; by default cost, or hours without prices.", "--sort")
     download_rate: str | None = option("Bytes a second at which the model arrives; default 100MB.")
     quality: str | None = option("As for plan: exact, high (default) or compact.")
     num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)

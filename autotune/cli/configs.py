@@ -18,10 +18,10 @@ Hardware = Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090
 def import_config(
     config_file: ConfigFile,
     path: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Make the plan, with the file's settings, and write it.")
+        Path | None, typer.Option("-o", "--output", help="Make a plan with the file's settings, and write it here.")
     ] = None,
     hardware: Hardware = None,
-    trainer: Annotated[str | None, typer.Option(help="Whose it is, if its content does not tell.")] = None,
+    trainer: Annotated[str | None, typer.Option(help="Which trainer's it is, if its content does not show it.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers' scripts.
@@ -62,9 +62,9 @@ def audit(
     config_file: ConfigFile,
     hardware: Hardware = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run a few steps of both on this machine, too; takes the model's files.")
+        bool, typer.Option("--measure", help="Also run a few steps of both on this machine; needs the model's files.")
     ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a thread.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to post.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict another trainer's file on a card: memory, time, whether it fits, and what other settings would gain."""

@@ -21,7 +21,7 @@ def demo(
     no_profiles: Annotated[bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")] = False,
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-    Progress.after_interrupt = f"a demo begins anew: remove {output}, or name another folder with --output"
+    Progress.after_interrupt = f"a demo always starts over: remove {output}, or name another folder with --output"
     autotune.warm_up()
     with show_events() as show:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
@@ -47,7 +47,7 @@ def demo(
     with show_events() as show:
         show(autotune.StatusChanged(text="sampling prompts that were in no picture, and judging them"))
         found = autotune.judge_lesson(made.model, result)
-    print_out(f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on grounds that were not taught:")
+    print_out(f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on backgrounds that were not taught:")
     print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
     print_out(f"  the shapes that it knew: {found.others_before:.2f} before, {found.others_after:.2f} after")
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")

@@ -15,7 +15,7 @@ class JobScriptOptions:
 
     plan: PlanFile
     cluster: str = option("slurm, kubernetes or docker.", "--for", default=REQUIRED, metavar="CLUSTER")
-    hardware: str | None = option("Of a plan with variants, the machine that the job will run on, e.g. 4090.")
+    hardware: str | None = option("Of a plan with several variants, the machine that the job will run on, e.g. 4090.")
     model: str | None = option("The same architecture from another folder.")
     data: Data = None
     control: Path | None = option("Folder of control images, for edit models.")
@@ -23,7 +23,7 @@ class JobScriptOptions:
     optimizer: PlansOptimizer = None
     over: Path | None = option("For SLURM: an array of jobs, one for each subject in FILE.", metavar="FILE")
     nodes: int | None = option("Machines that share the plan's processes; the plan's by default.", min=1)
-    hours: float | None = option("Time limit of one start; 1.5x the prediction by default.", min=0, max=1e5)
+    hours: float | None = option("Time limit of one start; by default 1.5x the prediction.", min=0, max=1e5)
     image: str = option("Container image with autotune in it.", default="")
     claim: str = option("Kubernetes' volume claim that holds this folder.", default="")
     path: Path | None = option("File to write; stdout by default.", "-o", "--output")

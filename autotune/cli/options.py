@@ -44,7 +44,7 @@ def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
 Variant = Annotated[
-    str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
+    str | None, typer.Option("--hardware", help="Of a file with several variants, the machine whose to take.")
 ]
 Data = Annotated[
     list[str] | None,
@@ -53,7 +53,7 @@ Data = Annotated[
 PlansOptimizer = Annotated[
     str | None,
     typer.Option(
-        "--optimizer", help="The plan's own package:Class, which is loaded on your word alone.", metavar="OPTIMIZER"
+        "--optimizer", help="The plan's package:Class, which is loaded only if you name it.", metavar="OPTIMIZER"
     ),
 ]
 
@@ -79,10 +79,10 @@ class WorkloadOptions(ShapeOptions):
 
     host_memory: str | None = option("Memory of that GPU's host; 64GiB by default.")
     assume: list[str] | None = option(
-        "A package that GPU is taken to have: flash-attn(-3, -4), xformers.", metavar="PACKAGE"
+        "A package to assume on that GPU: flash-attn(-3, -4), xformers.", metavar="PACKAGE"
     )
     adapted_blocks: str | None = option(
-        "Adapt layers of these blocks alone: 10-30 or 0-4,18.", "--blocks", metavar="RANGES"
+        "Adapt only layers of these blocks: 10-30 or 0-4,18.", "--blocks", metavar="RANGES"
     )
     adapter: str | None = option("lora (default), rslora or dora.")
     ema_decay: float | None = option("Save an average of steps with this decay: 0.999.", "--ema", min=0, max=0.99999)
@@ -90,7 +90,7 @@ class WorkloadOptions(ShapeOptions):
         "adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."
     )
     optimizer_options: list[str] | None = option(
-        "Of the optimizer; repeat for more.", "--optimizer-option", metavar="NAME=VALUE"
+        "An option of the optimizer; repeat for more.", "--optimizer-option", metavar="NAME=VALUE"
     )
     price_per_hour: float | None = option(
         "Price of an hour of one GPU, for the cost of the job.", "--price", min=0, max=1e6
@@ -138,13 +138,13 @@ class JobOptions(DataOptions):
     base: str | None = option("For a --model in one file: folder or hub id that its other parts come from.")
     vae: str | None = option("For a --model in one file: its VAE.", metavar="FILE|FOLDER")
     text_encoders: list[str] | None = option(
-        "And its text encoder; repeat for several.", "--text-encoder", metavar="FILE|FOLDER"
+        "For a --model in one file: a text encoder; repeat for several.", "--text-encoder", metavar="FILE|FOLDER"
     )
-    expert: str | None = option("Of a model with two transformers, the one to train: high-noise or low-noise.")
+    expert: str | None = option("Which transformer to train, if a model has two: high-noise or low-noise.")
     caption_dropout: float | None = option("Share of captions left out; default 0.")
-    from_adapter: Path | None = option("Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
-    save_dtype: str | None = option("Of the adapter: bf16 (default), fp16 or fp32.")
-    adapter_format: str | None = option("Who else shall load the adapter: diffusers alone (default), comfyui or kohya.")
+    from_adapter: Path | None = option("Start from this adapter of diffusers, ComfyUI or kohya.", metavar="FILE")
+    save_dtype: str | None = option("Dtype of the adapter's file: bf16 (default), fp16 or fp32.")
+    adapter_format: str | None = option("Write the adapter for diffusers (default), or also for comfyui or kohya.")
     mask_floor: float | None = option("Weight of the loss where a mask is black; default 0.", min=0, max=1)
     cache: str | None = option("Where encoded data is kept: disk (default) or memory, until the run ends.")
     num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
@@ -153,25 +153,25 @@ class JobOptions(DataOptions):
     lr_scheduler: str | None = option("constant (default), constant_with_warmup, linear, cosine or plateau.")
     lr_warmup_steps: int | None = option("Steps over which the rate rises.", min=0)
     timestep_sampling: str | None = option("Noise levels: logit_normal (default) or uniform.")
-    timestep_shift: str | None = option("Of the noise levels: a number, or by_resolution.")
-    guidance_scale: float | None = option("Of guidance-distilled models, in training.", "--guidance", min=0)
+    timestep_shift: str | None = option("Shift of the noise levels: a number, or by_resolution.")
+    guidance_scale: float | None = option("Guidance scale in training, for distilled models.", "--guidance", min=0)
     preview_prompts: list[str] | None = option(
         "What previews show; repeat for more, up to 4.", "--preview-prompt", metavar="TEXT"
     )
     preview_every: int | None = option("Steps between previews (default 250); 0: only at the end.", min=0)
-    validation: str | None = option("Images to hold out for the loss: a share or a folder.", metavar="10%|FOLDER")
-    validation_every: int | None = option("Steps between its measurements (default 250); 0: only at the end.", min=0)
+    validation: str | None = option("Images to hold out and measure: a share, or a folder.", metavar="10%|FOLDER")
+    validation_every: int | None = option("Steps between validations (default 250); 0: only at the end.", min=0)
     keep_best: bool | None = option("Keep the adapter that was best on held-out images.", "--keep-best")
     weighting_scheme: str | None = option(
-        "By noise: none (default), sigma_sqrt, cosmap; of SDXL none or min_snr.", "--loss-weighting"
+        "Weight by noise level: none (default), sigma_sqrt, cosmap; SDXL: none, min_snr.", "--loss-weighting"
     )
     checkpointing_epochs: int | None = option("Epochs between checkpoints.", min=1)
-    checkpoints_total_limit: int | None = option("Newest checkpoints that are kept; default 2.", "--keep-last", min=1)
+    checkpoints_total_limit: int | None = option("Newest checkpoints to keep; default 2.", "--keep-last", min=1)
     checkpoints_keep_every: int | None = option(
-        "Of so many checkpoints keep one for good; default 0.", "--keep-every", min=0
+        "Keep every Nth checkpoint for good; default 0: none.", "--keep-every", min=0
     )
     checkpointing_steps: int | None = option("Steps between checkpoints; default 250.", min=0)
-    seed: int | None = option("Of initial weights, order and noise; default 0.", min=0, max=2**63 - 1)
+    seed: int | None = option("Seed of initial weights, order and noise; default 0.", min=0, max=2**63 - 1)
 
     def values(self) -> dict[str, Any]:
         """The fields of a job that the user gave.

@@ -23,27 +23,33 @@ class PlanOptions:
     data: Data = None
     earlier: Path | None = option("Make this plan again; other options replace what it was made for.", "--from")
     hardware: list[str] | None = option(
-        "Plan for this GPU, e.g. 4090 (see probe --list); repeat it for a file with a variant each."
+        "Plan for this GPU, e.g. 4090 (see probe --list); repeat for one file with a variant for each."
     )
     path: Path = option("Where to write the plan.", "-o", "--output", default=Path("plan.yaml"))
-    lora_alpha: float | None = option("By default in proportion to the rank.", "--alpha", min=1e-3, max=1e6)
-    lora_dropout: float | None = option("Share of the adapter's inputs; default 0.", "--dropout", min=0, max=0.9)
+    lora_alpha: float | None = option(
+        "Alpha of the adapter; by default in proportion to the rank.", "--alpha", min=1e-3, max=1e6
+    )
+    lora_dropout: float | None = option(
+        "Share of the adapter's inputs to drop; default 0.", "--dropout", min=0, max=0.9
+    )
     quality: str | None = option(
-        "exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit, and 8-bit products, too."
+        "exact: 16-bit weights; high (default): also 8-bit; compact: also 4-bit, and 8-bit products."
     )
     objective: str | None = option("throughput (default), memory or energy.")
     pins: list[str] | None = option("Choose only this value.", "--pin", metavar="KNOB=VALUE")
     exclusions: list[str] | None = option("Never choose this value.", "--exclude", metavar="KNOB=VALUE")
-    for_trainer: str | None = option("Choose what this trainer can express and hold.", "--for", metavar="TRAINER")
-    list_knobs: bool = option("Show choices and exclusions; plan nothing.", "--list-knobs", default=False)
-    num_gpus: int | None = option("GPUs that train together, one process each; tried on CPUs alone.", "--gpus", min=1)
+    for_trainer: str | None = option("Choose only what this trainer can express and fit.", "--for", metavar="TRAINER")
+    list_knobs: bool = option(
+        "Show what can be chosen, and what not and why; plan nothing.", "--list-knobs", default=False
+    )
+    num_gpus: int | None = option("GPUs that train together, one process each; tested on CPUs only.", "--gpus", min=1)
     num_nodes: int | None = option("Machines that these GPUs are in.", "--nodes", min=1)
     interconnect: str | None = option("Rate between two machines, e.g. 400Gbps; 10Gbps unless given.")
     max_memory: str | None = option(
         "The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."
     )
     reserve_memory: str | None = option(
-        "Memory to leave to display and other programs, instead of what is usual.", "--reserve"
+        "Memory to leave to the display and other programs, in place of the usual reserve.", "--reserve"
     )
     cap_memory: str | None = option("Rehearse a device with only so much memory, e.g. 12GiB.")
     use_records: bool = option("Use what machines measured before.", "--profiles/--no-profiles", default=True)
@@ -52,13 +58,13 @@ class PlanOptions:
         "The most seconds of trials; by default 5% of the run, at least 60.", "--search-time", min=1
     )
     fresh: bool = option("Forget what an interrupted search has measured.", "--fresh", default=False)
-    study: str | None = option("Keep trials under this name, and their plan too.")
+    study: str | None = option("Keep the trials and their plan under this name.")
     join: str | None = option(
         "Share the search: postgresql+psycopg://user:password@host/database, or /shared/NAME.journal.",
         envvar="AUTOTUNE_JOIN",
     )
-    record: Path | None = option("Write what the search met to this file.")
-    replay: Path | None = option("Plan from such a file instead of trials.")
+    record: Path | None = option("Record the search in this file.")
+    replay: Path | None = option("Plan from a recorded search instead of trials.")
     output: str | None = option("Output folder that the job will write.", "--run-output")
     as_json: Json = False
 

@@ -17,10 +17,10 @@ def check(
     hardware: Annotated[
         list[str] | None, typer.Option(help="Another machine: a catalog name or a saved probe; repeat for more.")
     ] = None,
-    file_only: Annotated[bool, typer.Option("--file-only", help="Whether the file is a sound plan, no more.")] = False,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Only check that the file is a valid plan.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell whether a plan fits this machine, or others, without training."""
+    """Check whether a plan fits this machine, or others, without training."""
     if file_only:
         plans = autotune.load_variants(plan_file)
         digests = {plan.frozen.hardware.device_name: plan.digest for plan in plans}
@@ -52,11 +52,12 @@ def report(
         typer.Argument(help="Plan files, folders of runs, or records; several side by side.", metavar="WHAT..."),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page; in the folder of a run, else report.html.")
+        Path | None,
+        typer.Option("-o", "--output", help="File to write; by default report.html, in a single run's folder."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a page to read and to pass on about plans, runs or shared records."""
+    """Write one HTML page about plans, runs or shared records."""
     written = autotune.report(*subjects, path=output)
     print_result({"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser")
 

@@ -21,9 +21,9 @@ StoreUrl = Annotated[str | None, typer.Option("--store", help="Another store tha
 
 @app.command()
 def push(
-    url: Url, create: Annotated[bool, typer.Option("--create", help="Make the folder if there is none.")] = False
+    url: Url, create: Annotated[bool, typer.Option("--create", help="Create the folder if there is none.")] = False
 ) -> None:
-    """Add your records to a team's store; `show --raw` prints exactly what leaves."""
+    """Add your records to a team's store; `show --raw` prints exactly what is copied."""
     try:
         transfer = autotune.push_records(url, create=create)
     except autotune.NoSuchFolder as error:
@@ -35,7 +35,7 @@ def push(
 
 @app.command()
 def pull(url: Url) -> None:
-    """Add a team's records to your own; only new ones travel."""
+    """Add a team's records to your own; only new ones are copied."""
     _print_transfer(autotune.pull_records(url))
 
 
@@ -90,8 +90,10 @@ def import_records(file: Annotated[Path, typer.Argument(help="A file that `expor
 @app.command()
 def prune(
     names: Annotated[list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)] = None,
-    older_than: Annotated[int | None, typer.Option(min=0, help="Days; older records go too.", metavar="DAYS")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older_than: Annotated[
+        int | None, typer.Option(min=0, help="Also delete records that are older.", metavar="DAYS")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     store: StoreUrl = None,
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""

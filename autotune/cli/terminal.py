@@ -163,7 +163,7 @@ class EventDisplay:
                 self._step(event)
 
     def _start_run(self, plan: TrainingPlan) -> None:
-        self.promised_bytes = plan.frozen.expected.required_memory_bytes
+        self.promised_bytes = plan.frozen.expected.run_memory_bytes
         self._print(job_line(plan))
         if has_plotly():
             self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")

@@ -19,24 +19,26 @@ class TrainOptions:
     plan_file: Path | None = argument(
         "A plan made by `autotune plan`; without one, --model is planned first.", default=None, metavar="[PLAN]"
     )
-    model: str | None = option("The same architecture from another folder; without PLAN, what to train.")
+    model: str | None = option("Another folder of the same architecture; without PLAN, the model to train.")
     data: Data = None
     optimizer: PlansOptimizer = None
     output: str | None = option("Folder for the adapter, samples and report.")
-    resume: bool = option("Go on from the newest checkpoint, if there is one.", "--resume", default=False)
+    resume: bool = option("Continue from the newest checkpoint, if there is one.", "--resume", default=False)
     trace: bool = option("Write a trace of a few steps (torch.profiler) to trace.json.", "--trace", default=False)
     nodes: int | None = option("Machines that share the plan's processes.", min=1)
-    rdzv_endpoint: str | None = option("Where they meet: a port of the first.", metavar="HOST:PORT")
-    node_rank: int | None = option("Which of them this is, from 0.", min=0)
+    rdzv_endpoint: str | None = option("Where these machines meet: a port of the first.", metavar="HOST:PORT")
+    node_rank: int | None = option("Which of these machines this is, from 0.", min=0)
     metrics_port: int | None = option("Serve Prometheus metrics at this port of localhost.", min=1, max=65535)
     push_to_hub: str | None = option(
         "Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"
     )
     gate: bool = option(
-        "Exit with 1 if the adapter never moved or lowers no loss: for schedulers.", "--gate", default=False
+        "Exit with 1 if the adapter never moved or does not lower the loss; for schedulers.", "--gate", default=False
     )
     over: Path | None = option("Train each subject that this file lists, on all GPUs.", metavar="FILE")
-    subject: str | None = option("Of --over, only this one: a name, or a number from 1.", metavar="NAME|NUMBER")
+    subject: str | None = option(
+        "Train only this subject of --over: a name, or a number from 1.", metavar="NAME|NUMBER"
+    )
     as_json: Json = False
 
 
@@ -113,8 +115,8 @@ def _require_success(report: "autotune.RunReport") -> None:
 
 def publish(
     run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
-    repo: Annotated[str, typer.Argument(help="Where to: it is made if it is not there.", metavar="OWNER/NAME")],
-    public: Annotated[bool, typer.Option("--public", help="Let everyone see a repository that is made.")] = False,
+    repo: Annotated[str, typer.Argument(help="Repository; created if it does not exist.", metavar="OWNER/NAME")],
+    public: Annotated[bool, typer.Option("--public", help="Create the repository as public.")] = False,
 ) -> None:
     """Upload a trained adapter to the hub, with samples and a model card."""
     print_out(autotune.publish(run_folder, repo, private=not public))
@@ -122,7 +124,7 @@ def publish(
 
 def sample(
     run_folder: Annotated[
-        Path, typer.Argument(help="Output folder of a run; or a plan: its model as it is.", metavar="RUN|PLAN")
+        Path, typer.Argument(help="Output folder of a run; or a plan, for its model alone.", metavar="RUN|PLAN")
     ],
     prompt: Annotated[str, typer.Option(help="What to show.")],
     count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
@@ -135,7 +137,7 @@ def sample(
         Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
     ] = None,
 ) -> None:
-    """Sample from a trained adapter, or a plan's model as it is, through the model's stock pipeline."""
+    """Sample from a trained adapter, or from a plan's model alone, through the model's stock pipeline."""
     with show_events() as show:
         written = autotune.sample(
             run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (), path=output,

@@ -33,8 +33,8 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")],
     to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")] = "diffusers",
-    model: Annotated[str | None, typer.Option(help="Family of an adapter whose names do not tell it.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Size of a model's files at most.", metavar="SIZE")] = "10GB",
+    model: Annotated[str | None, typer.Option(help="Family of the adapter, if its names do not show it.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a model's files.", metavar="SIZE")] = "10GB",
 ) -> None:
     """Write an adapter under the names that another program loads, or a model in shards.
 

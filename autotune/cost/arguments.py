@@ -76,4 +76,4 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     for knob in KNOBS:
         if conflict := knob.conflict(candidate, context):
             what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
-            raise InvalidInput(what, hint="what goes with what: autotune plan --list-knobs")
+            raise InvalidInput(what, hint="see which settings go together: autotune plan --list-knobs")

@@ -53,10 +53,10 @@ def estimate(
     return Estimate(
         hardware=hardware.device.name,
         budget_bytes=cost.training_budget.num_bytes,
-        fits=prediction.required_memory_bytes <= cost.training_budget.num_bytes,
+        fits=prediction.run_memory_bytes <= cost.training_budget.num_bytes,
         workload=workload,
         prediction=prediction,
-        peak_memory_bytes=prediction.peak_memory_bytes,
+        run_memory_bytes=prediction.run_memory_bytes,
         step_seconds=prediction.step_seconds,
         num_steps=steps,
         job=job,

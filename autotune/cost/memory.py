@@ -249,7 +249,7 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
     )
     return PhaseMemory.model_construct(
         name=name,
-        peak_memory_bytes=allocated + r.overhead_bytes + rounding,
+        run_memory_bytes=allocated + r.overhead_bytes + rounding,
         allocated_memory_bytes=allocated,
         breakdown=breakdown,
     )

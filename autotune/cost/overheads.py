@@ -45,7 +45,7 @@ def with_kept(phases: Sequence[PhaseMemory], kept: Mapping[str, int]) -> tuple[P
     def changed(phase: PhaseMemory) -> PhaseMemory:
         more = kept.get(phase.name, 0)
         breakdown = phase.breakdown.model_copy(update={"weight_bytes": phase.breakdown.weight_bytes + more})
-        sizes = {name: getattr(phase, name) + more for name in ("peak_memory_bytes", "allocated_memory_bytes")}
+        sizes = {name: getattr(phase, name) + more for name in ("run_memory_bytes", "allocated_memory_bytes")}
         return phase.model_copy(update={**sizes, "breakdown": breakdown})
 
     return tuple(changed(phase) if phase.name in kept else phase for phase in phases)

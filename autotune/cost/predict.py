@@ -232,15 +232,13 @@ class CostModel:
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
         kept = self.tables.kept_part_bytes(candidate, self.caching, self.parallel)
         phases = with_kept(phases_of(resident, composed, waste, factor), kept)
-        train = phases[PHASES.index("train")]
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
         time = {name: factor * value for name, value in time.items()}
         seconds = sum(time.values()) - time["recompute_seconds"]
         return Prediction.model_construct(
             candidate=candidate,
-            peak_memory_bytes=train.peak_memory_bytes,
-            allocated_memory_bytes=train.allocated_memory_bytes,
-            required_memory_bytes=max(phase.peak_memory_bytes for phase in phases),
+            allocated_memory_bytes=phases[PHASES.index("train")].allocated_memory_bytes,
+            run_memory_bytes=max(phase.run_memory_bytes for phase in phases),
             host_memory_bytes=resident.host_memory_bytes + round(composed.offloaded_bytes),
             phases=phases,
             step_seconds=seconds,

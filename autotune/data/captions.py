@@ -15,7 +15,7 @@ from autotune.runtime import read_bounded
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
 MAX_CAPTIONS = 100
-"""Of one image."""
+"""Maximum number of captions of one image."""
 MAX_METADATA_BYTES = 64 << 20
 MAX_CAPTION_BYTES = 1 << 20
 """Far above what any text encoder reads."""

@@ -17,7 +17,12 @@ MAX_CROP = 0.25
 
 
 class DataReport(Frozen):
-    """What a data folder holds."""
+    """What a data folder holds.
+
+    Example:
+        >>> report = autotune.check_data("photos")
+        >>> report.num_usable, report.can_train, report.problems
+    """
 
     folder: PrintableStr
     resolution_px: int = PositiveInt

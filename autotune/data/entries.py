@@ -165,7 +165,7 @@ def _make_latents_entry(
     *,
     flipped: bool = False,
 ) -> CacheEntry:
-    """Of the pixels of `item`, or of one of its control images, which are whole and never mirrored."""
+    """The entry for the pixels of `item`, or of one of its control images, which are whole and never mirrored."""
     digests = tuple(map(digest, paths))
     span, crop = (item.span, item.crop) if item else (None, "center")
     usual = {"clip": None, "crop": "center", "flipped": False}  # parts that keys have not always had

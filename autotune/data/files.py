@@ -92,15 +92,15 @@ def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:
     if path.suffix.lower() not in VIDEO_SUFFIXES | OTHER_VIDEO_SUFFIXES:
-        return "its format is not read: convert it to png, jpeg or webp"
+        return "its format is not supported: convert it to png, jpeg or webp"
     if not clips:
-        return "a video trains only models that make clips, with --frames above 1"
+        return "only models that make clips train on videos, with --frames above 1"
     file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
     if has_video_decoder():
-        return f"its format is not read, mp4 is: ffmpeg -i {file} {frames}.mp4"
+        return f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4"
     as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     if path.suffix.lower() in OTHER_VIDEO_SUFFIXES:
-        return f"its format is not read, a folder of frames is: {as_frames}"
+        return f"its format is not supported, a folder of frames is: {as_frames}"
     return f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or {as_frames}"
 
 

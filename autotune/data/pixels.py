@@ -17,7 +17,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 ANIMATED_FORMATS = ("GIF", "WEBP")
 
 CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
-"""Of a crop: the share of what is cut off that lies on the left, and at the top."""
+"""For each kind of crop, the share of what is cut off that is on the left, and at the top."""
 
 MAX_PIXELS = 1 << 26
 """Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600 MiB. Pillow itself opens

@@ -17,9 +17,9 @@ CELL_PX = 240
 MARGIN_PX = 6
 FONT_PX = 12
 LINES = 5
-"""Of a caption, the rest of which is cut off."""
+"""Lines of a caption that are drawn; the rest is cut off."""
 CHARACTERS = 38
-"""Of a line."""
+"""Characters in a line of a caption."""
 
 
 def make_contact_sheet(pairs: Sequence[tuple[Item, Bucket]]) -> Image.Image:

@@ -25,7 +25,7 @@ DEMUXERS = "mov,matroska,avi"
 MAX_SOURCE_FRAMES = 1 << 20
 """Frames of a file: five hours at 60 a second."""
 MAX_ANIMATION_PIXELS = 1 << 32
-"""Of all frames: 2,000 of 1080p. Pillow decodes them all for their times."""
+"""Maximum pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
 MAX_CLIPS = 64

@@ -28,7 +28,12 @@ SMALL_WORLD = Path(__file__).with_name("small_world")
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo's material lies."""
+    """Where the demo's material lies.
+
+    Example:
+        >>> demo = autotune.make_demo(Path("demo"), "flux1-kontext")
+        >>> demo.model, demo.images, demo.control
+    """
 
     model: Path
     images: Path
@@ -53,7 +58,7 @@ def make_demo(output: Path, family_name: str) -> Demo:
 
     Example:
         >>> made = autotune.make_demo(Path("demo"), "qwen-image")
-        >>> autotune.plan(made.model, made.images, resolution=64)
+        >>> autotune.plan(str(made.model), made.images, resolution=64)
     """
     family = get_family(family_name)
     if output.exists() and any(output.iterdir()):

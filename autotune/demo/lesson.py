@@ -42,13 +42,17 @@ class ConceptFidelity:
     """How well prompts are followed that were in no training image: 0 not at all, 1 as well as the VAE can show.
 
     The mean of `autotune.demo.judge.score_image`, divided by that of drawn scenes that went through the VAE.
+
+    Example:
+        >>> fidelity = autotune.judge_lesson(Path("demo/model"), Path("demo/result"))
+        >>> fidelity.after - fidelity.before, fidelity.others_after - fidelity.others_before
     """
 
     before: float
-    """Of the new shape, without the adapter."""
+    """Fidelity of the new shape, without the adapter."""
     after: float
     others_before: float
-    """Of the shapes that the model knew, without the adapter."""
+    """Fidelity of the shapes that the model knew, without the adapter."""
     others_after: float
 
 

@@ -36,7 +36,7 @@ class Figure:
     left: float
     top: float
     size: float
-    """Of its bounding square, as the two before in pixels."""
+    """Side of its bounding square; like the two fields before, in pixels."""
 
 
 @dataclass(frozen=True)

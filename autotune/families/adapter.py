@@ -36,7 +36,7 @@ def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
     numbers = {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
     if not numbers or max(numbers) >= num_blocks:
         raise InvalidInput(
-            f"{text} are no blocks of this model", hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18"
+            f"{text} are not blocks of this model", hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18"
         )
     return frozenset(numbers)
 

@@ -63,6 +63,5 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         reason = first_line(error)
         raise InvalidInput(
-            f"the transformer's configuration does not build a {family.transformer_class}: {reason}",
-            hint=CHECK_CONFIG,
+            f"the transformer's configuration does not build a {family.transformer_class}: {reason}", hint=CHECK_CONFIG
         ) from error

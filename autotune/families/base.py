@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -94,6 +95,8 @@ class Family(ABC):
     """The method of a pipeline, or of a component of it, that loads an adapter's file."""
     adapter_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Options of `adapter_loader` that load an adapter's file into the component that is trained."""
+    small_pipeline: ClassVar[str]
+    """Module of `autotune.families.small` that builds the small pipeline."""
     tiny_config: ClassVar[Config]
     """Changes to a configuration that make it tiny but leave its class, head size and every kind of block."""
     components: ClassVar[tuple[str, ...]]
@@ -127,6 +130,8 @@ class Family(ABC):
     """Maximum number of control images of an item; if it is not 0, every item needs at least one."""
     separates_prompts: ClassVar[bool] = False
     """Whether the transformer takes each prompt of a batch by itself, at its own length."""
+    masks_padding: ClassVar[bool] = False
+    """Whether attention gets a mask if the prompts of a batch differ in length."""
     text_multiple: ClassVar[int] = 1
     """Number of tokens of which the transformer itself pads each text to a multiple."""
     max_micro_batch_size: ClassVar[int | None] = None
@@ -142,13 +147,8 @@ class Family(ABC):
     """Maximum number of frames of an item."""
 
     @property
-    def hub_id(self) -> str:
-        """Repository of the model that is meant by the family's name."""
-        return self.models[0].hub_id
-
-    @property
     def transformer_config(self) -> Config:
-        """Arguments that build that model's transformer."""
+        """Arguments that build the transformer of the model that is meant by the family's name."""
         return self.models[0].config
 
     @property
@@ -264,12 +264,8 @@ class Family(ABC):
         """Raise InvalidInput if `of`, an item or a prompt, cannot have that many control images."""
         allowed = f"1 to {self.max_controls}" if self.max_controls else "none"
         if not min(1, self.max_controls) <= number <= self.max_controls:
-            give = "give the images that belong to each with --control"
-            hint = (
-                give
-                if self.max_controls
-                else "leave --control out, or use a model for editing (of a single file: --base)"
-            )
+            leave_out = "leave --control out, or use a model for editing (of a single file: --base)"
+            hint = "give the images that belong to each with --control" if self.max_controls else leave_out
             raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
@@ -391,9 +387,13 @@ class Family(ABC):
         return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        """Whether attention gets a mask at this batch size, which some backends refuse; False unless overridden."""
-        return False
+        """Whether attention gets a mask at this batch size, which some backends refuse."""
+        return self.masks_padding and micro_batch_size > 1 and text_padding == "masked"
 
-    @abstractmethod
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        """Write a small genuine pipeline with random weights in the diffusers layout: for demos and tests."""
+        """Write a small genuine pipeline, for demos and tests. A family of another package overrides this."""
+        module = import_module(f"autotune.families.small.{self.small_pipeline}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            pipeline = module.build_pipeline(self, captions)
+        pipeline.save_pretrained(folder)

@@ -14,7 +14,7 @@ from autotune.families.flux1_dev import BLOCK, MLP, TEXT_TOKENS, Flux1Dev
 from autotune.families.packing import ATTENTION
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,27 +24,20 @@ PARTS = Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE)
 SOURCE = "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion by its card"
 
 
+HD = PublishedModel(
+    "lodestones/Chroma1-HD", {}, PARTS, num_parameters=8_899_983_424, license="apache-2.0", source=SOURCE
+)
+BASE_NOTE = "trained at 512 px (--resolution 512); chroma at 1,024"
+
+
 class Chroma(Flux1Dev):
     """Text to image. Prompts are encoded at their own length: padding is masked and takes no position."""
 
     name = "chroma"
-    models = (
-        PublishedModel(
-            "lodestones/Chroma1-HD", {}, PARTS, num_parameters=8_899_983_424, license="apache-2.0", source=SOURCE
-        ),
-        PublishedModel(
-            "lodestones/Chroma1-Base",
-            {},
-            PARTS,
-            name="chroma-base",
-            num_parameters=8_899_983_424,
-            license="apache-2.0",
-            source=SOURCE,
-            note="trained at 512 px (--resolution 512); chroma at 1,024",
-        ),
-    )
+    models = (HD, HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE))
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
+    small_pipeline = "chroma"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
@@ -67,6 +60,7 @@ class Chroma(Flux1Dev):
             "sampling_guidance": "diffusers' example",
         },
     )
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -113,11 +107,3 @@ class Chroma(Flux1Dev):
             "negative_prompt_embeds": unwanted[:, unwanted_own],
             "negative_prompt_attention_mask": unwanted_mask[:, unwanted_own],
         }
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.chroma import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -10,13 +10,18 @@ from autotune.schema import Frozen, NaturalInt, OnEvent, StatusChanged, ignore_e
 
 
 class FetchedModel(Frozen):
-    """A model of the hub that is on this machine."""
+    """A model of the hub that is on this machine.
+
+    Example:
+        >>> model = autotune.fetch("qwen-image")
+        >>> plan = autotune.plan(str(model.folder), "photos")
+    """
 
     name: str
-    """Its hub id."""
+    """Hub id of the model."""
     family: str
     revision: str
-    """Its commit; `NAME@REVISION` means exactly these files."""
+    """Commit on the hub; `NAME@REVISION` means exactly these files."""
     folder: Path
     """Where the hub's cache keeps it."""
     size_bytes: int = NaturalInt
@@ -49,7 +54,7 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
     on_event(StatusChanged(text=f"fetching {model}"))
     found = fetch_model(model)
     if found.revision is None:  # neither known nor a repository's name
-        raise InvalidInput(f"{model} is on no hub", hint="name a model of the hub: owner/name")
+        raise InvalidInput(f"{model} is not on the hub", hint="name a model of the hub: owner/name")
     on_event(StatusChanged(text="comparing checksums"))
     files = [path for path in found.weights.rglob("*") if path.is_file()]
     return FetchedModel(

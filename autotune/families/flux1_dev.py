@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -29,7 +29,7 @@ BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 
-class Flux1Dev(Family):
+class Flux1Dev(ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
@@ -45,6 +45,7 @@ class Flux1Dev(Family):
     )
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
+    small_pipeline = "flux1_dev"
     components: ClassVar[tuple[str, ...]] = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
     )
@@ -101,12 +102,6 @@ class Flux1Dev(Family):
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
-
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
@@ -132,8 +127,3 @@ class Flux1Dev(Family):
         """What the transformer takes besides tokens, their positions and the noise level."""
         guidance = self.guidance_input(transformer, levels, batch)
         return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.flux1_dev import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)

@@ -1,6 +1,5 @@
 """FLUX.2 [dev]: the architecture of FLUX.2 [klein] with Mistral Small as its text encoder, and guidance as an input."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,3 @@ class Flux2Dev(Flux2Klein):
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         # A tokenizer has the chat template that is all the pipeline wants of Pixtral's processor, and no torchvision.
         return super().load_pipeline(folder, **{"tokenizer": load_tokenizer(folder), **components})
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.flux2_klein import write_pipeline
-
-        write_pipeline(folder, captions, seed, is_dev=True)

@@ -42,6 +42,11 @@ KLEIN_9B: Config = {
     "guidance_embeds": False,
 }
 WITH_4B, WITH_8B = (Parts((size,), "AutoencoderKLFlux2") for size in (4_022_468_096, 8_190_735_360))
+HUB = "black-forest-labs/FLUX.2-klein"
+BASE_4B = PublishedModel(f"{HUB}-base-4B", KLEIN_4B, WITH_4B, "", 3_875_544_576, "apache-2.0")
+BASE_9B = PublishedModel(
+    f"{HUB}-base-9B", KLEIN_9B, WITH_8B, "flux2-klein-9b", 9_078_581_248, "flux-non-commercial-license"
+)
 
 BLOCK = r"transformer_blocks\.\d+"
 SINGLE = r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
@@ -53,42 +58,13 @@ class Flux2Klein(Family):
 
     name = "flux2-klein"
     models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel(
-            "black-forest-labs/FLUX.2-klein-base-4B",
-            KLEIN_4B,
-            WITH_4B,
-            num_parameters=3_875_544_576,
-            license="apache-2.0",
-        ),
-        PublishedModel(
-            "black-forest-labs/FLUX.2-klein-base-9B",
-            KLEIN_9B,
-            WITH_8B,
-            name="flux2-klein-9b",
-            num_parameters=9_078_581_248,
-            license="flux-non-commercial-license",
-        ),
-        PublishedModel(
-            "black-forest-labs/FLUX.2-klein-4B",
-            KLEIN_4B,
-            WITH_4B,
-            name="flux2-klein-4b-distilled",
-            num_parameters=3_875_544_576,
-            license="apache-2.0",
-            note=DISTILLED,
-        ),
-        PublishedModel(
-            "black-forest-labs/FLUX.2-klein-9B",
-            KLEIN_9B,
-            WITH_8B,
-            name="flux2-klein-9b-distilled",
-            num_parameters=9_078_581_248,
-            license="flux-non-commercial-license",
-            note=DISTILLED,
-        ),
+        *(BASE_4B, BASE_9B),
+        BASE_4B.variant(f"{HUB}-4B", "flux2-klein-4b-distilled", note=DISTILLED),
+        BASE_9B.variant(f"{HUB}-9B", "flux2-klein-9b-distilled", note=DISTILLED),
     )
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
+    small_pipeline = "flux2_klein"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,
@@ -165,8 +141,3 @@ class Flux2Klein(Family):
             return_dict=False,
         )[0]
         return velocity.mT.reshape(noisy.shape)
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.flux2_klein import write_pipeline
-
-        write_pipeline(folder, captions, seed)

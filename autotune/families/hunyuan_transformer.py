@@ -53,7 +53,7 @@ class HunyuanVideo15AttnProcessor2_0(stock.HunyuanVideo15AttnProcessor2_0):  # t
 
 
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):  # type: ignore[misc]
-    """Of patches of one latent, as published."""
+    """The published transformer, with patches of one latent."""
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:

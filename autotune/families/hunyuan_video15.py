@@ -74,6 +74,7 @@ class HunyuanVideo15(Family):
     )
     pipeline_class = "HunyuanVideo15Pipeline"
     transformer_class = "HunyuanVideo15Transformer3DModel"
+    small_pipeline = "hunyuan_video15"
     components = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler", "guider"),
     )
@@ -141,7 +142,7 @@ class HunyuanVideo15(Family):
         return {"prompt_embeds": torch.cat([filled, own])}
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
-        rules, tokenizer = _prompt_rules(), load_tokenizer(folder)
+        rules, tokenizer = prompt_rules(), load_tokenizer(folder)
         chats = stock.format_text_input(list(captions), rules["system_message"])
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         encoded = tokenizer.apply_chat_template(chats, **options)["input_ids"]
@@ -200,13 +201,8 @@ class HunyuanVideo15(Family):
     ) -> dict[str, Any]:
         return {"prompt": prompt, "num_frames": bucket.num_frames, "output_type": "pil"}
 
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.hunyuan_video15 import write_pipeline
 
-        write_pipeline(_prompt_rules()["system_message"], folder, captions, seed)
-
-
-def _prompt_rules() -> dict[str, Any]:
+def prompt_rules() -> dict[str, Any]:
     """Defaults of the pipeline's function that encodes prompts: its template and how much of that it drops."""
     encode = stock.HunyuanVideo15Pipeline._get_mllm_prompt_embeds
     return {name: each.default for name, each in inspect.signature(encode).parameters.items()}

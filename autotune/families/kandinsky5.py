@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
-from autotune.families.base import (
-    Batch,
-    Family,
-    Sample,
-    Shapes,
-    Sizes,
-    build_empty_pipeline,
-    unwrap_model,
-)
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, unwrap_model
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -54,6 +46,7 @@ class Kandinsky5(Family):
     """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
+    small_pipeline = "kandinsky5"
     tiny_config: ClassVar[Config] = {
         "model_dim": 128,  # two heads of the published size
         "ff_dim": 128,
@@ -160,11 +153,6 @@ class Kandinsky5(Family):
         )
         return velocity.permute(0, 4, 1, 2, 3)
 
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.kandinsky5 import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)
-
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         """Factors by which the pipeline divides positions in time, height and width."""
         return (1.0, 1.0, 1.0)
@@ -178,13 +166,7 @@ class Kandinsky5Image(Kandinsky5):
     models = (
         PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
-            {
-                **LITE_CONFIG,
-                "model_dim": 2560,
-                "ff_dim": 10240,
-                "num_visual_blocks": 50,
-                "axes_dims": (32, 48, 48),
-            },
+            {**LITE_CONFIG, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
             Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
             num_parameters=6_022_080_576,
             license="mit",

@@ -13,7 +13,7 @@ from autotune.families.latents import encode_standardized
 from autotune.families.packing import PATCH, VAE_FACTOR, pack, unpack
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import load_tokenizer
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline pads prompts, under a mask; what follows the prompt in its template counts, too."""
 PARTS = Parts((4_437_815_808,), "AutoencoderKLQwenImage")
-LICENSE = "krea-2-community-license-agreement"
+RAW = PublishedModel("krea/Krea-2-Raw", {}, PARTS, "", 12_820_073_036, "krea-2-community-license-agreement")
 BLOCK = r"transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_gate|to_out\.0)"
 MLP = r"ff\.(gate|up|down)"
@@ -32,20 +32,17 @@ class Krea2(Family):
 
     name = "krea-2"
     models = (
-        PublishedModel("krea/Krea-2-Raw", {}, PARTS, num_parameters=12_820_073_036, license=LICENSE),
-        PublishedModel(
+        RAW,
+        RAW.variant(
             "krea/Krea-2-Turbo",
-            {},
-            PARTS,
-            name="krea-2-turbo",
-            num_parameters=12_820_073_036,
-            license=LICENSE,
+            "krea-2-turbo",
             note="distilled to 8 steps without guidance, which training undoes: train on krea-2, and use the adapter "
             "here, as its makers advise",
         ),
     )
     pipeline_class = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
+    small_pipeline = "krea2"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
@@ -74,6 +71,7 @@ class Krea2(Family):
     )
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = MAX_TEXT_TOKENS
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -83,7 +81,7 @@ class Krea2(Family):
     excluded = MappingProxyType(
         {
             "modulation": "a block's modulation is a table, of next to no weights",
-            "norm_rope": "several of its queries share a key, and a gate follows: the function knows neither",
+            "norm_rope": "several of its queries share a key, and a gate follows: the function supports neither",
         }
     )
 
@@ -123,11 +121,3 @@ class Krea2(Family):
             return_dict=False,
         )[0]
         return unpack(velocity, noisy.shape)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.krea2 import write_pipeline
-
-        write_pipeline(folder, captions, seed)

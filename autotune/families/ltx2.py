@@ -83,6 +83,7 @@ class LTX2(Family):
     )
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
+    small_pipeline = "ltx2"
     components = (
         *("transformer", "vae", "audio_vae", "vocoder", "text_encoder", "connectors", "tokenizer", "scheduler"),
     )
@@ -190,11 +191,6 @@ class LTX2(Family):
         is_first = unwrap_model(pipeline.transformer).config.use_prompt_embeddings
         first = {"use_cross_timestep": False, "spatio_temporal_guidance_blocks": [29]}
         return usual | first if is_first else usual
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.ltx2 import write_pipeline
-
-        write_pipeline(folder, captions, seed)
 
 
 def _without_masks(_: "nn.Module", args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

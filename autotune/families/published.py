@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.schema import TimestepSampling
@@ -93,13 +93,17 @@ class PublishedModel:
     name: str = ""
     """What it may be called instead of its hub id; the family's first model is called as the family."""
     num_parameters: int = 0
-    """Of the transformer that `config` builds; 0 if it is not stated."""
+    """Number of parameters of the transformer that `config` builds; 0 if it is not stated."""
     license: str = ""
-    """As its card says."""
+    """License that its card names."""
     source: str = ""
     """Where its size is published, if the transformer that `config` builds was compared with it."""
     note: str = ""
     """What whoever trains it should know."""
+
+    def variant(self, hub_id: str, name: str, *, note: str = "", source: str = "") -> "PublishedModel":
+        """Another model of the same architecture and license."""
+        return replace(self, hub_id=hub_id, name=name, note=note, source=source)
 
 
 FLUX_VAE: Mapping[str, Any] = {

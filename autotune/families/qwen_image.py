@@ -12,7 +12,7 @@ from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pac
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_tokens
 from autotune.runtime import lazy_module
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ else:
 BLOCK = r"transformer_blocks\.\d+"
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
 QWEN_SOURCE = "the configuration on the hub; the class's own defaults are that model"
+ORIGINAL = PublishedModel("Qwen/Qwen-Image", {}, QWEN_PARTS, "", 20_430_401_088, "apache-2.0", QWEN_SOURCE)
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
@@ -32,27 +33,15 @@ class QwenImage(Family):
 
     name = "qwen-image"
     models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel(
-            "Qwen/Qwen-Image", {}, QWEN_PARTS, num_parameters=20_430_401_088, license="apache-2.0", source=QWEN_SOURCE
-        ),
-        PublishedModel(
-            "Qwen/Qwen-Image-2512",
-            {},
-            QWEN_PARTS,
-            name="qwen-image-2512",
-            num_parameters=20_430_401_088,
-            license="apache-2.0",
-        ),
+        ORIGINAL,
+        ORIGINAL.variant("Qwen/Qwen-Image-2512", "qwen-image-2512"),
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
+    small_pipeline = "qwen_image"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-    }
+    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 64}
     defaults = Defaults(
         learning_rate=1e-4,
         resolution_px=1024,
@@ -69,6 +58,7 @@ class QwenImage(Family):
     )
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = 1024
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),
@@ -119,11 +109,3 @@ class QwenImage(Family):
     ) -> dict[str, Any]:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
         return {"prompt": prompt, "true_cfg_scale": self.defaults.sampling_guidance, "negative_prompt": " "}
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.qwen_image import write_pipeline
-
-        write_pipeline(self.pipeline_class, folder, captions, seed)

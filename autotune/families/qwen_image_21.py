@@ -27,8 +27,12 @@ LATENT_PX = 16
 SLOT = 2
 """Latents along each side of what the transformer counts as one slot of an image, so sides are multiples of it."""
 PARTS = Parts((8_767_123_696,), "AutoencoderKLQwenImage21")
-LICENSE = "qwen-research"
 SOURCE = "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: 14,230,249,472 bytes of bf16"
+NOTE = (
+    "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it collapse that were "
+    "trained long without their training adapter, so look at previews often"
+)
+BASE = PublishedModel("Qwen/Qwen-Image-2.1", {}, PARTS, "", 7_115_124_736, "qwen-research", SOURCE, NOTE)
 BLOCK = r"transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"img_mlp\.(gate_layer|proj|out)"
@@ -39,28 +43,16 @@ class QwenImage21(Family):
 
     name = "qwen-image-2.1"
     models = (
-        PublishedModel(
-            "Qwen/Qwen-Image-2.1",
-            {},
-            PARTS,
-            num_parameters=7_115_124_736,
-            license=LICENSE,
-            source=SOURCE,
-            note="its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it collapse "
-            "that were trained long without their training adapter, so look at previews often",
-        ),
-        PublishedModel(
+        BASE,
+        BASE.variant(
             "Qwen/Qwen-Image-2.1-Turbo",
-            {},
-            PARTS,
-            name="qwen-image-2.1-turbo",
-            num_parameters=7_115_124_736,
-            license=LICENSE,
+            "qwen-image-2.1-turbo",
             note="distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use the adapter here",
         ),
     )
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
+    small_pipeline = "qwen_image_21"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
     tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
     defaults = Defaults(
@@ -94,7 +86,7 @@ class QwenImage21(Family):
     excluded = MappingProxyType(
         {
             "modulation": "its blocks share one modulation layer, which holds 1% of the weights",
-            "norm_rope": "text and image attend one after the other, which the function does not know",
+            "norm_rope": "text and image attend one after the other, which the function does not support",
         }
     )
 
@@ -154,11 +146,6 @@ class QwenImage21(Family):
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return True  # of the text, which attends to what comes before
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.qwen_image_21 import write_pipeline
-
-        write_pipeline(folder, captions, seed)
 
 
 def _load_processor(folder: Path) -> Any:

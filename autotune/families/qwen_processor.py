@@ -28,11 +28,11 @@ class _WithoutVideo(ProcessorMixin):  # type: ignore[misc]
 
 
 class Qwen2VLProcessor(_WithoutVideo, StockQwen2VL):  # type: ignore[misc]
-    """Of Qwen2-VL and Qwen2.5-VL."""
+    """Processor of Qwen2-VL and Qwen2.5-VL."""
 
 
 class Qwen3VLProcessor(_WithoutVideo, StockQwen3VL):  # type: ignore[misc]
-    """Of Qwen3-VL."""
+    """Processor of Qwen3-VL."""
 
 
 # diffusers writes a component's module into model_index.json: a saved pipeline must name the stock class.

@@ -58,7 +58,7 @@ class ResolvedModel:
     config: Mapping[str, Any]
     """Constructor arguments of the transformer."""
     name: str
-    """Of a folder or a file its own, else the hub id."""
+    """Name of the folder or file, or the hub id."""
     folder: Path | None
     """Folder in the diffusers layout with all weights, or None if they are not on this machine."""
     config_folder: Path | None = None
@@ -201,7 +201,7 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     folder = locate(base, find)
     known, revision = find_published(base.partition("@")[0]), folder.name if folder and is_on_hub(base) else None
     if folder is None and known is None:
-        raise InvalidInput(f"the base {base} is no folder, and not on this machine", hint=NAME_BASE)
+        raise InvalidInput(f"the base {base} is neither a folder nor on this machine", hint=NAME_BASE)
     family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
     family = family.with_expert(expert or named_expert(file.stem, family))
     configs = [published.config for published in family.models]
@@ -270,7 +270,7 @@ def _parse_name(model: str) -> tuple[Family | None, str, str]:
     model, expert = _split_expert(model)
     name, at, revision = model.partition("@")
     if at and (not REVISION.fullmatch(revision) or ".." in revision):  # joined to the cache's folder it might leave it
-        raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
+        raise InvalidInput(f"{revision!r} is not a revision of {name}", hint="name a commit, branch or tag after the @")
     found = find_published(name, expert)
     return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -37,7 +37,7 @@ DUAL = r"attn2\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)"
 
 
-class StableDiffusion35(Family):
+class StableDiffusion35(ImageLatents, Family):
     """Text to image. Prompts always have the same length."""
 
     name = "sd3.5"
@@ -52,6 +52,7 @@ class StableDiffusion35(Family):
     )
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
+    small_pipeline = "sd35"
     components = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
         *("tokenizer", "tokenizer_2", "tokenizer_3", "scheduler"),
@@ -95,7 +96,7 @@ class StableDiffusion35(Family):
     excluded = MappingProxyType(
         {
             "attention": "its attention calls PyTorch's directly, whatever backend is set",
-            "norm_rope": "it turns no queries and keys: positions are added to the patches",
+            "norm_rope": "it does not rotate queries and keys: positions are added to the patches",
         }
     )
 
@@ -114,12 +115,6 @@ class StableDiffusion35(Family):
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [self.max_text_tokens] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
-
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         velocity: Tensor = transformer(
             hidden_states=noisy[:, :, 0],
@@ -129,8 +124,3 @@ class StableDiffusion35(Family):
             return_dict=False,
         )[0]
         return velocity[:, :, None]
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.sd35 import write_pipeline
-
-        write_pipeline(folder, captions, seed)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.noise import DiscreteDiffusion, NoiseProcess
 from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
@@ -51,7 +51,7 @@ VAE: Mapping[str, Any] = {
 DIRECT = "its attention calls PyTorch's directly, whatever backend is set"
 
 
-class StableDiffusionXL(Family):
+class StableDiffusionXL(ImageLatents, Family):
     """Text to image; the model's own scheduler says whether it predicts the noise or v."""
 
     name = "sdxl"
@@ -67,6 +67,7 @@ class StableDiffusionXL(Family):
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"
+    small_pipeline = "sdxl"
     noise = DiscreteDiffusion()
     components = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     tiny_config: ClassVar[Config] = {
@@ -101,9 +102,9 @@ class StableDiffusionXL(Family):
     excluded = MappingProxyType(
         {
             "attention": DIRECT,
-            "compile": "its blocks have too many shapes: torch would compile each anew",
+            "compile": "its blocks have too many shapes: torch would compile each separately",
             "modulation": "a UNet has no modulation layers",
-            "norm_rope": "its attention neither norms nor turns queries and keys",
+            "norm_rope": "its attention neither norms nor rotates queries and keys",
             "offloaded_inputs": "later stages hold on to the outputs of earlier ones",
         }
     )
@@ -142,12 +143,6 @@ class StableDiffusionXL(Family):
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
-
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         height, width = noisy.shape[3] * VAE_FACTOR, noisy.shape[4] * VAE_FACTOR
         # Original size, corner and size of the crop: images count as uncropped, as the pipeline samples them.
@@ -160,8 +155,3 @@ class StableDiffusionXL(Family):
             return_dict=False,
         )[0]
         return prediction[:, :, None]
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.sdxl import write_pipeline
-
-        write_pipeline(UNET, VAE, folder, captions, seed)

@@ -59,7 +59,7 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
             else:
                 found.append((family, model))
     if not found:
-        raise BadWeights(f"{source.path} holds no model that is known: {_describe(source, refusals)}", hint=NOT_KNOWN)
+        raise BadWeights(f"{source.path} holds no known model: {_describe(source, refusals)}", hint=NOT_KNOWN)
     return _by_name(source.path.stem, found)
 
 

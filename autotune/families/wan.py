@@ -56,13 +56,9 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
+    small_pipeline = "wan"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "ffn_dim": 128,
-        "text_dim": 64,
-    }
+    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 128, "text_dim": 64}
     max_text_tokens = TEXT_TOKENS
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
@@ -108,18 +104,6 @@ class Wan(Family):
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {**usual, "num_frames": bucket.num_frames, "output_type": "pil"}
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.wan import write_pipeline
-
-        write_pipeline(
-            self.models[0].parts.vae_config,
-            folder,
-            captions,
-            seed,
-            flow_shift=self.defaults.timestep_shift,
-            boundary_ratio=self.pipeline_config["boundary_ratio"],
-        )
 
 
 class Wan21(Wan):
@@ -168,13 +152,7 @@ class Wan22(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-            {
-                "num_attention_heads": 24,
-                "ffn_dim": 14336,
-                "num_layers": 30,
-                "in_channels": 48,
-                "out_channels": 48,
-            },
+            {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48},
             Parts(UMT5, "AutoencoderKLWan", VAE_22),
             num_parameters=4_999_787_712,
             license="apache-2.0",

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import encode_image
+from autotune.families.latents import ImageLatents
 from autotune.families.packing import VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.families.tokens import count_chat_tokens
 from autotune.runtime import lazy_module
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     import torch
@@ -22,31 +22,30 @@ else:
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""
-PARTS = Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE)
+BASE = PublishedModel(
+    "Tongyi-MAI/Z-Image", {}, Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE), "", 6_154_908_736, "apache-2.0"
+)
 BLOCK = r"(noise_refiner|context_refiner|layers)\.\d+"
 ATTENTION = r"attention\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"feed_forward\.w[123]"
 
 
-class ZImage(Family):
+class ZImage(ImageLatents, Family):
     """Text to image. The transformer takes lists, so each prompt keeps its own length in a batch."""
 
     name = "z-image"
     models = (
-        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, num_parameters=6_154_908_736, license="apache-2.0"),
-        PublishedModel(
+        BASE,
+        BASE.variant(
             "Tongyi-MAI/Z-Image-Turbo",
-            {},
-            PARTS,
-            name="z-image-turbo",
-            num_parameters=6_154_908_736,
-            license="apache-2.0",
+            "z-image-turbo",
             note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
             "here; previews are sampled as z-image's",
         ),
     )
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
+    small_pipeline = "z_image"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "dim": 256,  # two heads of the published size, 128
@@ -69,6 +68,7 @@ class ZImage(Family):
     separates_prompts = True
     text_multiple = 32
     max_text_tokens = MAX_TEXT_TOKENS
+    masks_padding = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -94,22 +94,8 @@ class ZImage(Family):
         lengths = count_chat_tokens(folder, captions, enable_thinking=True)
         return [min(length, MAX_TEXT_TOKENS) for length in lengths]
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_image(pipeline.vae, pixels)
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
-
     def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         # It counts time from noise to image, and so predicts the velocity's negative.
         velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]
         return -torch.stack(velocity)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.z_image import write_pipeline
-
-        write_pipeline(folder, captions, seed)

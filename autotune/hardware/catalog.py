@@ -44,7 +44,11 @@ VARIANTS = frozenset({"ti", "super"})
 
 
 class CatalogGpu(Frozen):
-    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless the name says otherwise."""
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless the name says otherwise.
+
+    Example:
+        >>> {gpu.id: gpu.memory_bytes for gpu in autotune.list_gpus() if gpu.compute_capability == "8.9"}
+    """
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str

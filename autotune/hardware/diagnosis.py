@@ -35,7 +35,11 @@ Severity = Literal["blocks", "hurts", "note"]
 
 
 class Finding(Frozen):
-    """One thing that will hurt, and what to do about it."""
+    """One thing that will hurt, and what to do about it.
+
+    Example:
+        >>> [finding.fix for finding in autotune.doctor() if finding.severity == "blocks"]
+    """
 
     severity: Severity
     name: str
@@ -138,7 +142,7 @@ def check_visible_devices(facts: DoctorFacts) -> Iterator[Finding]:
     wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
         hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
-        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA goes up to the first that is no index or UUID"
+        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA stops at the first that is no index or UUID"
         fix = "unset CUDA_VISIBLE_DEVICES, or give indices such as 0,1"
         yield Finding(severity="blocks", name="visible-devices", what=what, fix=fix)
 
@@ -207,7 +211,7 @@ def check_host(facts: DoctorFacts) -> Iterator[Finding]:
         what = (
             f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available: loading large models may be killed"
         )
-        fix = "close programs or add swap; in a container raise its limit; small models are not concerned"
+        fix = "close programs or add swap; in a container raise its limit; small models are not affected"
         yield Finding(severity="hurts", name="little-host-memory", what=what, fix=fix)
 
 

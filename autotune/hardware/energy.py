@@ -83,7 +83,7 @@ class EnergyMeter:
         return float(value)
 
     def _process_ids(self) -> Collection[int]:
-        """Of the processes that compute on the card; none if the driver does not list them."""
+        """Ids of the processes that compute on the card; none if the driver does not list them."""
         try:
             value: Any = self._system.query("nvml", "compute_process_ids", self._index)
         except Unavailable:

@@ -99,7 +99,7 @@ def load_profile(path: Path | str) -> HardwareProfile:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
         raise InvalidInput(
-            f"{path} is damaged, or no hardware profile that this autotune can read", hint=hint
+            f"{path} is damaged, or not a hardware profile that this autotune can read", hint=hint
         ) from error
 
 

@@ -28,7 +28,7 @@ def docker_script(needs: JobNeeds, job: JobFile) -> str:
     job.require_one_run("Docker")
     if needs.num_nodes > 1:
         raise InvalidInput(
-            "Docker alone starts containers on one machine",
+            "Docker by itself starts containers on one machine",
             hint="use --for slurm or --for kubernetes, or start `autotune train --nodes` in a container on each",
         )
     command = ["docker", "run", "--rm", "--name", needs.name, "--stop-timeout", str(needs.notice_seconds)]

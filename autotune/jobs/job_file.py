@@ -62,7 +62,7 @@ class JobFile:
         """Raise InvalidInput for an array of jobs."""
         if self.over:
             raise InvalidInput(
-                f"only SLURM gets an array of jobs, not {cluster}",
+                f"only SLURM has arrays of jobs, not {cluster}",
                 hint="leave --over out here, and let the container call `autotune train PLAN --over FILE`",
             )
 
@@ -72,7 +72,7 @@ class JobFile:
             raise InvalidInput(f"a job of {cluster} needs a container image", hint="name one: --image NAME")
         if re.search(r"^-|\s", self.image):
             raise InvalidInput(
-                f"{self.image!r} is no name of a container image",
+                f"{self.image!r} is not the name of a container image",
                 hint="name one without a leading hyphen and without white space: --image NAME",
             )
 

@@ -18,7 +18,7 @@ MEMORY_MARGIN = 1.25
 """Factor of the predicted host memory."""
 MIN_NOTICE_SECONDS = 120
 CORES_BESIDE_WORKERS = 3
-"""Of each process on a GPU: for the step, for autograd's thread, and for the one that writes checkpoints."""
+"""Cores of each process on a GPU: for the step, for autograd's thread, and for the one that writes checkpoints."""
 MAX_HOURS = 1e5
 """Eleven years, longer than clusters run."""
 PREEMPTED = 75
@@ -30,7 +30,7 @@ class JobNeeds:
     """What to ask a cluster for."""
 
     name: str
-    """Of the job, with only the characters that a host name may have."""
+    """Name of the job, with only the characters that a host name may have."""
     num_nodes: int
     processes_per_node: int
     gpus_per_node: int
@@ -68,7 +68,7 @@ class JobNeeds:
         encoder = plan.frozen.caching.other_gpu
         also = max(2, int(encoder.removeprefix("cuda:")) + 1) if encoder else 0
         is_cpu = hardware.device_kind == "cpu"
-        needed = expected.required_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
+        needed = expected.run_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
         is_limited = needed and hardware.match_keys.get("memory_kind") != "integrated"
         notice = max(MIN_NOTICE_SECONDS, math.ceil(3 * expected.step_seconds) + 60)
         seconds = plan.job_seconds * TIME_MARGIN + START_SECONDS if hours is None else hours * 3600

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
         encoder_gpu_of,
         size_of,
     )
-    from autotune.knobs.checkpointed_blocks import Checkpointing
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
     from autotune.knobs.host_region import region_offsets
     from autotune.knobs.modulation import window_steps
     from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
     from autotune.knobs.norm_rope import NormRope
     from autotune.knobs.optimizer import (
-        OPTIMIZERS,
         allow_optimizer,
         build_optimizer,
         check_options,

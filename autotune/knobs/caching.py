@@ -190,7 +190,7 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
         hint = (
             f"beside the GPU that trains there are {others}"
             if others
-            else "there is no other GPU than that which trains"
+            else "there is no GPU besides the one that trains"
         )
         what = f"{settings.parts_on_other_gpu} cannot be encoded on {settings.other_gpu} here"
         raise InvalidInput(what, hint=hint)
@@ -201,7 +201,7 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
         what = "only unquantized encoders are streamed, and only to the training device"
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
     if "cpu" in (device, settings.vae_device) and shares_host_memory(context.hardware.device.memory_kind):
-        what = "the memory of the CPU is that of the training device here"
+        what = "the CPU and the training device share their memory here"
         part = "text_encoder_device" if device == "cpu" else "vae_device"
         raise InvalidInput(what, hint=f"leave out --pin caching.{part}=cpu")
     return settings
@@ -221,7 +221,9 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
             what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
         if not field:
-            raise InvalidInput(message.removeprefix("Value error, "), hint="pin one of them, or both alike") from error
+            raise InvalidInput(
+                message.removeprefix("Value error, "), hint="pin one of them, or both to the same value"
+            ) from error
         raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
 
 

@@ -63,7 +63,7 @@ class Selective(_RecomputationKnob):
         backend = ATTENTION_BACKENDS.get(candidate.attention)
         if backend is not None and (backend.needs.library or backend.function or backend.kernel == "math"):
             computed = f"what {candidate.attention} computes"
-            return f"{computed} cannot be kept by itself: it is none of torch's fused operations"
+            return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:

@@ -44,7 +44,8 @@ ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
 OURS = frozenset({"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"})
 """Keyword arguments that are not the user's, or are fields of the job."""
 LION_RATE = 1 / 3
-"""Of AdamW's: its updates are signs, so larger (Chen et al. 2023, section 5, advise a third to a tenth)."""
+"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et al. 2023, section 5,
+advise a third to a tenth)."""
 
 
 class Optimizer(Knob):
@@ -74,7 +75,7 @@ def require_allowed(name: str) -> None:
     """Raise InvalidInput unless the user has named that `package:Class`."""
     if os.environ.get(ALLOWED) != name:
         raise InvalidInput(
-            f"the plan names code to run, the optimizer {name}, and loading it takes your word",
+            f"the plan's optimizer, {name}, is code to run, and loading it takes your consent",
             hint=f"if you trust that package, name it yourself: --optimizer {name}",
         )
 
@@ -117,7 +118,7 @@ def check_options(choice: OptimizerChoice) -> None:
     for name, _ in choice.options:
         if name in OURS:
             hint = "the job has --learning-rate, and weight_decay in the plan's file; leave the others out"
-            raise InvalidInput(f"{name} is no option of an optimizer here", hint=hint)
+            raise InvalidInput(f"{name} is not an option of an optimizer here", hint=hint)
         if name not in takes and not open_ended:
             known = sorted(takes.keys() - OURS)
             raise InvalidInput(f"{choice.name} takes no {name!r}", hint=suggest_nearest(name, known))
@@ -143,7 +144,7 @@ def build_optimizer(
         with contextlib.redirect_stdout(io.StringIO()):  # Prodigy's prints
             made: torch.optim.Optimizer = kind(list(parameters), **known, **dict(choice.options))
     except (TypeError, ValueError, AssertionError, LookupError, AttributeError) as error:
-        message = f"{choice.name} does not take its options: {first_line(error)}"
+        message = f"{choice.name} does not accept its options: {first_line(error)}"
         raise InvalidInput(message, hint="correct --optimizer-option") from error
     return made
 

@@ -34,7 +34,7 @@ def min_required_bytes(candidates: Sequence[Candidate], cost: CostModel, *, caut
     deepest = max(candidate.checkpointed_blocks for candidate in candidates)
     safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (smallest, deepest)]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
-    return min(memory_upper_bound(each) if cautious else each.required_memory_bytes for each in predictions)
+    return min(memory_upper_bound(each) if cautious else each.run_memory_bytes for each in predictions)
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
@@ -81,7 +81,7 @@ def keep_shardable(space: SearchSpace) -> SearchSpace:
     why = "the weights are sharded over the processes, and this format cannot be sharded"
     quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
     space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
-    gathered = "what it is computed from is gathered in a pass alone, when the weights are sharded over the processes"
+    gathered = "when weights are sharded over processes, those that it is computed from are gathered only during a pass"
     ahead = [value for value in space.choices["modulation"] if value == "ahead"]
     return drop_values(space, "modulation", dict.fromkeys(ahead, gathered))
 
@@ -191,7 +191,7 @@ def advise_larger_batch(space: SearchSpace, cost: CostModel, best: Candidate, st
         for candidate in find_mixtures(base, space.choices, cost):
             prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / (effective / step_seconds)
-            if prediction.required_memory_bytes <= budget_bytes and gain > best_gain:
+            if prediction.run_memory_bytes <= budget_bytes and gain > best_gain:
                 best_gain, best_batch = gain, batch
     if not best_batch:
         return ()

@@ -11,43 +11,47 @@ from autotune.hardware import CatalogGpu
 from autotune.schema import Candidate, Frozen, TrainingPlan
 
 BYTES_PER_PARAMETER = 2
-"""Of published weights: bf16."""
+"""Bytes of a published weight, in bf16."""
 ComparisonOrder = Literal["cost", "hours", "name"]
 
 
 class ComparedGpu(Frozen):
-    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
+    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits.
+
+    Example:
+        >>> [gpu.total_seconds for gpu in autotune.compare("flux1-dev", hardware=["4090", "l40s"]).gpus]
+    """
 
     gpu: str
     """Its name in the catalog."""
     memory_gb: float
-    """Nominal."""
+    """Nominal memory of the card."""
     misfit: str | None = None
     """Why nothing fits."""
     settings: Candidate | None = None
     num_steps: int = 0
     """Optimizer steps of the job."""
     step_seconds: float | None = None
-    """Of an optimizer step."""
+    """Time of an optimizer step."""
     image_seconds: float | None = None
-    """Of a step, by image (or clip) in it."""
+    """Time of a step for each image (or clip) in it."""
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
-    """In the phase that needs most."""
+    """Run memory: of the phase that needs most."""
     download_seconds: float | None = None
     """Until the model's files are there."""
     search_seconds: float | None = None
     """What the search's trials may take at most."""
     other_seconds: float | None = None
-    """Of the run, beside its steps: loading, caching, compiling, previews and checkpoints."""
+    """Time of the run besides its steps: loading, caching, compiling, previews and checkpoints."""
     price_per_hour: float | None = None
     """None if the user named no price of this GPU."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def total_seconds(self) -> float | None:
-        """From an empty machine to the finished adapter."""
+        """Time from an empty machine to the finished adapter."""
         return self._total(0.0)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -61,7 +65,7 @@ class ComparedGpu(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def cost(self) -> float | None:
-        """Of all that, in the currency of the price."""
+        """Cost of all that, in the currency of the price."""
         total = self.total_seconds
         return None if total is None or self.price_per_hour is None else self.price_per_hour * total / 3600
 
@@ -73,7 +77,12 @@ class ComparedGpu(Frozen):
 
 
 class Comparison(Frozen):
-    """One job on several GPUs."""
+    """One job on several GPUs.
+
+    Example:
+        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
+        >>> found.gpus[0].gpu, found.num_left_out
+    """
 
     model: str
     gpus: tuple[ComparedGpu, ...]
@@ -99,7 +108,7 @@ def compared_gpu(
         step_seconds=expected.step_seconds,
         image_seconds=expected.step_seconds / workload.effective_batch_size,
         time_uncertainty=expected.time_uncertainty,
-        run_memory_bytes=expected.required_memory_bytes,
+        run_memory_bytes=expected.run_memory_bytes,
         download_seconds=download_seconds,
         search_seconds=limits.allowed_seconds(expected.step_seconds),
         other_seconds=expected.other_seconds,

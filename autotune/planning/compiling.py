@@ -86,7 +86,7 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
 
 
 def _fits(candidate: Candidate, cost: CostModel, problem: PlanningProblem) -> bool:
-    return cost.predict(candidate).required_memory_bytes <= problem.budget_bytes
+    return cost.predict(candidate).run_memory_bytes <= problem.budget_bytes
 
 
 def try_compiled(

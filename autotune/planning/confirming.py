@@ -61,7 +61,7 @@ def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candida
         return None
     cost = problem.cost.with_calibration(trials)
     tried = {trial.candidate for trial in trials}
-    max_bytes = MAX_FALLBACK_SHARE * cost.predict(best.candidate).required_memory_bytes
+    max_bytes = MAX_FALLBACK_SHARE * cost.predict(best.candidate).run_memory_bytes
     untried = (cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried)
-    fitting = [prediction for prediction in untried if prediction.required_memory_bytes <= max_bytes]
+    fitting = [prediction for prediction in untried if prediction.run_memory_bytes <= max_bytes]
     return min(fitting, key=lambda prediction: prediction.step_seconds).candidate if fitting else None

@@ -17,23 +17,34 @@ FILE = "predictions.json"
 
 
 class CatalogPrediction(Frozen):
-    """What a plan of a model for one GPU predicts, with the family's defaults."""
+    """What a plan of a model for one GPU predicts, with the family's defaults.
+
+    Example:
+        >>> [(model.name, model.prediction) for model in autotune.list_models("4090")]
+    """
 
     gpu: str
     """Its name in the catalog."""
     memory_gb: float
-    """Nominal."""
+    """Nominal memory of the card."""
     step_seconds: float | None = None
-    """Of an optimizer step; None if nothing fits."""
+    """Time of an optimizer step; None if nothing fits."""
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
-    """In the phase that needs most."""
+    """Run memory: of the phase that needs most."""
     settings: Candidate | None = None
 
 
 class NoGpu(NothingFits):
-    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits."""
+    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits.
+
+    Example:
+        >>> try:
+        ...     autotune.require_gpu("qwen-image")
+        ... except autotune.NoGpu as error:
+        ...     print([each.gpu for each in error.elsewhere if each.step_seconds is not None])
+    """
 
     model: str = ""
     family: str = ""
@@ -51,7 +62,7 @@ class NoGpu(NothingFits):
         gpu = smallest.gpu if smallest else cls.gpu
         error = cls(
             f"{model.hub_id} cannot be tried here: this machine has no GPU",
-            hint=cls.advice(f"autotune plan --hardware {gpu}, with the same options else"),
+            hint=cls.advice(f"autotune plan --hardware {gpu}, with otherwise the same options"),
         )
         error.model, error.family, error.gpu, error.elsewhere = name, family.name, gpu, predictions
         return error

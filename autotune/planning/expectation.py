@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
 from autotune.knobs import encoder_element_bytes
-from autotune.schema import (
-    Expected,
-    Job,
-    MemoryBudget,
-    PlannedHardware,
-    TrialResult,
-    Workload,
-    mean_text_tokens,
-)
+from autotune.schema import Expected, Job, MemoryBudget, PlannedHardware, TrialResult, Workload, mean_text_tokens
 from autotune.search import Score
 
 
@@ -63,7 +55,7 @@ def build_expectation(
     prediction = cost.predict(best.candidate)
     peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
     largest = max([peak, *(phase.device_bytes or 0 for phase in phases)])
-    overhead = prediction.peak_memory_bytes - prediction.allocated_memory_bytes  # what the allocator does not count
+    overhead = prediction.training.run_memory_bytes - prediction.allocated_memory_bytes  # outside the allocator
     room = cost.training_budget.num_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
@@ -73,7 +65,7 @@ def build_expectation(
         overhead = max([phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0]) - peak
         kept = 0 if phases else kept  # they were there
     if not is_complete:  # the others are only predicted
-        others = [phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"]
+        others = [phase.run_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
     if trials:  # which ran in one process of autotune's executor
         alone = cost.as_trials_run().predict(best.candidate)

@@ -39,8 +39,8 @@ class _Row:
             prediction.candidate,
             _rounded(prediction.step_seconds),
             round(_rounded(prediction.allocated_memory_bytes)),
-            round(_rounded(prediction.required_memory_bytes)),
-            prediction.required_memory_bytes <= budget_bytes,
+            round(_rounded(prediction.run_memory_bytes)),
+            prediction.run_memory_bytes <= budget_bytes,
         )
 
 
@@ -79,7 +79,7 @@ def build_forecast(
         num_fitting=len(fitting),
         step_time=step_time.changed(**{name: _rounded(value) for name, value in step_time}),
         phases=tuple(
-            PhaseForecast(name=phase.name, run_memory_bytes=round(_rounded(phase.peak_memory_bytes)))
+            PhaseForecast(name=phase.name, run_memory_bytes=round(_rounded(phase.run_memory_bytes)))
             for phase in predictions[at].phases
         ),
         alternatives=tuple(_alternative(first.get(row.candidate, row), settings) for row in chosen.values()),
@@ -107,7 +107,7 @@ def _best_by_value(rows: Sequence[_Row], fitting: Sequence[_Row], settings: Cand
 
 
 def _compared(values: Sequence[Choice], chosen: Choice) -> list[Choice]:
-    """Of many numbers of blocks, the nearest and the last either way."""
+    """The values to compare; of many numbers of blocks, the nearest and the last in either direction."""
     numbers = sorted(int(value) for value in values)
     below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
     return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))

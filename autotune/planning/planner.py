@@ -97,7 +97,14 @@ class PlanningResult:
 
 
 class PlanInterrupted(KeyboardInterrupt):
-    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of what it had tried."""
+    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of what it had tried.
+
+    Example:
+        >>> try:
+        ...     plan = autotune.plan("/models/Qwen-Image", "photos")
+        ... except autotune.PlanInterrupted as stopped:
+        ...     plan = stopped.plan
+    """
 
     def __init__(self, plan: TrainingPlan) -> None:
         super().__init__()
@@ -175,7 +182,7 @@ def _tell(problem: PlanningProblem, on_event: OnEvent) -> None:
 
 
 def _predict(problem: PlanningProblem, on_event: OnEvent) -> tuple[Prediction, ...]:
-    """Of every candidate, with progress."""
+    """Predict every candidate, with progress."""
     candidates, predictions = problem.space.candidates, []
     problem.cost.prepare(candidates)
     for done, candidate in enumerate(candidates):
@@ -209,7 +216,7 @@ def _follow_recording(
     for trial in recorded or ():
         if not problem.space.admits(trial.candidate):
             raise InvalidInput(
-                f"the recording tried {trial.candidate.label()}, which this request does not admit",
+                f"the recording tried {trial.candidate.label()}, which this request does not allow",
                 hint="ask for what was recorded, with the same version, or record again: --record FILE",
             )
         on_event(TrialFinished(result=trial))

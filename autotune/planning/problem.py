@@ -39,7 +39,7 @@ class PlanningProblem:
     """The work of one process and its device."""
     space: SearchSpace
     cost: CostModel
-    """Of one process, before any trial."""
+    """Cost model of one process, before any trial."""
     job: Job
     notes: tuple[str, ...] = ()
     """What the user should know about how the request was understood."""
@@ -125,7 +125,7 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
         run = f"a run's {number} processes need" if number > 1 else "a run needs"
         raise NothingFits(
             f"{run} {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
-            hint="close other programs, or take a host with more memory (of a GPU by name: --host-memory)",
+            hint="close other programs, or use a host with more memory (for a GPU by name: --host-memory)",
         )
 
 

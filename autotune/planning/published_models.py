@@ -9,7 +9,11 @@ from autotune.schema import Frozen
 
 
 class ModelSummary(Frozen):
-    """A published model that autotune knows by name."""
+    """A published model that autotune knows by name.
+
+    Example:
+        >>> [(model.name, model.license) for model in autotune.list_models() if model.kind == "video"]
+    """
 
     name: str
     """What `--model` takes; the hub id does as well."""
@@ -18,11 +22,11 @@ class ModelSummary(Frozen):
     kind: Literal["image", "edit", "video"]
     """What it makes: images, images of control images, or clips, which images train as well."""
     num_parameters: int | None
-    """Of the transformer; None if the family does not state it."""
+    """Number of parameters of the transformer; None if the family does not state it."""
     is_verified: bool
     """Whether the transformer that is built without its files was compared with the published one."""
     license: str
-    """As its card says; empty if that is not known."""
+    """License that its card names; empty if that is not known."""
     note: str
     """What whoever trains it should know."""
     levers: tuple[str, ...]
@@ -30,7 +34,7 @@ class ModelSummary(Frozen):
     adapter_loader: str
     """The method of a pipeline, or of a component of it, that loads an adapter in diffusers."""
     missing_levers: Mapping[str, str]
-    """Why it lacks the others."""
+    """Why it lacks the other settings."""
     prediction: CatalogPrediction | None = None
     """What the GPU that was asked for is predicted to do with the family's defaults; None if that was not computed."""
 

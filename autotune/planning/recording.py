@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
 from autotune.runtime import read_bounded, write_text_atomic
-from autotune.schema import (
-    SCHEMA_VERSION,
-    HardwareProfile,
-    MemoryBudget,
-    TrainingPlan,
-    TrialResult,
-    Workload,
-    migrate,
-)
+from autotune.schema import SCHEMA_VERSION, HardwareProfile, MemoryBudget, TrainingPlan, TrialResult, Workload, migrate
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 if TYPE_CHECKING:
@@ -37,7 +29,7 @@ class Recording:
     autotune_version: str
     hardware: HardwareProfile
     records: tuple[tuple[str, Record], ...]
-    """Of other searches, with their names."""
+    """Records of other searches, with their names."""
     trials: tuple[TrialResult, ...]
     memory_budget: MemoryBudget | None = None
     """What a run might use of the device; None for what the device left."""

@@ -59,7 +59,7 @@ class PlanRequest:
     is_local: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
     overheads: Overheads | None = None
-    """Of the program that will train; None for autotune's own executor."""
+    """Overheads of the program that will train; None for autotune's own executor."""
     memory_budget: MemoryBudget | None = None
     """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
@@ -72,7 +72,7 @@ class PlanRequest:
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
     price_per_hour: float | None = None
-    """Of the machine, for what the job costs."""
+    """Price of an hour of one GPU, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
     study: StudyLocation | None = None
@@ -80,7 +80,7 @@ class PlanRequest:
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
-    """What an earlier plan did, if it is made again; what is said now goes before it."""
+    """What an earlier plan did, if it is made again; what is asked for now takes precedence."""
     job_optimizer: OptimizerChoice = ADAMW
     """The optimizer of that plan, which its learning rate was for."""
 
@@ -209,7 +209,7 @@ class ResolvedRequest:
     model: ResolvedModel
     dataset: Dataset | None
     workload: Workload
-    """Of all processes that train together."""
+    """The work of all processes that train together."""
     job: Job
     notes: tuple[str, ...]
     """What the user should know about how the request was understood."""

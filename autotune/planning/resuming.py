@@ -62,7 +62,7 @@ def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None
         path.parent.mkdir(parents=True, exist_ok=True)
         users = ReadWriteLock(path.with_suffix(".users"), is_singleton=False)
     except OSError as error:
-        on_note(f"trials are kept in memory alone: {path.parent}: {error.strerror}")
+        on_note(f"trials are kept in memory only: {path.parent}: {error.strerror}")
         return None
     held.callback(users.close)
     return users
@@ -85,7 +85,7 @@ def _file_of_its_own(
     place, fresh = StudyLocation("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
     alone = _is_only_user(users)
     if fresh and not alone:
-        on_note("another search of the same runs: this one keeps its trials in memory alone")
+        on_note("the same search is already running: this one keeps its trials in memory only")
         return None
     if fresh or (path.exists() and not _goes_on(place, problem, on_note, alone) and alone):
         path.unlink(missing_ok=True)
@@ -109,9 +109,9 @@ def _goes_on(place: StudyLocation, problem: PlanningProblem, on_note: Callable[[
     known = len(snapshot.results)
     trials = "one trial" if known == 1 else f"{known or 'no'} trials"
     if snapshot.running or snapshot.undecided:  # of a process that lives
-        on_note(f"another search of the same runs: this one joins it, {trials} known")
+        on_note(f"the same search is already running: this one joins it, {trials} known")
     elif known:
-        on_note(f"an interrupted search of the same goes on: {trials} known (--fresh forgets them)")
+        on_note(f"an interrupted search continues: {trials} known (--fresh forgets them)")
     return True
 
 

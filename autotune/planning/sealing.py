@@ -83,9 +83,7 @@ def sealed_path(path: Path) -> Path:
 
 
 def seal_on_arrival(
-    plan: TrainingPlan,
-    hardware: HardwareProfile,
-    backend: PlannerBackend | None = None,
+    plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
     """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a measured plan.
 
@@ -132,7 +130,7 @@ def seal_on_arrival(
 def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
     """What may not be tried, and why: an over-allocation can hang a machine whose memory is shared."""
     budget = cost.training_budget.num_bytes
-    needed = {candidate: cost.predict(candidate).required_memory_bytes for candidate in candidates}
+    needed = {candidate: cost.predict(candidate).run_memory_bytes for candidate in candidates}
     return {
         candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
         for candidate, needed_bytes in needed.items()

@@ -13,18 +13,11 @@ if TYPE_CHECKING:
     from autotune.reporting.difference import difference_lines, differences
     from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
-    from autotune.reporting.models import fetched_lines, lever_markdown, model_lines
+    from autotune.reporting.models import fetched_lines, model_lines
     from autotune.reporting.origins import origin_lines, user_values_line
     from autotune.reporting.page.build import build_page
     from autotune.reporting.page.html import has_plotly
-    from autotune.reporting.page.subjects import (
-        Comparison,
-        Picture,
-        PlanSubject,
-        PreviewPicture,
-        RunSubject,
-        Subject,
-    )
+    from autotune.reporting.page.subjects import Comparison, Picture, PlanSubject, PreviewPicture, RunSubject, Subject
     from autotune.reporting.plan import (
         TRIAL_HEADER,
         check_lines,
@@ -51,12 +44,8 @@ if TYPE_CHECKING:
         validation_text,
     )
     from autotune.reporting.text import (
-        count_text,
-        cut,
-        memory_text,
         printable,
         printable_lines,
-        seconds_text,
         smooth,
         time_left_text,
         with_command,

@@ -70,7 +70,7 @@ def _comparison(audit: Audit) -> list[list[str]]:
 def _phases(estimates: Sequence[Estimate | None]) -> list[list[str]]:
     """Peak memory of each phase, of each estimate."""
     columns = [
-        {} if one is None else {phase.name: memory_text(phase.peak_memory_bytes) for phase in one.prediction.phases}
+        {} if one is None else {phase.name: memory_text(phase.run_memory_bytes) for phase in one.prediction.phases}
         for one in estimates
     ]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -88,11 +88,11 @@ def _column(estimate: Estimate | None) -> list[str]:
         return ["nothing fits", *["-"] * 6]
     prediction = estimate.prediction
     doubt = uncertainty_text(prediction.time_uncertainty)
-    neediest = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
+    neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes)
     return [
         f"{estimate.step_seconds:.3f}{doubt}",
         f"{prediction.images_per_second:.2f}",
-        memory_text(prediction.required_memory_bytes),
+        memory_text(prediction.run_memory_bytes),
         memory_text(estimate.budget_bytes),
         neediest.name,
         f"{seconds_text(estimate.job.total_seconds)}{doubt}",

@@ -29,8 +29,8 @@ def _group(group: Sequence[ConfigLine]) -> list[str]:
     lines = []
     for meaning in dict.fromkeys(one.meaning for one in group):
         alike = [one for one in group if one.meaning == meaning]
-        said = ", ".join(_setting_text(one, len(files) > 1) for one in alike)
-        lines += wrapped(f"  {said} -> {meaning}", 4)
+        settings = ", ".join(_setting_text(one, len(files) > 1) for one in alike)
+        lines += wrapped(f"  {settings} -> {meaning}", 4)
     return lines
 
 
@@ -45,7 +45,7 @@ def export_lines(exported: ExportedConfig) -> list[str]:
     lines = [f"files     {', '.join(exported.files)}"]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]
-        said = [f"  {one.name}: {one.planned} in the plan, {one.written} there" for one in these]
-        lines += ["", title, *(line for text in said for line in wrapped(text, 4))] if these else []
+        shown = [f"  {one.name}: {one.planned} in the plan, {one.written} there" for one in these]
+        lines += ["", title, *(line for text in shown for line in wrapped(text, 4))] if these else []
     remarks = [line for remark in exported.remarks for line in wrapped(f"  {remark}", 4)]
     return [*lines, "", "it computes differently", *remarks] if remarks else lines

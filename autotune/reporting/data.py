@@ -19,7 +19,7 @@ TITLES = {
     "mask": "a mask that fits no image, or such an image, left out",
     "black": "with a loss mask that is black everywhere",
     "run": "the output of training, left out",
-    "unsupported": "of a format that is not read, left out",
+    "unsupported": "of an unsupported format, left out",
     "metadata": "wrong in metadata.jsonl",
 }
 

@@ -55,7 +55,7 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[s
     for knob in KNOBS:
         yield f"settings.{knob.name}", getattr(frozen.settings, knob.name)
     yield "evidence", expected.evidence
-    yield "run_memory_bytes", expected.required_memory_bytes
+    yield "run_memory_bytes", expected.run_memory_bytes
     yield "step_memory_bytes", expected.peak_memory_bytes
     yield "step_seconds", expected.step_seconds
     yield "images_per_second", expected.images_per_second

@@ -34,9 +34,8 @@ def estimate_text(estimate: Estimate) -> str:
     prediction, workload = estimate.prediction, estimate.workload
     bucket = workload.largest_bucket
     frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
-    train = next(phase for phase in prediction.phases if phase.name == "train")
     recompute = prediction.step_time.recompute_seconds
-    needed = memory_text(prediction.required_memory_bytes)
+    needed = memory_text(prediction.run_memory_bytes)
     verdict = "fits" if estimate.fits else "does not fit"
     way_out = [] if estimate.fits else ["  `autotune plan` with the same model and hardware finds what fits"]
     lines = [
@@ -48,12 +47,12 @@ def estimate_text(estimate: Estimate) -> str:
         f"  adapter     rank {workload.rank} on {workload.targets}, effective batch {workload.effective_batch_size}",
         *_settings(estimate),
         "",
-        f"Training: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_band)},"
+        f"Training: {memory_text(prediction.training.run_memory_bytes)}{uncertainty_text(prediction.memory_band)},"
         f" of which {memory_text(prediction.allocated_memory_bytes)} step memory",
-        *_table({PARTS[k]: v for k, v in train.breakdown if v}, memory_text),
+        *_table({PARTS[k]: v for k, v in prediction.training.breakdown if v}, memory_text),
         "",
         "Phases",
-        *_table({phase.name: phase.peak_memory_bytes for phase in prediction.phases}, memory_text),
+        *_table({phase.name: phase.run_memory_bytes for phase in prediction.phases}, memory_text),
         f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
         "",
         f"Step time: {prediction.step_seconds:.3g} s{uncertainty_text(prediction.time_uncertainty)},"

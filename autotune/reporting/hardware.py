@@ -32,7 +32,7 @@ def profile_view(profile: HardwareProfile) -> RenderableType:
 def findings_view(findings: Sequence[Finding]) -> RenderableType:
     """The doctor's findings, worst first."""
     if not findings:
-        return Text("Nothing on this machine will hurt.", style="green")
+        return Text("Nothing is wrong with this machine.", style="green")
     table = _grid()
     for finding in findings:
         body = Text(finding.what) + Text(f"\nfix: {finding.fix}", style="dim")

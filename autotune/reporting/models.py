@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.families import LEVERS, FetchedModel
+from autotune.families import FetchedModel
 from autotune.planning import ModelSummary
 from autotune.reporting.text import memory_text, seconds_text, uncertainty_text, wrapped
 
@@ -37,20 +37,6 @@ def _lever_lines(models: Sequence[ModelSummary]) -> list[str]:
         for title in model.missing_levers:
             lacking.setdefault(title, []).append(model.name)
     return [line for title, names in lacking.items() for line in wrapped(f"no {title}: {', '.join(names)}")]
-
-
-def lever_markdown(models: Sequence[ModelSummary]) -> str:
-    """A table of families and levers for the documentation, with the reason where one is missing."""
-    families = {model.family: model for model in models}
-    rows = [["family", *LEVERS.values()]]
-    for name, model in families.items():
-        rows.append([name, *("yes" if title in model.levers else "no" for title in LEVERS.values())])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(rows[0]) + "|")
-    told = [(name, *pair) for name, model in families.items() for pair in model.missing_levers.items()]
-    reasons = [f"- {name}, no {title}: {why}." for name, title, why in told]
-    intro = "What each family has of the settings that spare memory or time, generated from what the families declare."
-    return "\n".join(["# Levers by family", "", intro, "", *lines, "", "Why not:", "", *reasons]) + "\n"
 
 
 def _rest(model: ModelSummary, is_for_gpu: bool) -> str:

@@ -77,7 +77,7 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
     longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
-    captions = f"captions up to {longest} tokens" + (f", {usual} in the mean" if usual < longest else "")
+    captions = f"captions up to {longest} tokens" + (f", {usual} on average" if usual < longest else "")
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
         f"data      {data}; {captions}",
@@ -95,21 +95,21 @@ def _size(bucket: Bucket) -> str:
 def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> list[str]:
     """The best few candidates that are predicted to fit, and the fastest few that are not."""
     ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
-    fitting = [p for p in ordered if p.required_memory_bytes <= budget_bytes]
-    others = [p for p in ordered if p.required_memory_bytes > budget_bytes]
+    fitting = [p for p in ordered if p.run_memory_bytes <= budget_bytes]
+    others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
     times = f"; times{uncertainty_text(ordered[0].time_uncertainty)}" if ordered else ""
     lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}{times}"]
     lines.append(TRIAL_HEADER.replace("step mem outcome", " run mem verdict"))
-    nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
+    nearest = sorted(others, key=lambda prediction: prediction.run_memory_bytes)
     rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
     for number, (prediction, verdict) in enumerate(rows, 1):
-        measures = prediction.step_seconds, prediction.required_memory_bytes
+        measures = prediction.step_seconds, prediction.run_memory_bytes
         lines += _row(number, prediction.candidate, rows[0][0].candidate, measures, verdict)
     return lines
 
 
 def _neediest(prediction: Prediction) -> str:
-    phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
+    phase = max(prediction.phases, key=lambda phase: phase.run_memory_bytes)
     return f"no: {phase.name}"
 
 
@@ -178,7 +178,7 @@ def describe_changes(candidate: Candidate, settings: Candidate) -> str:
 def plan_lines(plan: TrainingPlan) -> list[str]:
     """The answer in a few lines: what is not as usual, speed, memory, total time, and what would be faster."""
     expected, hardware = plan.frozen.expected, plan.frozen.hardware
-    left = hardware.budget_bytes - expected.required_memory_bytes
+    left = hardware.budget_bytes - expected.run_memory_bytes
     nodes = f" on {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
     several = f"processes      {hardware.num_processes}{nodes}, one per device ({hardware.strategy})"
     lines = [
@@ -186,7 +186,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         *([several] if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step,"
         f" {expected.images_per_second:.2f} images/s ({expected.evidence})",
-        f"memory         {memory_text(expected.required_memory_bytes)} in the phase that needs most, "
+        f"memory         {memory_text(expected.run_memory_bytes)} in the phase that needs most, "
         f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
         f"{memory_text(hardware.budget_bytes)} are left",
         *_host_line(plan),
@@ -267,7 +267,7 @@ def _written_lines(file: Path, words: str, command: Sequence[str]) -> list[str]:
 
 
 def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
-    """Of each machine's variant what differs between machines, and the command that trains them."""
+    """What differs between the variants of several machines, and the command that trains them."""
     lines = []
     for plan in plans:
         expected = plan.frozen.expected
@@ -275,7 +275,7 @@ def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
             plan.frozen.hardware.device_name,
             *wrapped(f"  {plan.frozen.settings.label()}", 4),
             f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step, "
-            f"run memory {memory_text(expected.required_memory_bytes)}",
+            f"run memory {memory_text(expected.run_memory_bytes)}",
             *wrapped(f"  {' '.join(job_line(plan).split())}", 4),
         ]
     return [*lines, *_written_lines(file, "train it on any of them with:", _train_words(plans[0], file))]
@@ -310,9 +310,7 @@ def assumption_text(plan: TrainingPlan) -> list[str]:
     """What the plan takes for granted of a machine that it was not made on, in at most one sentence."""
     if not (packages := ", ".join(plan.frozen.hardware.assumed)):
         return []
-    return [
-        f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it on arrival"
-    ]
+    return [f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it here"]
 
 
 def _search_line(plan: TrainingPlan) -> str:

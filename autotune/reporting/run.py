@@ -136,8 +136,8 @@ def validation_lines(held_out: ValidationResult) -> list[str]:
     """What the loss on held-out images tells."""
     number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
     final = held_out.final_loss
-    said = "not finite after the last step" if final is None else _against_base(final, held_out.base_loss)
-    lines = [f"loss on {number}: {said}"]
+    last = "not finite after the last step" if final is None else _against_base(final, held_out.base_loss)
+    lines = [f"loss on {number}: {last}"]
     if final is None or held_out.lowest_loss < final:
         kept = "kept" if held_out.kept_step == held_out.lowest_step else "not kept: --keep-best would"
         lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}")

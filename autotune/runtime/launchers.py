@@ -321,13 +321,13 @@ class _Variables:
     def named(self, error: _Contradiction) -> InvalidInput:
         """The error with a hint that names what was read."""
         names = ", ".join(dict.fromkeys(self.read))
-        return InvalidInput(error.message, hint=f"see how the job starts its processes; {ALONE.format(names=names)}")
+        return InvalidInput(error.message, hint=f"check how the job starts its processes; {ALONE.format(names=names)}")
 
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number of at most ten digits. Raises InvalidInput if it is none, or is missing without a default."""
         text = self.text(name, None if default is None else str(default)).strip()
         if not re.fullmatch(r"[0-9]{1,10}", text):
-            raise _Contradiction(f"{name} is {text[:40]!r}, which is no number of a process, node or port")
+            raise _Contradiction(f"{name} is {text[:40]!r}, which is not the number of a process, node or port")
         return int(text)
 
     def text(self, name: str, default: str | None = None) -> str:

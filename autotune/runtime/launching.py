@@ -40,7 +40,7 @@ def is_first_process() -> bool:
 
     Example:
         >>> if autotune.is_first_process():
-        ...     print(report.final_loss)
+        ...     print("written by one process, however many train")
     """
     launch = current_launch()
     return launch is None or launch.rank == 0
@@ -55,10 +55,7 @@ def adopt_launch(launch: Launch | None) -> None:
 
 
 def launch(
-    num_processes: int,
-    arguments: Sequence[str],
-    checkpoints: Callable[[], set[Path]],
-    nodes: NodeGroup = THIS_NODE,
+    num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]], nodes: NodeGroup = THIS_NODE
 ) -> int:
     """Run `python ARGUMENTS` in several processes; returns the exit status that one process would have.
 
@@ -105,6 +102,6 @@ def launch(
     except DistError as error:
         raise AutotuneError(
             f"the {nodes.num_nodes} nodes did not meet at {nodes.address}:{nodes.port}: {first_line(error)}",
-            hint="start the same command on every node, and let them reach that port on the first one",
+            hint="start the same command on every node, and make sure that they can reach that port on the first one",
         ) from error
     return 0

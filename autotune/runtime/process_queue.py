@@ -15,7 +15,7 @@ from autotune.runtime.signals import catch_stop_signals
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when the one that started it is gone."""
+"""Option of prctl(2) that sets the signal that a process gets when the one that started it is gone."""
 
 Environment = Mapping[str, str]
 

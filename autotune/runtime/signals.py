@@ -49,7 +49,7 @@ def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
     except _Stopped:
         raise Preempted(
             f"stopped by {came[0]} after the last step; its checkpoint is written",
-            hint="for what is missing, samples and report, run the same command with --resume",
+            hint="samples and report are missing: run the same command with --resume",
         ) from None
 
 

@@ -28,20 +28,35 @@ class Event(Frozen):
 
 
 class PhaseStarted(Event):
-    """A phase of the work has begun; it lasts until the next one."""
+    """A phase of the work has begun; it lasts until the next one.
+
+    Example:
+        >>> if isinstance(event, autotune.PhaseStarted):
+        ...     print(event.name)
+    """
 
     name: str
-    """In words for people, e.g. `loading the transformer`."""
+    """Name for people to read, e.g. `loading the transformer`."""
 
 
 class StatusChanged(Event):
-    """A detail of the current phase: worth a spinner's text, not a line."""
+    """A detail of the current phase: worth a spinner's text, not a line.
+
+    Example:
+        >>> if isinstance(event, autotune.StatusChanged):
+        ...     print(event.text)
+    """
 
     text: str
 
 
 class Progressed(Event):
-    """How far a phase with a known number of items has come."""
+    """How far a phase with a known number of items has come.
+
+    Example:
+        >>> if isinstance(event, autotune.Progressed):
+        ...     print(f"{event.name}: {event.done} of {event.total}")
+    """
 
     name: str
     done: int
@@ -49,7 +64,12 @@ class Progressed(Event):
 
 
 class Notice(Event):
-    """A sentence that the user should read."""
+    """A sentence that the user should read.
+
+    Example:
+        >>> if isinstance(event, autotune.Notice) and event.level == "warning":
+        ...     print(event.text)
+    """
 
     text: str
     topic: str = "note"
@@ -58,7 +78,12 @@ class Notice(Event):
 
 
 class SearchSpaceBuilt(Event):
-    """The workload is known, and what may be tried for it."""
+    """The workload is known, and what may be tried for it.
+
+    Example:
+        >>> if isinstance(event, autotune.SearchSpaceBuilt):
+        ...     print(event.num_candidates, event.workload.max_text_tokens)
+    """
 
     workload: Workload
     num_candidates: int
@@ -67,7 +92,12 @@ class SearchSpaceBuilt(Event):
 
 
 class RecordsMatched(Event):
-    """What earlier measurements contribute to a search."""
+    """What earlier measurements contribute to a search.
+
+    Example:
+        >>> if isinstance(event, autotune.RecordsMatched):
+        ...     print(event.kind, *event.stale)
+    """
 
     kind: Literal["exact", "upgraded", "near", "none"]
     """How well the best record matches."""
@@ -79,33 +109,58 @@ class RecordsMatched(Event):
 
 
 class RunStarted(Event):
-    """A training run begins."""
+    """A training run begins.
+
+    Example:
+        >>> if isinstance(event, autotune.RunStarted):
+        ...     print(event.plan.job_seconds)
+    """
 
     plan: TrainingPlan
     """The plan that is trained: measured, if a trial could measure it."""
 
 
 class TrialStarted(Event):
-    """A candidate is being tried."""
+    """A candidate is being tried.
+
+    Example:
+        >>> if isinstance(event, autotune.TrialStarted):
+        ...     print(event.candidate.label())
+    """
 
     candidate: Candidate
 
 
 class TrialFinished(Event):
-    """A trial has ended, well or not."""
+    """A trial has ended, well or not.
+
+    Example:
+        >>> if isinstance(event, autotune.TrialFinished):
+        ...     print(event.result.outcome, event.result.median_step_seconds)
+    """
 
     result: TrialResult
 
 
 class CandidatesPredicted(Event):
-    """All that a plan without trials chooses from."""
+    """All that a plan without trials chooses from.
+
+    Example:
+        >>> if isinstance(event, autotune.CandidatesPredicted):
+        ...     print(min(prediction.step_seconds for prediction in event.predictions))
+    """
 
     predictions: tuple[Prediction, ...]
     budget_bytes: int
 
 
 class StepFinished(Event):
-    """One optimizer step of a training run: a line of `metrics.jsonl`."""
+    """One optimizer step of a training run: a line of `metrics.jsonl`.
+
+    Example:
+        >>> if isinstance(event, autotune.StepFinished):
+        ...     print(event.step, event.loss, event.images_per_second)
+    """
 
     step: int
     """Number of the step, counted from 1."""
@@ -138,13 +193,18 @@ class StepFinished(Event):
     base_validation_loss: float | None = None
     """The same without the adapter."""
     overfitting_from: int | None = None
-    """After how many steps overfitting began, if the losses on held-out images tell so."""
+    """Number of steps after which overfitting began; None if held-out images show none."""
     remaining_seconds: float | None = None
     """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
 
 
 class PreviewsWritten(Event):
-    """Previews of a training run lie in its output folder."""
+    """Previews of a training run lie in its output folder.
+
+    Example:
+        >>> if isinstance(event, autotune.PreviewsWritten):
+        ...     print(f"pictures after step {event.step}")
+    """
 
     step: int
     """Number of steps that had been taken."""

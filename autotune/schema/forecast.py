@@ -9,7 +9,7 @@ from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.prediction import StepTime
 
 MAX_ALTERNATIVES = 512
-"""Of one plan; autotune records fewer."""
+"""Maximum number for one plan; autotune records fewer."""
 
 
 class Alternative(Frozen):

@@ -49,7 +49,7 @@ class Device(Frozen):
     count: int = Field(default=1, ge=1)
     """Number of visible devices of this kind, this one included."""
     name: str
-    """As the runtime reports it, e.g. `NVIDIA GeForce RTX 4090`."""
+    """Name that the runtime reports, e.g. `NVIDIA GeForce RTX 4090`."""
     compute_capability: tuple[int, int] | None = None
     """(major, minor) on CUDA devices."""
     sm_count: int | None = None

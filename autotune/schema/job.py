@@ -145,7 +145,7 @@ class Job(Frozen):
     from_adapter: Place | None = None
     """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
     save_dtype: SaveDtype = "bf16"
-    """Of the adapter's file; training and checkpoints keep fp32."""
+    """Dtype of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"
     """Whose names of layers the adapter is also written under, beside diffusers'."""
     num_steps: int = Field(ge=1, le=MAX_STEPS)
@@ -194,7 +194,7 @@ class Job(Frozen):
     checkpoints_total_limit: int = Field(default=2, ge=1)
     """Number of newest checkpoints that are kept."""
     checkpoints_keep_every: int = Field(default=0, ge=0)
-    """Of this many checkpoints one is kept for good; 0 keeps none."""
+    """One of every so many checkpoints is kept for good; 0 keeps none."""
     preview_prompts: tuple[Words, ...] = ()
     """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
     preview_steps: int = Field(ge=1, le=1000)
@@ -243,7 +243,7 @@ class Job(Frozen):
         num_steps = -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
         if num_steps > MAX_STEPS:
             message = f"{self.num_train_epochs:,} epochs are {num_steps:,} steps, and a job takes {MAX_STEPS:,} at most"
-            raise InvalidInput(message, hint="name fewer: --epochs or --steps")
+            raise InvalidInput(message, hint="give fewer --epochs or --steps")
         return num_steps
 
     def checkpoint_every(self, images_per_epoch: int, effective_batch_size: int) -> int:

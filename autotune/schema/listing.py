@@ -31,6 +31,6 @@ def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
         raise InvalidInput(f"{path} lists no {what}: {problem}", hint=hint) from error
     except OSError as error:  # what to write into a file is no help where there is none
         reason = error.strerror or first_line(error)
-        raise InvalidInput(f"cannot read {path}, which is to list {what}: {reason}", hint="check the path") from error
+        raise InvalidInput(f"cannot read {path}, which should list {what}: {reason}", hint="check the path") from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise InvalidInput(f"{path} lists no {what}: {first_line(error)}", hint=hint) from error

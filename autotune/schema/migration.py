@@ -77,4 +77,4 @@ def _renamed(value: Any, field: str, levels: int) -> Any:
 
 
 def _damaged(why: str) -> InvalidInput:
-    return InvalidInput(f"is damaged: {why}", hint="undo the edit, or take the file from where it was made")
+    return InvalidInput(f"is damaged: {why}", hint="undo the edit, or copy the file again from where it was made")

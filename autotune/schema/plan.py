@@ -50,7 +50,7 @@ class Expected(Frozen):
     """What each phase took when the winner was rehearsed; empty without a rehearsal."""
 
     @property
-    def required_memory_bytes(self) -> int:
+    def run_memory_bytes(self) -> int:
         """Run memory: what a run needs in its neediest phase, the training step or a rehearsed one."""
         measured = (
             phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
@@ -157,7 +157,7 @@ class FrozenPart(Frozen):
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
     overheads: Overheads | None = None
-    """Of the program that will train, as was assumed; None for autotune's own executor."""
+    """Overheads assumed for the program that will train; None for autotune's own executor."""
     forecast: Forecast | None = None
     """What was predicted of the settings and of what else there was; None in older plans."""
     advice: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ class TrainingPlan(Frozen):
 
     Example:
         >>> plan = autotune.load_plan("plan.yaml")
-        >>> plan.is_measured, plan.frozen.settings.micro_batch_size, plan.frozen.expected.step_seconds
+        >>> plan.frozen.expected.evidence, plan.frozen.settings.micro_batch_size, plan.job_seconds
     """
 
     job: Job

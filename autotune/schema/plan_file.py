@@ -27,7 +27,7 @@ MAX_PLAN_BYTES = 4 << 20
 MAX_VARIANTS = 64
 
 MAX_NODES = 100_000
-"""Of a document: far above any real plan; reading so many takes some seconds."""
+"""Maximum number of nodes in a document, far above any real plan: reading so many takes some seconds."""
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
@@ -127,7 +127,7 @@ def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part.
 
     Example:
-        >>> print(autotune.plan_text(plan))
+        >>> print(autotune.plan_text(autotune.load_plan("plan.yaml")))
     """
     data = plan.model_dump(mode="json")
     return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])})
@@ -187,8 +187,8 @@ def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
         return (_load(str(path), written),)
     variants, others = written["variants"], written.keys() - {"job", "variants"}
     if not isinstance(variants, list) or not 0 < len(variants) <= MAX_VARIANTS or others:
-        said = f"keys that no plan has: {', '.join(sorted(others))}" if others else f"no list of 1 to {MAX_VARIANTS}"
-        raise InvalidPlan(f"{path} is not a valid plan: variants: {said}", hint=PLAN_AGAIN)
+        problem = f"keys that no plan has: {', '.join(sorted(others))}" if others else f"no list of 1 to {MAX_VARIANTS}"
+        raise InvalidPlan(f"{path} is not a valid plan: variants: {problem}", hint=PLAN_AGAIN)
     plans = []
     for number, variant in enumerate(variants, 1):
         of = f"variant {number} of {path}"
@@ -233,7 +233,7 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
 def _read_text(path: Path) -> str:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise InvalidPlan(f"{path} is no regular file", hint="name a plan file, or a run's run-plan.yaml")
+            raise InvalidPlan(f"{path} is not a regular file", hint="name a plan file, or a run's run-plan.yaml")
         if not path.is_file():
             raise InvalidPlan(
                 f"there is no plan at {path}", hint="make one with `autotune plan --model MODEL -o plan.yaml`"
@@ -255,7 +255,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InvalidPlan(
-            f"{path} is not YAML that a plan may use: {reason}", hint=f"correct what is named, or {PLAN_AGAIN}"
+            f"{path} is not YAML that a plan may use: {reason}", hint=f"correct that, or {PLAN_AGAIN}"
         ) from error
     if not isinstance(data, dict):
         raise InvalidPlan(f"{path} holds {type(data).__name__}, not a plan", hint=PLAN_AGAIN)

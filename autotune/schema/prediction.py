@@ -37,7 +37,7 @@ class PhaseMemory(Frozen):
     """Device memory of one phase of a job."""
 
     name: Literal["load", "cache", "train", "preview", "save"]
-    peak_memory_bytes: int = NaturalInt
+    run_memory_bytes: int = NaturalInt
     """All memory that the device must have in this phase."""
     allocated_memory_bytes: int = NaturalInt
     """The part that the allocator counts, which a trial measures."""
@@ -64,14 +64,17 @@ class StepTime(Frozen):
 
 
 class Prediction(Frozen):
-    """Memory and speed of a candidate before anything has run, and how uncertain they are."""
+    """Memory and speed of a candidate before anything has run, and how uncertain they are.
+
+    Example:
+        >>> prediction = autotune.estimate("flux1-dev", hardware="4090").prediction
+        >>> prediction.step_seconds, {phase.name: phase.run_memory_bytes for phase in prediction.phases}
+    """
 
     candidate: Candidate
-    peak_memory_bytes: int = PositiveInt
-    """All device memory of the training step."""
     allocated_memory_bytes: int = PositiveInt
-    """Step memory: the part that the allocator counts, to compare with `TrialResult.peak_memory_bytes`."""
-    required_memory_bytes: int = PositiveInt
+    """Step memory: the part of a training step that the allocator counts, `peak_memory_bytes` where it was measured."""
+    run_memory_bytes: int = PositiveInt
     """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
     """What one process needs of the host's memory, with its share of what the first of a node does for all."""
@@ -84,6 +87,11 @@ class Prediction(Frozen):
     """One sigma of the logarithm of memory, about a relative error."""
     time_uncertainty: float = Field(ge=0)
     """One sigma of the logarithm of time."""
+
+    @property
+    def training(self) -> PhaseMemory:
+        """The phase of training steps."""
+        return next(phase for phase in self.phases if phase.name == "train")
 
     @property
     def memory_band(self) -> float:
@@ -120,8 +128,8 @@ class Estimate(Frozen):
     """Whether run memory stays within the budget."""
     workload: Workload
     prediction: Prediction
-    peak_memory_bytes: int = PositiveInt
-    """The prediction's, repeated here for those who read JSON."""
+    run_memory_bytes: int = PositiveInt
+    """Run memory of the prediction, repeated here for those who read JSON."""
     step_seconds: float = Field(gt=0)
     num_steps: int = PositiveInt
     job: JobTime

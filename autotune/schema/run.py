@@ -38,20 +38,20 @@ class ValidationResult(Frozen):
 
     num_images: int = PositiveInt
     base_loss: float
-    """Without the adapter."""
+    """Loss without the adapter."""
     final_loss: float | None
-    """After the last step; None if it was not finite."""
+    """Loss after the last step; None if it was not finite."""
     lowest_loss: float
     lowest_step: int = PositiveInt
-    """After how many steps it was lowest."""
+    """Number of steps after which it was lowest."""
     overfitting_from: int | None = Field(default=None, ge=0)
-    """After how many steps it began to rise for good, 0 if it never fell; None if it did not."""
+    """Number of steps after which it began to rise for good, 0 if it never fell; None if it did not rise."""
     kept_step: int = PositiveInt
-    """After how many steps the adapter is as it was kept."""
+    """Number of steps after which the adapter was kept."""
 
     @property
     def kept_loss(self) -> float | None:
-        """With the adapter that was kept."""
+        """Loss with the adapter that was kept."""
         return self.lowest_loss if self.kept_step == self.lowest_step else self.final_loss
 
 

@@ -26,7 +26,12 @@ FIELDS = sorted({"data", *JobOverrides.__annotations__} - {"output"} - MODEL_FIE
 
 
 class Subject(Frozen):
-    """One of several runs of a plan."""
+    """One of several runs of a plan.
+
+    Example:
+        >>> rex = autotune.Subject(name="rex", job={"data": "photos/rex", "trigger": "rex"})
+        >>> autotune.train_many("plan.yaml", [rex])
+    """
 
     name: str = Field(pattern=NAME)
     """What its folder in the plan's output folder is called."""
@@ -46,11 +51,15 @@ class Subject(Frozen):
 
 
 class SubjectRun(Frozen):
-    """What became of one subject."""
+    """What became of one subject.
+
+    Example:
+        >>> [run.name for run in autotune.train_many("plan.yaml", "subjects.yaml") if run.error]
+    """
 
     name: str
     output: str
-    """Its folder."""
+    """Output folder of its run."""
     report: RunReport | None
     """None if the run failed."""
     error: str | None = None
@@ -106,7 +115,7 @@ def find_subject(subjects: tuple[Subject, ...], which: str) -> Subject:
 def _job(row: _Row, base: Path) -> dict[str, Any]:
     written = dict(row.model_extra or {})
     if unknown := sorted(written.keys() - set(FIELDS)):
-        what = f"subject {row.name} cannot say {unknown[0]!r}"
+        what = f"subject {row.name} has an unknown field {unknown[0]!r}"
         raise InvalidInput(what, hint=suggest_nearest(unknown[0], FIELDS))
     for field in PLACES:
         place = written.get(field)

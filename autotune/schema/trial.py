@@ -37,7 +37,11 @@ class PhasePeak(Frozen):
 
 
 class TrialResult(Frozen):
-    """What happened when a candidate ran for a few real steps. Failures are evidence, too."""
+    """What happened when a candidate ran for a few real steps. Failures are evidence, too.
+
+    Example:
+        >>> [(trial.outcome, trial.median_step_seconds) for trial in autotune.load_plan("plan.yaml").frozen.trials]
+    """
 
     candidate: Candidate
     outcome: Outcome

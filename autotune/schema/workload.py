@@ -35,7 +35,11 @@ ADAMW = OptimizerChoice()
 
 
 class ModelSpec(Frozen):
-    """Which model, by what it is made of rather than by where its files lie."""
+    """Which model, by what it is made of rather than by where its files lie.
+
+    Example:
+        >>> autotune.estimate("flux1-dev", hardware="4090").workload.model.num_blocks
+    """
 
     family: str
     """A name from the registry of families, e.g. `qwen-image`."""
@@ -64,7 +68,12 @@ class Bucket(Frozen):
 
 
 class Workload(Frozen):
-    """What is to be trained, as far as it decides memory and speed: the class a plan is made for."""
+    """What is to be trained, as far as it decides memory and speed: the class a plan is made for.
+
+    Example:
+        >>> work = autotune.load_plan("plan.yaml").frozen.workload
+        >>> work.effective_batch_size, work.rank, work.largest_bucket
+    """
 
     model: ModelSpec
     resolution_px: int = PositiveInt
@@ -89,7 +98,7 @@ class Workload(Frozen):
     adapter: AdapterKind = "lora"
     """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of outputs, too."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Of the average of the adapter over steps, which is what is saved; 0 keeps none."""
+    """Decay of the average of the adapter over steps, which is what is saved; 0 keeps none."""
     optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
     """Images per optimizer step. The user decides it: tuning never changes what is learned."""

@@ -205,8 +205,8 @@ class ResidualSearch:
     def _smallest_only(self, cost: Predictor) -> list[ScoredCandidate]:
         """The candidate that needs least memory, if it is predicted to fit."""
         predictions = [cost.predict(candidate) for candidate in self.space.candidates]
-        smallest = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
-        needed = smallest.required_memory_bytes
+        smallest = min(predictions, key=lambda prediction: prediction.run_memory_bytes)
+        needed = smallest.run_memory_bytes
         return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
 
     def _score(
@@ -362,5 +362,5 @@ def _chance_to_fit(prediction: Prediction, limit: float) -> float:
 
 def memory_upper_bound(prediction: Prediction) -> float:
     """Bytes that a run may need in its largest phase; only the training step is uncertain."""
-    others = max((phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"), default=0)
-    return max(others, prediction.peak_memory_bytes * math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty))
+    caution = math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty)
+    return max(each.run_memory_bytes * (caution if each.name == "train" else 1) for each in prediction.phases)

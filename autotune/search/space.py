@@ -18,6 +18,10 @@ class SearchSpace:
 
     As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of blocks, with as many
     blocks recomputing and on the host as there may be. `with_mixtures` puts others beside them.
+
+    Example:
+        >>> space = autotune.list_choices("qwen-image", hardware="4090")
+        >>> space.choices["attention"], [(one.choice, one.reason) for one in space.rejected["attention"]]
     """
 
     candidates: tuple[Candidate, ...]
@@ -51,9 +55,7 @@ class SearchSpace:
 
 
 def build_search_space(
-    context: TuningContext,
-    pins: Sequence[KnobValue] = (),
-    exclusions: Sequence[KnobValue] = (),
+    context: TuningContext, pins: Sequence[KnobValue] = (), exclusions: Sequence[KnobValue] = ()
 ) -> SearchSpace:
     """Enumerate what may be tried.
 
@@ -87,7 +89,7 @@ def build_search_space(
         candidates, conflicts = _enumerate(admitted, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
-        raise InvalidInput(f"what is pinned does not go together: {reasons}", hint="leave out a --pin or an --exclude")
+        raise InvalidInput(f"the pinned values do not go together: {reasons}", hint="leave out a --pin or an --exclude")
     rejected = {name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()}
     for name, conflict in conflicts:
         if conflict not in rejected[name]:

@@ -133,7 +133,7 @@ def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
             if "table schema" not in str(error):
                 raise
             raise AutotuneError(
-                f"the search {location.name!r} was begun with another version of Optuna",
+                f"the search {location.name!r} was started with another version of Optuna",
                 hint="update it: pip install --upgrade optuna; or name another --study",
             ) from None
         except SQLAlchemyError as error:
@@ -178,6 +178,6 @@ def _require_identity(study: optuna.Study, location: StudyLocation, identity: Ma
     differing = [f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here]
     if differing:
         raise InvalidInput(
-            f"the search {location.name!r} is another one; {'; '.join(differing)}",
-            hint="workers of one search have equal machines and ask the same; name a search of its own with --study",
+            f"the search {location.name!r} is for another request or machine; {'; '.join(differing)}",
+            hint="workers of one search need equal machines and equal requests; name another search with --study",
         )

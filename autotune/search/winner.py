@@ -19,7 +19,7 @@ TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
-ENERGY_HINT = "an NVIDIA GPU (Volta or newer) tells if nothing else computes on it; or leave --objective energy out"
+ENERGY_HINT = "an NVIDIA GPU (Volta or newer) reports it while nothing else computes; or leave --objective energy out"
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -89,16 +89,16 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
         Score(
             prediction.candidate,
             prediction.step_seconds,
-            prediction.required_memory_bytes,
-            None if prediction.required_memory_bytes <= budget_bytes else _too_large(prediction, budget_bytes),
+            prediction.run_memory_bytes,
+            None if prediction.run_memory_bytes <= budget_bytes else _too_large(prediction, budget_bytes),
         )
         for prediction in predictions
     ]
 
 
 def _too_large(prediction: Prediction, budget_bytes: int) -> str:
-    phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
-    needed = prediction.required_memory_bytes
+    phase = max(prediction.phases, key=lambda phase: phase.run_memory_bytes)
+    needed = prediction.run_memory_bytes
     return f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {budget_bytes / GIB:.1f} GiB may be taken"
 
 
@@ -131,7 +131,7 @@ def _complexity(score: Score) -> int:
 
 def energy_unknown(why: str = "") -> NothingFits:
     """What to raise if trials ran and none told the energy that is the objective; `why` is a trial's message."""
-    what = "no trial could tell how much energy its steps took"
+    what = "no trial could measure how much energy its steps took"
     return NothingFits(f"{what}: {why}" if why else what, hint=ENERGY_HINT)
 
 

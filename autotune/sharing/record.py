@@ -84,7 +84,12 @@ class Machine(Frozen):
 
 
 class Record(Frozen):
-    """One search on one machine: every trial, those that failed too, and the settings that won."""
+    """One search on one machine: every trial, those that failed too, and the settings that won.
+
+    Example:
+        >>> name, record = autotune.find_record("b48725")
+        >>> record.machine.device_name, record.settings, record.expected.step_seconds
+    """
 
     schema_version: Literal[2]
     autotune_version: str
@@ -111,7 +116,7 @@ class Record(Frozen):
         if any(trial.memory_cap_bytes is not None for trial in self.trials):
             raise ValueError("trials under a cap on memory are no evidence")
         if any(getattr(trial, name) != default for trial in self.trials for name, default in PRIVATE_DEFAULTS.items()):
-            raise ValueError("its trials say more than a record does")
+            raise ValueError("its trials contain more than a record may")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         if self.calibration and len(self.calibration) != len(self.trials):
@@ -294,7 +299,7 @@ def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None
 def _shareable_workload(workload: Workload) -> Workload:
     """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
     family = FAMILIES.get(workload.model.family)
-    model = workload.model.changed(name=family.hub_id if family else workload.model.family)
+    model = workload.model.changed(name=family.models[0].hub_id if family else workload.model.family)
     return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
 
 

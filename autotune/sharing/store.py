@@ -62,7 +62,12 @@ class RecordFile:
 
 
 class Transfer(Frozen):
-    """What a push, a pull or an import did."""
+    """What a push, a pull or an import did.
+
+    Example:
+        >>> moved = autotune.pull_records("s3://team/records")
+        >>> moved.num_new, moved.refused
+    """
 
     num_new: int
     num_present: int
@@ -184,9 +189,9 @@ def parse_file(name: str, content: bytes, key: str = "") -> RecordFile:
         return RecordFile(name, content, None, error.message, key, isinstance(error, ForeignRecord))
     own_key = f"{record.folder}/{name}.json"
     if not KEY.fullmatch(own_key):
-        return RecordFile(name, content, None, f"{name[:12]} belongs into no folder that a store has", key)
+        return RecordFile(name, content, None, f"{name[:12]} belongs in no folder of a store", key)
     if key not in ("", own_key):
-        return RecordFile(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
+        return RecordFile(name, content, None, f"{name[:12]} is in a folder where it does not belong", key)
     return RecordFile(name, content, record, key=own_key)
 
 

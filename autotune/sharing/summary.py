@@ -15,7 +15,11 @@ from autotune.sharing.store import Store
 
 
 class RecordSummary(Frozen):
-    """One record in a list."""
+    """One record in a list.
+
+    Example:
+        >>> [(record.device_name, record.work, record.step_seconds) for record in autotune.list_records().records]
+    """
 
     name: str
     measured_on: str

@@ -159,7 +159,7 @@ def build_warm_start(
     fitting = [
         candidate
         for candidate in dict.fromkeys(proposed)
-        if _is_admitted(candidate, choices) and cost.predict_uncalibrated(candidate).required_memory_bytes <= limit
+        if _is_admitted(candidate, choices) and cost.predict_uncalibrated(candidate).run_memory_bytes <= limit
     ]
     warm_start = WarmStart(tuple(sources), tuple(fitting[:MAX_FIRST_CANDIDATES]), cost)
     return replace(matches, records=tuple(used), refused=tuple(refused)), warm_start

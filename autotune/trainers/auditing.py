@@ -15,7 +15,12 @@ class SettingWorth(Frozen):
 
 
 class Audit(Frozen):
-    """A configuration on a card, as written and as it could be: predicted and, on this machine, perhaps measured."""
+    """A configuration on a card, as written and as it could be: predicted and, on this machine, perhaps measured.
+
+    Example:
+        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
+        >>> found.as_written.fits, found.breaks, [(one.knob, one.better) for one in found.worth]
+    """
 
     config: ImportedConfig
     as_written: Estimate
@@ -25,7 +30,7 @@ class Audit(Frozen):
     fastest: Estimate | None
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
-    """By settings that differ, those that save most first."""
+    """Worth of each setting that differs, those that save most first."""
     in_trainer: Estimate | None = None
     """The same with what the trainer's own program takes of the card; None if nobody has looked at that."""
     measured_as_written: TrialResult | None = None

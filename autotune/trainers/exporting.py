@@ -54,7 +54,12 @@ class Difference(Frozen):
 
 
 class ExportedConfig(Frozen):
-    """A plan as another trainer's files."""
+    """A plan as another trainer's files.
+
+    Example:
+        >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
+        >>> [(one.name, one.planned, one.written) for one in exported.differences]
+    """
 
     trainer: str
     plan_digest: str
@@ -257,7 +262,7 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
         f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from the plan",
         plan.identity,
         f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
-        f"{expected.required_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
+        f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [f"  {d.name}: {d.planned} in the plan, {d.written} here" for d in differences if d.kind == kind]

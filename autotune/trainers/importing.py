@@ -17,19 +17,28 @@ from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 
 class ConfigLine(Frozen):
-    """One setting of a configuration, and what becomes of it."""
+    """One setting of a configuration, and what becomes of it.
+
+    Example:
+        >>> [(line.key, line.line) for line in autotune.import_config("train_lora.yaml").not_carried]
+    """
 
     key: str
     value: str
     line: int
-    """From 1; 0 for the trainer's default, which the file does not write."""
+    """Number of the line, from 1; 0 for a default of the trainer that is not in the file."""
     file: str
     meaning: str
 
 
 class ImportedConfig(Frozen):
     """Another trainer's configuration, understood. `autotune.plan(config.model, config.data, **config.options)` plans
-    the same training; with `pins=config.pins` the same settings too, where this machine has them."""
+    the same training; with `pins=config.pins` the same settings too, where this machine has them.
+
+    Example:
+        >>> config = autotune.import_config("train_lora.yaml")
+        >>> config.trainer, config.pins, config.options["num_steps"]
+    """
 
     path: str
     trainer: str
@@ -83,7 +92,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     reading = read_settings(table, settings, Context(FAMILIES[known.family]))
     model, model_lines = _model_of(table, known, settings)
     lines = [*model_lines, *reading.lines, *_other_lines(table, known, settings, missing)]
-    lines += [("decided", line_for(one, f"{table.title} makes nothing of it with this model")) for one in pointless]
+    lines += [("decided", line_for(one, f"{table.title} ignores it with this model")) for one in pointless]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     values = dict(reading.values)
     data = values.pop("data", None)
@@ -116,7 +125,7 @@ def detect_trainer(document: Document) -> Trainer:
     found = next((one for one in trainers().values() if one.detect(document)), None)
     if found is None:
         names = ", ".join(one.title for one in trainers().values())
-        raise InvalidInput(f"{document.path} is no configuration of a known trainer", hint=f"known: {names}")
+        raise InvalidInput(f"{document.path} is not a configuration of a known trainer", hint=f"known: {names}")
     return found
 
 

@@ -133,9 +133,7 @@ def network_arguments(values: Values) -> dict[str, Any]:
 
 
 def network_targets(
-    known: tuple[str, ...],
-    selects: Callable[[Values, Context], Selects],
-    write: Callable[[Values, Context], Values],
+    known: tuple[str, ...], selects: Callable[[Values, Context], Selects], write: Callable[[Values, Context], Values]
 ) -> Rule:
     """The adapted layers by `network_args`, of which the `known` are understood."""
     rule = rules.targets(["network_args"], selects, write, in_blocks=False)
@@ -155,7 +153,7 @@ def patterns(usual: Callable[[Family], tuple[str, str]], everywhere: tuple[str, 
     `create_modules`).
 
     Args:
-        usual: what a family excludes whatever is said, and includes unless something else is said.
+        usual: what a family always excludes, and what it includes unless the file says otherwise.
         everywhere: families of which layers outside the blocks are adapted, too.
     """
 

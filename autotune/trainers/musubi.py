@@ -34,7 +34,7 @@ DEFAULT_PATTERNS: Mapping[str, tuple[str, str]] = {
     "flux_2": (r".*(norm|img_mod\.lin|txt_mod\.lin|modulation\.lin).*", ""),
     "wan": (r".*(patch_embedding|text_embedding|time_embedding|time_projection|norm|head).*", ""),
 }
-"""What is excluded, and included again, if nothing else is said."""
+"""What is excluded, and included again, unless the file says otherwise."""
 SWAP_LIMITS = {"z-image": 28, "krea-2": 26, "flux2-klein": 13, "qwen-image": 59}
 STORED = tuple(dict.fromkeys(flag for _, _, flag in SCRIPTS.values() if flag))
 

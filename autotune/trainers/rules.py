@@ -142,7 +142,7 @@ VALIDATION_PROMPT = Rule(
     lambda values, _: {"preview_prompts": (str(values["validation_prompt"]),)},
     lambda ours, _: {"validation_prompt": next(iter(ours.get("preview_prompts") or ()), None)},
 )
-"""Of trainers that sample a single prompt."""
+"""Rules of trainers that sample a single prompt."""
 
 
 def batch(sizes: Sequence[str], accumulation: str, processes: str, *, written: str = "") -> Rule:

@@ -16,7 +16,7 @@ def table(keys: str, names: str, rows: str, near: str = "", *, instead: str = ""
     first row that fits is read, and the first without a difference written.
 
     Values have blanks between and are JSON or words: `*` stands for any value of theirs, a word that ends with `*` for
-    any that begins so, `-` among ours for a name of which nothing is said.
+    any that begins so, `-` among ours for a name that is not mentioned.
 
     Args:
         keys: theirs, with blanks between.
@@ -74,8 +74,8 @@ def _table(
         exact = (row[0] for row in rows if not row[2] and _fits(row[1], wanted))
         theirs = next(exact, None) or next((to for of, to in near if _fits(of, wanted)), None)
         if theirs is None:
-            said = ", ".join(f"{name} {own}" for name, own in zip(names, wanted, strict=True))
-            raise CannotExpress(f"it has nothing like {said} that needs no more memory")
+            planned = ", ".join(f"{name} {own}" for name, own in zip(names, wanted, strict=True))
+            raise CannotExpress(f"it has nothing like {planned} that needs no more memory")
         return {key: None if value is ANY else _plain(value) for key, value in zip(keys, theirs, strict=True)}
 
     return Rule(tuple(keys), tuple(names), read, write)
@@ -105,7 +105,7 @@ def precision(key: str, *, bf16: str, fp32: str, fp16: str = "") -> Rule:
 
 
 ALLOCATOR = choice("env.PYTORCH_ALLOC_CONF", "allocator", {"expandable_segments:True": "expandable"})
-"""Of every trainer on PyTorch."""
+"""Rule of every trainer on PyTorch."""
 
 
 def accelerate_compile(prefix: str = "") -> Rule:

@@ -28,7 +28,7 @@ class CardReading:
     """What a card and torch's allocator say of memory now."""
 
     used_share: float
-    """Of the card's memory, taken by this process and others."""
+    """Share of the card's memory that this process and others take."""
     reserved_bytes: int
     """What the allocator holds of it, for tensors or in reserve."""
     allocator_retries: int
@@ -122,6 +122,6 @@ class CardMemoryWatch:
         if not (slope := self._growth_watch.add(reading.reserved_bytes)):
             return None
         return (
-            f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is told too, it is fragmented: "
+            f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is reported, it is fragmented: "
             f"{EXPANDABLE if self.allocator == 'default' else MORE_TO_SPARE}"
         )

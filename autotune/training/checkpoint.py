@@ -172,7 +172,7 @@ class Checkpoints:
             try:
                 return self._read(path, step)
             except (BadWeights, OSError, ValueError, KeyError) as error:
-                on_damaged(f"{path} is damaged and left out: {first_line(error)}")
+                on_damaged(f"{path} is damaged and skipped: {first_line(error)}")
         if checkpoints:  # starting over would in time replace what may still be recovered
             raise InvalidInput(
                 f"all checkpoints in {self.folder} are damaged",

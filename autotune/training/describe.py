@@ -9,17 +9,7 @@ from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, ResolvedModel, build_on_meta, choose_layers, target_matcher
 from autotune.knobs import check_options
-from autotune.schema import (
-    ADAMW,
-    AdapterKind,
-    Bucket,
-    Job,
-    Objective,
-    OptimizerChoice,
-    Quality,
-    Workload,
-    quantiles_of,
-)
+from autotune.schema import ADAMW, AdapterKind, Bucket, Job, Objective, OptimizerChoice, Quality, Workload, quantiles_of
 from autotune.weights import can_write
 
 if TYPE_CHECKING:
@@ -87,10 +77,10 @@ def check_job(job: Job, family: Family) -> None:
             hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
-        raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
+        raise InvalidInput(f"{family.name} takes no guidance in training", hint="leave --guidance out")
     if job.keep_best and job.validation is None:
         raise InvalidInput(
-            "without held-out images nothing tells which adapter is best", hint="hold some out: --validation 10%"
+            "without held-out images nothing shows which adapter is best", hint="hold some out: --validation 10%"
         )
     if not can_write(job.adapter_format, family.transformer_class):
         raise InvalidInput(
@@ -159,7 +149,7 @@ def _check_learning(model: ResolvedModel, overrides: WorkloadOverrides) -> None:
     family = model.family
     check_options(overrides.optimizer)
     if overrides.ema_decay and overrides.optimizer.name == "schedule-free":
-        raise InvalidInput("schedule-free is an average of its steps already", hint="leave --ema out")
+        raise InvalidInput("schedule-free already averages its steps", hint="leave --ema out")
     if overrides.targets not in family.target_sets or overrides.adapted_blocks != "all":
         transformer = build_on_meta(family, model.config)
         choose_layers(family, transformer, overrides.targets, overrides.adapted_blocks)
@@ -176,8 +166,8 @@ def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> No
             chosen.setdefault(parts, set()).add(tuple(part for part in parts if is_target(f"{name}.{at}.{part}")))
         number += len(blocks)
         if any(len(each) > 1 for each in chosen.values()):
-            hint = f"name the blocks apart from the layers: --blocks 0-{number - 1}"
-            raise InvalidInput(f"{targets!r} names other layers in some blocks of {name} than in others", hint=hint)
+            hint = f"name the blocks by an option of their own: --blocks 0-{number - 1}"
+            raise InvalidInput(f"{targets!r} names different layers in different blocks of {name}", hint=hint)
 
 
 def given(value: int | None, default: int) -> int:

@@ -13,7 +13,7 @@ REPORT_FILE = "report.json"
 PREVIEWS = "previews"
 """Folder of the samples that are made during training."""
 PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
-"""Of a preview: the number of steps that had been taken, and which of the job's prompts it shows."""
+"""Name of a preview, with the number of steps that had been taken, and which of the job's prompts it shows."""
 
 
 def preview_file(step: int, number: int) -> str:

@@ -37,7 +37,7 @@ def hardware_misfits(
 
 
 def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> TrainingPlan:
-    """Of plans for several machines the one for this: made for such a device, or else the first that fits.
+    """The plan for this machine among those for several: made for such a device, or else the first that fits.
 
     Raises:
         DoesNotFit: none of them fits.
@@ -52,7 +52,7 @@ def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> 
     )
     raise DoesNotFit(
         f"none of the plan's variants is for {hardware.device.name} ({reasons})",
-        hint="look at another machine's with --hardware NAME, or make one for this: autotune plan --from PLAN",
+        hint="choose another machine's with --hardware NAME, or make one for this one: autotune plan --from PLAN",
     )
 
 
@@ -123,7 +123,7 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes:
     of the plan's.
     """
     planned = plan.frozen.hardware
-    needed = plan.frozen.expected.required_memory_bytes
+    needed = plan.frozen.expected.run_memory_bytes
     if planned.device_kind == "cpu":
         needed *= num_processes or planned.processes_per_node  # they share it
     budget = hardware.device.budget_bytes

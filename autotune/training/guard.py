@@ -17,13 +17,7 @@ from typing import Any, Self
 import psutil
 
 from autotune.errors import AutotuneError, Preempted
-from autotune.hardware import (
-    available_bytes,
-    host_available_bytes,
-    host_floor_bytes,
-    memory_bytes,
-    shares_host_memory,
-)
+from autotune.hardware import available_bytes, host_available_bytes, host_floor_bytes, memory_bytes, shares_host_memory
 from autotune.schema import MemoryKind
 
 COMMAND = (sys.executable, "-m", "autotune.training.guard_process")

@@ -84,7 +84,7 @@ class TrainingLoop:
         shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
         self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
         self.windows = make_windows(model, encoded, order, self.noising, context.processes, self._to_device)
-        """Of modulations that are computed ahead; None if their layers are resident."""
+        """Windows of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         known = checkpoint.state if checkpoint else {}
         self.gradients = GradientWatch(known.get("gradients"))
@@ -95,7 +95,7 @@ class TrainingLoop:
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
         expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
-        planned_bytes = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        planned_bytes = expected.run_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
         self.utilization = GpuUtilization(model.device)
         self.energy = EnergyWatch(model.device)

@@ -32,7 +32,7 @@ from autotune.weights import (
 )
 
 RANDOM_SEED = 0
-"""Of weights where there are no files."""
+"""Seed of weights for which there are no files."""
 MAX_COMPILED_GRAPHS = 32
 """Code is compiled for one shape and for all others, and again for micro-batches of one and for those with a mask."""
 
@@ -58,13 +58,7 @@ class TrainingModel:
 
 
 def load_model(
-    model: ResolvedModel,
-    workload: Workload,
-    settings: Candidate,
-    device: torch.device,
-    seed: int,
-    *,
-    shards: int = 1,
+    model: ResolvedModel, workload: Workload, settings: Candidate, device: torch.device, seed: int, *, shards: int = 1
 ) -> TrainingModel:
     """Load the transformer, quantize it, add the adapter, and apply all other settings.
 

@@ -42,7 +42,7 @@ class ModulationWindows:
     """What this process sees in a step, in order."""
     images_per_step: int
     first_position: int
-    """Of the first of them in the effective batch."""
+    """Position of the first of them in the effective batch."""
     place: Callable[[Batch], Batch]
     """Brings a batch to the device as steps get it."""
     share_seconds: float = 0.0
@@ -126,6 +126,6 @@ def collect_conditionings(
 
 
 def pick_inputs(model: TrainingModel, sample: Batch) -> dict[str, Tensor]:
-    """Of a sample, what the modulation of the model's family depends on."""
+    """The part of a sample that the modulation of the model's family depends on."""
     layers = model.family.modulation
     return {name: sample[name] for name in layers.inputs} if layers else {}

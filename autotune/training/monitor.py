@@ -36,7 +36,7 @@ MIN_SPIKE_STEPS = 20
 """Steps that the median is taken of, at most and at least."""
 
 NUM_WARMUP_STEPS = 2
-"""Steps of a start that count for nothing that is said of steady ones."""
+"""Number of first steps after a start that do not count as steady ones."""
 
 TRACED_STEPS = range(3, 6)
 """Steps of this start that a trace covers: the ones before them allocate and warm up."""
@@ -191,7 +191,7 @@ class EnergyWatch:
         self.watts: float | None = None
         """Mean power from the first steady step on, with previews and validation in between; None if not known."""
         self.joules: float | None = None
-        """Of all that the device did; None if not known."""
+        """Energy of all that the device did; None if it is unknown."""
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ class ValidationHistory:
     base: list[float]
     """Loss of each draw without the adapter."""
     lowest: list[float] = field(default_factory=list)
-    """Of each draw when their mean was lowest, which may be without the adapter."""
+    """Loss of each draw when their mean was lowest, which may be without the adapter."""
     lowest_step: int = 0
     """How many steps had been taken then; 0 without the adapter."""
     best_loss: float = math.inf

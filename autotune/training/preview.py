@@ -181,7 +181,8 @@ class PreviewSampler:
             )
         else:
             raise PreviewTooLarge(
-                "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"
+                "memory is too short for a preview",
+                hint="train without previews: set preview_prompts to [] in the plan's job",
             )
 
     def _reduced(self, bucket: Bucket) -> Bucket:
@@ -306,7 +307,7 @@ class PreviewSampler:
         hint = "name the output folder of `autotune train`, or train again"
         for name, layer in read_adapter(adapter).layers.items():
             if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
-                raise InvalidInput(f"{adapter}: {name} has numbers that are not finite", hint=hint)
+                raise InvalidInput(f"{adapter}: {name} has values that are not finite", hint=hint)
         family = self.model.family
         others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
         try:

@@ -118,7 +118,7 @@ class Processes:
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise InvalidInput(
-                f"{what} of process {others[0]} is not that of process 0",
+                f"{what} of process {others[0]} differs from that of process 0",
                 hint="copy the plan, the data and the model to every node, and start the same command on each",
             )
 
@@ -200,7 +200,7 @@ def _start_process_group(backend: str, endpoint: str) -> None:
     except (RuntimeError, OSError) as error:
         raise AutotuneError(
             f"the processes did not meet at {endpoint}: {first_line(error)}",
-            hint="see that all of them run, and that they reach that port on the first process's host",
+            hint="make sure that all of them run, and can reach that port on the first process's host",
         ) from error
 
 

@@ -76,10 +76,7 @@ def report_line(report: RunReport) -> str:
 
 
 def _pass_on(
-    pipe: Path,
-    on_event: OnEvent,
-    on_failure: Callable[[AutotuneError], None],
-    on_report: Callable[[RunReport], None],
+    pipe: Path, on_event: OnEvent, on_failure: Callable[[AutotuneError], None], on_report: Callable[[RunReport], None]
 ) -> None:
     with pipe.open(encoding="utf-8") as lines:
         for line in lines:

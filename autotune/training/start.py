@@ -54,10 +54,12 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
         if layer.rank != len(down):
             raise InvalidInput(f"{path} has rank {layer.rank}, the plan {len(down)}", hint=f"plan --rank {layer.rank}")
         if layer.down.shape != down.shape or layer.up.shape != up.shape:
-            raise InvalidInput(f"{path} is of another model: {name} differs in shape", hint="name that model's adapter")
+            raise InvalidInput(
+                f"{path} is for another model: {name} differs in shape", hint="name that model's adapter"
+            )
         scale = layer.alpha / layer.rank / module.scaling[ADAPTER_NAME]
         if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
-            raise BadWeights(f"{path}: {name} has numbers that are not finite", hint="take an earlier checkpoint")
+            raise BadWeights(f"{path}: {name} has values that are not finite", hint="take an earlier checkpoint")
         if magnitude is not None and layer.magnitude is not None:
             values[f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = layer.magnitude.float().reshape_as(
                 magnitude

@@ -54,7 +54,7 @@ class HeldOutLoss:
 
     @property
     def digest(self) -> str:
-        """Of what is measured, so that measurements of other images are never compared with these."""
+        """Digest of what is measured, so that measurements of other images are never compared with these."""
         return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
 
     @cached_property
@@ -139,7 +139,7 @@ class Validation:
         self.context, self.on_warning = context, on_warning
         self.history: ValidationHistory | None = None
         self._told = False
-        """Whether it was said that a loss is not finite."""
+        """Whether the user has been told that a loss is not finite."""
         if meter and state and state["images"] == meter.digest:
             self.history = ValidationHistory(**state["history"])
 

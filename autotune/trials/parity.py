@@ -76,7 +76,7 @@ def judge_parity(knob: str, parity: Parity, request: ParityRequest, result: floa
         what = "adapter gradients"
         if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
             allowed += dtype.tolerance
-    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} may be ({parity.reason})"
+    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed ({parity.reason})"
     if not math.isfinite(result):
         reason = f"{what} are not finite, or there are none"
     return Capability(name=name, available=result <= allowed, reason=reason), True

@@ -58,7 +58,7 @@ class LoadedModel:
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     windows: ModulationWindows | None
-    """Of modulations that are computed ahead; None if their layers are resident."""
+    """Windows of modulations that are computed ahead; None if their layers are resident."""
     seconds: float
     peak_bytes: int | None
     """Peak of device memory while loading; None on CPU, where the process's memory tells."""
@@ -175,7 +175,7 @@ class StepRunner:
         defect = defect or self.find_defect(outcome)
         lack = ""
         if watts is None and self.workload.objective == "energy":
-            lack = f"its energy is not known: {meter.reason or 'the counter stood still'}"
+            lack = f"its energy is unknown: {meter.reason or 'the counter stood still'}"
         return TrialResult(
             candidate=self.candidate,
             outcome="numerics" if defect else "ok",

@@ -162,7 +162,7 @@ def _split_key(key: str) -> tuple[str, str]:
         if key.endswith("." + suffix):
             return key.removesuffix("." + suffix), part
     raise InvalidInput(
-        f"{key!r} is no part of a LoRA", hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa"
+        f"{key!r} is not part of a LoRA", hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa"
     )
 
 
@@ -184,7 +184,7 @@ def _collect_layers(bare: Mapping[str, Tensor], alphas: Mapping[str, float]) -> 
         stored = parts["alpha"].flatten().tolist() if "alpha" in parts else [parts["down"].shape[0]]
         alpha = alphas.get(module, float(stored[0]) if len(stored) == 1 else math.nan)
         if not math.isfinite(alpha):
-            raise CorruptFile(f"the alpha of {module} is no finite number", hint=EXPORT_AGAIN)
+            raise CorruptFile(f"the alpha of {module} is not a finite number", hint=EXPORT_AGAIN)
         layers[module] = LoraLayer(parts["down"], parts["up"], alpha, parts.get("magnitude"))
     return layers
 
@@ -201,7 +201,7 @@ def _stored_module_names(metadata: Mapping[str, str]) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptFile(f"the metadata {MODULES_KEY!r} is no list of names", hint=EXPORT_AGAIN)
+        raise CorruptFile(f"the metadata {MODULES_KEY!r} is not a list of names", hint=EXPORT_AGAIN)
     return names
 
 
@@ -251,7 +251,7 @@ def serialize_adapter(
     names depend on it and it is unknown, or if the format has no name for a layer.
     """
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
-        raise InvalidInput("a DoRA is written in the diffusers format alone", hint="train --adapter lora for others")
+        raise InvalidInput("a DoRA can only be written in the diffusers format", hint="train --adapter lora for others")
     layout = None if to == "diffusers" else _layout_of(adapter, to, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
@@ -285,11 +285,11 @@ def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> 
     """What the format's program calls the layers; None if as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
     if known and not can_write(to, known):
-        message = f"what {to} calls the layers of a {known} is not known to autotune"
+        message = f"autotune does not know what {to} calls the layers of a {known}"
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     found = known or find_class(adapter.layers)
     if found is None:
-        message = "this adapter may be of FLUX, whose layers other programs call otherwise, or of another model"
+        message = "this adapter may be for FLUX, whose layers other programs name differently, or for another model"
         raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
     layout = LAYOUTS.get(found)
     return None if layout and layout.kohya_names == "diffusers" and to == "kohya" else layout

@@ -19,9 +19,9 @@ MAX_TENSORS = 100_000
 """Far above any model; building so many takes some seconds, and constructors build whatever number a file says."""
 
 MAX_COMPUTED_TENSOR_BYTES = 1 << 31
-"""Of one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of positions takes 1.8 GB."""
+"""Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
-"""Of all of them, one after the other: the same model computes 7.2 GB."""
+"""Limit for all of them, one after the other: the same model computes 7.2 GB."""
 
 DtypePolicy = Callable[[str, torch.dtype], torch.dtype]
 """Returns the dtype that a tensor should have in the model, from its name and its dtype as stored."""
@@ -87,7 +87,7 @@ class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Of the tensor that an operation on real tensors would make; 0 for any other, and where only values decide."""
+    """Size of the tensor that an operation on real tensors would make; 0 for others, and where only values decide."""
     on_meta: list[bool] = []
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:

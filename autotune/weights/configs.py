@@ -27,8 +27,8 @@ MAX_INTEGER = 1 << 24
 MAX_TOKENIZER_BYTES = 64 << 20
 """For each file of a tokenizer, which its library reads as a whole; the largest of a known model has 33 MB."""
 BUILT_IN_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and of experts, in transformers itself. Any other name may be that of a repository, whose native code
-transformers would fetch and load; so may `flash_attention_2`, if the package is not installed."""
+"""Implementations of attention and of experts in transformers itself. Any other name may be that of a repository, whose
+native code transformers would fetch and load; so may `flash_attention_2`, if the package is not installed."""
 
 DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 

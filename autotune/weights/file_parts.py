@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 OPEN_CLIP = "conditioner.embedders.1.model."
 OPEN_CLIP_LAYER = "transformer.resblocks.0.ln_1.weight"
 TURNED = "text_projection.weight"
-"""Of OpenCLIP, stored with columns as rows."""
+"""The weight of OpenCLIP that is stored with columns as rows."""
 PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),

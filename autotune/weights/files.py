@@ -118,7 +118,7 @@ def read_header(path: Path) -> WeightFile:
     """
     refuse_pickle(path)
     if not path.is_file():
-        what = "is no regular file" if path.exists() else "does not exist"
+        what = "is not a regular file" if path.exists() else "does not exist"
         raise MissingWeights(f"{path} {what}", hint="check the path; weights end in .safetensors")
     size = path.stat().st_size
     header_bytes = _check_header_size(path, size)

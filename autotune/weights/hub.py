@@ -47,7 +47,7 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
         "check the spelling, owner/name, or the folder's path; for a private repository run `hf auth login`",
     ),
     (RevisionNotFoundError, "it has no revision {!r}", "name a branch, a tag or a commit of it"),
-    (HFValidationError, "that is no repository's name", "write owner/name, or the path of a folder that exists"),
+    (HFValidationError, "that is not a repository name", "write owner/name, or the path of a folder that exists"),
 )
 """Errors of the hub, with the reason and the hint of ours. The first that matches counts."""
 

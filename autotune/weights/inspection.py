@@ -34,7 +34,12 @@ class TensorSummary(Frozen):
 
 
 class FileSummary(Frozen):
-    """A safetensors file, or the shards of a model."""
+    """A safetensors file, or the shards of a model.
+
+    Example:
+        >>> summary = autotune.inspect_weights("pytorch_lora_weights.safetensors")
+        >>> summary.size_bytes, [(tensor.name, tensor.shape) for tensor in summary.tensors]
+    """
 
     name: str
     """Name of the file, the index or the folder, without its parent folders."""

@@ -86,7 +86,7 @@ def _embedder(original: str, name: str, layers: tuple[object, object] = ("in_lay
 
 
 def _feed_forward(first: str, last: str) -> dict[str, Parts]:
-    """Of a double block of FLUX: for images, and for text."""
+    """Feed-forward layers of a double block of FLUX: for images, and for text."""
     parts = {"img_mlp.0": f"ff.{first}", "img_mlp.2": f"ff.{last}"}
     parts |= {"txt_mlp.0": f"ff_context.{first}", "txt_mlp.2": f"ff_context.{last}"}
     return {original: (part,) for original, part in parts.items()}
@@ -225,7 +225,7 @@ SDXL: Mapping[str, Parts] = {
     **_embedder("time_embed", "time_embedding", (0, 2)),
     **_embedder("label_emb.0", "add_embedding", (0, 2)),
 }
-"""Of the published UNet, with two layers a stage; its convolutions are left out."""
+"""Blocks of the published UNet, with two layers per stage; its convolutions are left out."""
 
 SD3: Mapping[str, Parts] = {
     **_within(

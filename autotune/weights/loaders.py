@@ -233,7 +233,7 @@ LOADERS: Mapping[str, Loader] = {loader.name: loader for loader in (MappedLoader
 def get_loader(name: str, device: "torch.device") -> Loader:
     """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device` on this machine."""
     if name not in LOADERS:
-        raise InvalidInput(f"no loader is called {name!r}", hint=f"choose one of {', '.join(LOADERS)}")
+        raise InvalidInput(f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}")
     reason = LOADERS[name].unavailable_reason(device)
     if reason:
         raise InvalidInput(

@@ -55,9 +55,9 @@ def _translate_errors(repo: str) -> Iterator[None]:
             raise HFValidationError
         yield
     except HFValidationError as error:
-        raise HubError(f"{repo!r} is no repository's name", hint="write owner/name") from error
+        raise HubError(f"{repo!r} is not a repository name", hint="write owner/name") from error
     except LocalTokenNotFoundError as error:
-        raise HubError("there is no token of the hub on this machine", hint=LOGIN) from error
+        raise HubError("this machine has no token for the hub", hint=LOGIN) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403):

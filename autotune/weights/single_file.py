@@ -35,7 +35,7 @@ DROPPED = frozenset({"norm_final.weight"})
 FIXED_WIDTHS = dict.fromkeys(("FluxTransformer2DModel", "ChromaTransformer2DModel"), ("img_in.weight", 3072))
 """The tensor with as many rows as the model is wide, and the width at which diffusers' conversion splits all models."""
 MAX_ROWS = 1 << 20
-"""Of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for each."""
+"""Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for each."""
 ROW_BITS = 32
 
 NAME_BASE = "name the folder or repository that the file belongs to, by --base; or take another file"
@@ -51,7 +51,7 @@ class StoredPart(NamedTuple):
     source: WeightSource
     tensors: Mapping[str, TensorEntry]
     scales: Mapping[str, Tensor]
-    """Of the weights that have one, by the name of the weight."""
+    """Scales of the weights that have one, by the name of the weight."""
 
 
 @dataclass(frozen=True)

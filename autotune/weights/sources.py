@@ -144,9 +144,9 @@ def read_index(index: Path) -> dict[str, str]:
         if not (isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())):
             raise TypeError("weight_map is not a table of file names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptFile(f"{index} is no index of shards ({type(error).__name__}: {error})", hint=hint) from error
+        raise CorruptFile(f"{index} is not an index of shards ({type(error).__name__}: {error})", hint=hint) from error
     for shard in set(weight_map.values()):
         # The name alone decides: the hub's cache keeps symbolic links, so what a path resolves to says nothing.
         if not shard.endswith(".safetensors") or any(mark in shard for mark in ("/", "\\", ":", "\0")):
-            raise CorruptFile(f"{index} points at {shard!r}, which is no safetensors file in its folder", hint=hint)
+            raise CorruptFile(f"{index} points at {shard!r}, which is not a safetensors file in its folder", hint=hint)
     return weight_map

@@ -98,9 +98,9 @@ def test_what_no_subject_can_say_is_refused_before_any_run(tmp_path: Path) -> No
     for text, message in {
         "subjects: []": "lists no subjects",
         "subjects: [{name: ../up}]": "subjects.0.name",
-        "subjects: [{name: a, output: b}]": "subject a cannot say 'output'",
-        "subjects: [{name: a, vae: other.safetensors}]": "subject a cannot say 'vae'",
-        "subjects: [{name: a, learnin_rate: 1.0}]": "cannot say 'learnin_rate'",
+        "subjects: [{name: a, output: b}]": "subject a has an unknown field 'output'",
+        "subjects: [{name: a, vae: other.safetensors}]": "subject a has an unknown field 'vae'",
+        "subjects: [{name: a, learnin_rate: 1.0}]": "unknown field 'learnin_rate'",
         "subjects: [{name: a}, {name: A}]": "two subjects 'a'",
         "subjects: [{name: a}, {name: A.log}]": "the log of 'a' would be the folder of 'a.log'",
         "- a": "lists no subjects",
@@ -127,7 +127,7 @@ def test_a_plan_with_an_optimizer_of_the_users_own_is_trained_and_submitted_on_t
     file, over = str(tmp_path / "plan.yaml"), ("--over", str(tmp_path / "s.yaml"))
     assert "not for lion" in autotune_here(capfd, "train", file, *over, "--optimizer", "lion").stderr
     submit = ("job-script", file, "--for", "slurm")
-    assert "takes your word" in autotune_here(capfd, *submit).stderr
+    assert "takes your consent" in autotune_here(capfd, *submit).stderr
     assert f"--optimizer {name} " in autotune_here(capfd, *submit, "--optimizer", name).stdout
     monkeypatch.setenv(ALLOWED, "")
     assert "subject a" in autotune_here(capfd, "train", file, *over, "--optimizer", name).stderr

@@ -47,7 +47,7 @@ def test_each_number_of_the_last_step_is_a_gauge_and_events_are_passed_on() -> N
     known = {name for name in GAUGES if getattr(last, name) is not None}
     assert found == {
         **{f"autotune_{name}": float(getattr(last, name)) for name in known},
-        PROMISED: float(plan.frozen.expected.required_memory_bytes),
+        PROMISED: float(plan.frozen.expected.run_memory_bytes),
     }
     assert known == GAUGES.keys() - {"gpu_utilization"}
     with pytest.raises(urllib.error.URLError):

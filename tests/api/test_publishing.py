@@ -123,8 +123,8 @@ def test_a_repository_is_public_only_if_asked(hub: Hub, run: Path) -> None:
     ("token", "repo", "why"),
     [
         ("wrong", "me/heart", "does not let this token"),
-        ("right", "no/such/name", "no repository's name"),
-        ("right", "ownerless", "no repository's name"),
+        ("right", "no/such/name", "not a repository name"),
+        ("right", "ownerless", "not a repository name"),
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_training(

@@ -162,14 +162,14 @@ def test_a_page_replaces_nothing_that_it_shows(run: Path, tmp_path: Path) -> Non
 def test_a_page_replaces_no_file_of_a_run(run: Path, name: str) -> None:
     before = (run / name).read_bytes() if (run / name).exists() else None
     for subject in (run, PLAN):
-        with pytest.raises(InvalidInput, match="among the files of the run"):
+        with pytest.raises(InvalidInput, match="one of the files of the run"):
             autotune.report(subject, path=run / name)
     assert ((run / name).read_bytes() if (run / name).exists() else None) == before
 
 
 @pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "sample_with_adapter.png"])
 def test_for_a_file_of_a_run_its_folder_is_named(run: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidInput, match="is a file of a run") as caught:
+    with pytest.raises(InvalidInput, match="is a file inside a run") as caught:
         autotune.report(run / name, path=tmp_path / "page.html")
     assert caught.value.hint == f"name the run's folder: autotune report {run}"
 
@@ -236,7 +236,7 @@ def test_a_large_run_stays_under_8_mb(run: Path) -> None:
 def test_numbers_that_nothing_measures_end_in_an_error_or_a_page(run: Path, changes: dict[str, float]) -> None:
     data = json.loads((run / "report.json").read_text())
     (run / "report.json").write_text(json.dumps({**data, **changes}))
-    with pytest.raises(InvalidInput, match="numbers that nothing measures"):
+    with pytest.raises(InvalidInput, match="impossible numbers"):
         autotune.report(run)
 
 

@@ -4,8 +4,11 @@ import ast
 import dataclasses
 import doctest
 import inspect
+import textwrap
+from pathlib import Path
 from typing import get_type_hints
 
+import mypy.api
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from autotune.cli.plan import PlanOptions as PlanCommandOptions
 from autotune.errors import InvalidInput
 from autotune.schema.events import Event, event_line, parse_event
 
+ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config export_records
     fetch find_record import_config import_records inspect_weights is_first_process job_script judge_lesson list_choices
@@ -38,11 +42,6 @@ ERRORS = """
     AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted PlanNotWritten
     Preempted
 """
-HANDLED = """
-    Candidate CheckResult Estimate Event HardwareProfile Job JobOverrides PlanOptions RunReport TrainingPlan
-    WorkloadOptions
-"""
-"""What the main functions take and return: each shows in an example how it is used."""
 
 
 def test_the_front_door_offers_exactly_these_names() -> None:
@@ -61,14 +60,29 @@ def test_functions_have_types(name: str) -> None:
     assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS.split(), *HANDLED.split()])
-def test_examples_are_python_that_names_what_is_offered(name: str) -> None:
-    text = inspect.getdoc(getattr(autotune, name)) or ""
-    examples = doctest.DocTestParser().get_examples(text)
-    assert examples, "an example shows how it is used"
-    for node in ast.walk(ast.parse("".join(example.source for example in examples))):
+@pytest.mark.parametrize("name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+def test_every_name_shows_in_an_example_how_it_is_used(name: str) -> None:
+    for node in ast.walk(ast.parse(example_of(name))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "autotune":
             assert node.attr in autotune.__all__
+
+
+def example_of(name: str) -> str:
+    """The code of the examples in the docstring of what has that name."""
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(autotune, name)) or "")
+    assert examples, name
+    return "".join(example.source for example in examples)
+
+
+@pytest.mark.slow
+def test_examples_use_what_objects_have(tmp_path: Path) -> None:
+    source = "from pathlib import Path\n\nimport autotune\n\n"
+    for name in autotune.__all__:
+        code = textwrap.indent(example_of(name), "    ")
+        source += f"\ndef example_of_{name}(event: autotune.Event) -> None:\n{code}\n"
+    (file := tmp_path / "examples.py").write_text(source)
+    told, _, status = mypy.api.run([str(file), "--config-file", str(ROOT / "pyproject.toml")])
+    assert status == 0, told
 
 
 def test_a_name_that_is_not_offered_is_an_attribute_error() -> None:

@@ -308,7 +308,7 @@ def test_an_interrupted_demo_does_not_advise_what_its_folder_refuses() -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 130
-    assert "hint: a demo begins anew: remove here, or name another folder" in process.stderr
+    assert "hint: a demo always starts over: remove here, or name another folder" in process.stderr
 
 
 def test_the_home_of_nobody_is_a_folder_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:

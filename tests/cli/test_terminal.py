@@ -102,7 +102,7 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     assert len(shown) == 10
     assert max(map(len, lines)) <= 80
     loss = smoothed([step.loss for step in steps[:50]])[-1]
-    promise = plan.frozen.expected.required_memory_bytes / 2**30
+    promise = plan.frozen.expected.run_memory_bytes / 2**30
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
 
 

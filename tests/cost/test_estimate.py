@@ -37,7 +37,7 @@ def test_the_text_fits_a_terminal_and_names_every_part(answer):
 
 def test_each_figure_of_memory_has_the_name_that_plans_and_reports_give_it(answer):
     text, prediction = estimate_text(answer), answer.prediction
-    run, step = (memory_text(size) for size in (prediction.required_memory_bytes, prediction.allocated_memory_bytes))
+    run, step = (memory_text(size) for size in (prediction.run_memory_bytes, prediction.allocated_memory_bytes))
     assert f"run memory {run} of" in text
     assert f"of which {step} step memory" in text
     plain = prediction.changed(candidate=prediction.candidate.changed(quantization="none"))
@@ -57,7 +57,7 @@ def test_what_does_not_fit_says_what_would_help(answer):
 
 def test_json_has_both_figures_on_top(answer):
     data = json.loads(answer.model_dump_json())
-    assert data["peak_memory_bytes"] == answer.prediction.peak_memory_bytes
+    assert data["run_memory_bytes"] == answer.prediction.run_memory_bytes
     assert data["step_seconds"] == answer.prediction.step_seconds
     assert Estimate.model_validate_json(answer.model_dump_json()) == answer
 

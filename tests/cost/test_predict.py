@@ -45,10 +45,10 @@ def card():
 def test_parts_add_up_and_survive_json(card, quantization):
     prediction = card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization))
     for phase in prediction.phases:
-        assert sum(dict(phase.breakdown).values()) == phase.peak_memory_bytes
+        assert sum(dict(phase.breakdown).values()) == phase.run_memory_bytes
     parts = sum(getattr(prediction.step_time, f"{part}_seconds") for part in STEP_PARTS)
     assert parts == pytest.approx(prediction.step_seconds)
-    assert prediction.required_memory_bytes == max(phase.peak_memory_bytes for phase in prediction.phases)
+    assert prediction.run_memory_bytes == max(phase.run_memory_bytes for phase in prediction.phases)
     assert Prediction.model_validate_json(prediction.model_dump_json()) == prediction
 
 
@@ -155,7 +155,7 @@ def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_t
         direct = CostModel.build(cpu(), even, FAMILIES[name], TINY[name]).predict(candidate)
         assert own.predict(candidate).step_seconds == pytest.approx(direct.step_seconds, rel=0.15), size
     longest = CostModel.build(cpu(), uneven.changed(text_token_quantiles=()), FAMILIES[name], TINY[name])
-    assert own.predict(candidate).peak_memory_bytes == longest.predict(candidate).peak_memory_bytes
+    assert own.predict(candidate).run_memory_bytes == longest.predict(candidate).run_memory_bytes
 
 
 def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
@@ -271,14 +271,14 @@ def test_a_model_of_one_block_can_be_predicted():
     work = work.model_copy(update={"model": work.model.model_copy(update={"num_blocks": 1})})
     own = CostModel.build(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
     for blocks in (0, 1):
-        assert own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).peak_memory_bytes > 0
+        assert own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).run_memory_bytes > 0
 
 
 def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
     own = CostModel.build(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
     candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
     before = own.predict(candidate)
-    parts = next(phase.breakdown for phase in before.phases if phase.name == "train")
+    parts = before.training.breakdown
     seen = before.allocated_memory_bytes - parts.transient_bytes - parts.saved_activation_bytes // 2
     trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen)
     own = own.with_calibration([trial])
@@ -334,7 +334,7 @@ def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):
     usual = Candidate(micro_batch_size=2, checkpointed_blocks=2)
     grown = Candidate(micro_batch_size=2, checkpointed_blocks=2, allocator="expandable")
     compiled = Candidate(micro_batch_size=2, checkpointed_blocks=2, compile="block")
-    assert card.predict(grown).peak_memory_bytes <= card.predict(usual).peak_memory_bytes
+    assert card.predict(grown).training.run_memory_bytes <= card.predict(usual).training.run_memory_bytes
     assert card.predict(grown).allocated_memory_bytes == card.predict(usual).allocated_memory_bytes
     assert card.predict(compiled).step_seconds < card.predict(usual).step_seconds
 

@@ -332,10 +332,10 @@ def test_a_video_of_a_format_that_is_not_read_comes_with_the_command_that_conver
         assert any(file.name in line for line in dataset.problem_summary)
     frames = tmp_path / "a"
     assert told == [
-        f"its format is not read, mp4 is: ffmpeg -i {file} {frames}.mp4",
-        f"its format is not read, a folder of frames is: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png",
+        f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4",
+        f"its format is not supported, a folder of frames is: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png",
     ]
-    assert "trains only models that make clips" in read_dataset(tmp_path).problems[0].message
+    assert "only models that make clips train on videos" in read_dataset(tmp_path).problems[0].message
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])

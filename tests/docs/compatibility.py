@@ -8,9 +8,10 @@ from autotune.families.registry import FAMILIES
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 INTRODUCTION = """# Compatibility
 
-What needs which device, capability and library, generated from the tables that the program itself goes by. On your
-machine `autotune probe` says what works, with the reason for what does not, and `autotune plan --list-knobs` what a
-search may choose. No GPU has run autotune yet: for GPUs this is what the code admits.
+Which device, compute capability and library each backend and weight format needs, and what each family supports. The
+page is generated from the tables that the program itself uses. On your machine, `autotune probe` says what works and
+why other things do not, and `autotune plan --list-knobs` what a search may choose. No GPU has run autotune yet: for
+GPUs, this is what the code allows.
 """
 
 
@@ -61,7 +62,7 @@ def _formats() -> list[str]:
 
 
 def _families() -> list[str]:
-    lines = ["## Families", "", "[What each family has of the settings](levers.md).", ""]
+    lines = ["## Families", "", "[Which settings each family has](levers.md).", ""]
     lines += ["| family | pipeline | control images | clips | target sets |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():
         controls = f"up to {family.max_controls}" if family.max_controls else "-"

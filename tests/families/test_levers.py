@@ -10,10 +10,10 @@ import pytest
 import autotune
 from autotune.families.levers import LEVERS, missing_levers
 from autotune.families.registry import FAMILIES
-from autotune.reporting import lever_markdown
 from autotune.schema.candidate import Candidate
 
 TABLE = Path(__file__).parents[2] / "docs" / "levers.md"
+INTRODUCTION = "Which settings that save memory or time each family has, generated from what the families declare."
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -29,7 +29,7 @@ def test_a_lever_is_declared_or_excluded_with_the_reason(name: str) -> None:
 
 
 def test_the_table_in_the_documentation_is_of_these_families() -> None:
-    assert TABLE.read_text() == lever_markdown(autotune.list_models())
+    assert TABLE.read_text() == markdown()
 
 
 def test_models_tell_their_levers() -> None:
@@ -40,5 +40,18 @@ def test_models_tell_their_levers() -> None:
     assert set(told["sdxl"].levers) | set(told["sdxl"].missing_levers) == set(LEVERS.values())
 
 
+def markdown() -> str:
+    """The table, with the reason where a lever is missing."""
+    families = {model.family: model for model in autotune.list_models()}
+    rows = [["family", *LEVERS.values()]]
+    for name, model in families.items():
+        rows.append([name, *("yes" if title in model.levers else "no" for title in LEVERS.values())])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    missing = [(name, *pair) for name, model in families.items() for pair in model.missing_levers.items()]
+    reasons = [f"- {name}, no {title}: {why}." for name, title, why in missing]
+    return "\n".join(["# Levers by family", "", INTRODUCTION, "", *lines, "", "Why not:", "", *reasons]) + "\n"
+
+
 if __name__ == "__main__":
-    TABLE.write_text(lever_markdown(autotune.list_models()))
+    TABLE.write_text(markdown())

@@ -89,7 +89,7 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
     plan = make_plan(folder, images, machine()).job.changed(model=str(file), base=str(folder))
     assert split_reference(plan.pinned_model) == (str(file), {"base": str(folder)})
     assert resolve_model(plan.pinned_model).base == str(folder)
-    with pytest.raises(InvalidInput, match="is no single file"):
+    with pytest.raises(InvalidInput, match="is not a single file"):
         autotune.plan(str(folder), str(images), base=str(folder))
 
 

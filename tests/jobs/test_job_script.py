@@ -108,7 +108,7 @@ def test_what_docker_cannot_mount_is_refused(work: Path, output: str) -> None:
 @pytest.mark.parametrize("image", ["--privileged", "a b", "a\n", " a"])
 def test_an_image_is_no_option(image: str) -> None:
     for write in (docker_script, kubernetes_manifest):
-        with pytest.raises(InvalidInput, match="no name of a container image"):
+        with pytest.raises(InvalidInput, match="not the name of a container image"):
             write(JobNeeds.of_plan(plan_for()), a_job(image=image))
 
 

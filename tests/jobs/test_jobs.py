@@ -61,7 +61,7 @@ def test_a_cpu_plan_asks_for_memory_and_no_gpu() -> None:
     plan = plan_for(2, device_kind="cpu")
     needs = JobNeeds.of_plan(plan)
     assert needs.gpus_per_node == 0
-    assert (needs.host_memory_gib or 0) * 2**30 > 2 * plan.frozen.expected.required_memory_bytes
+    assert (needs.host_memory_gib or 0) * 2**30 > 2 * plan.frozen.expected.run_memory_bytes
     script = slurm_script(needs, a_job())
     assert "gpus" not in script
     assert "#SBATCH --cpus" not in script  # a plan does not say how many

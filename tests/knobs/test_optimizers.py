@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = OptimizerChoice(name="antigravity:Optimizer")
-    with pytest.raises(InvalidInput, match="takes your word") as caught:
+    with pytest.raises(InvalidInput, match="takes your consent") as caught:
         check_options(choice)
     assert "--optimizer antigravity:Optimizer" in caught.value.hint
     assert "antigravity" not in __import__("sys").modules
@@ -109,11 +109,11 @@ def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPat
     [
         ("adamv", {}, "no optimizer called"),
         ("lion", {"beta": 0.9}, "takes no 'beta'"),
-        ("lion", {"lr": 0.9}, "lr is no option"),
+        ("lion", {"lr": 0.9}, "lr is not an option"),
         ("torch.nn:Linear", {}, "no torch.optim.Optimizer"),
         ("torch.optim:Nothing", {}, "has no Nothing"),
         ("no_such_package:Sgd", {}, "needs no_such_package"),
-        ("os; rm", {}, "no optimizer with such options"),
+        ("os; rm", {}, "not an optimizer with such options"),
     ],
 )
 def test_what_is_wrong_is_said(name: str, options: dict[str, float], what: str) -> None:

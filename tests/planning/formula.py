@@ -136,12 +136,11 @@ class FormulaCostModel:
     def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float) -> Prediction:
         allocated, seconds = self._formula(candidate)
         allocated, seconds = int(memory * allocated), time * seconds
-        phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
+        phase = PhaseMemory.model_construct(name="train", run_memory_bytes=allocated + GIB)
         return Prediction.model_construct(
             candidate=candidate,
-            peak_memory_bytes=allocated + GIB,
             allocated_memory_bytes=allocated,
-            required_memory_bytes=allocated + GIB,
+            run_memory_bytes=allocated + GIB,
             host_memory_bytes=self.host_memory_bytes(candidate),
             phases=(phase,),
             step_seconds=seconds,

@@ -73,7 +73,7 @@ def test_plans_are_compared_by_what_a_run_and_a_step_take(journey: Journey) -> N
     expected = journey.plan.frozen.expected
     firsts = {item.name: item.first for item in found}
     assert firsts == {
-        "run_memory_bytes": expected.required_memory_bytes,
+        "run_memory_bytes": expected.run_memory_bytes,
         "step_memory_bytes": expected.peak_memory_bytes,
     }
 

@@ -63,13 +63,13 @@ def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: Planni
 
 
 def test_the_first_fallback_is_tried_only_if_nothing_smaller_ran(case: PlanningProblem) -> None:
-    largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
-    smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
+    largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
+    smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     large = trial(largest, 1.0, 20 * GIB)
     fallback = choose_untried_fallback((large,), case)
     assert fallback is not None
     cost = case.cost.with_calibration((large,))
-    assert cost.predict(fallback).required_memory_bytes <= 0.9 * cost.predict(largest).required_memory_bytes
+    assert cost.predict(fallback).run_memory_bytes <= 0.9 * cost.predict(largest).run_memory_bytes
     assert choose_untried_fallback((large, trial(smallest, 2.0, 10 * GIB)), case) is None
     assert choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
 
@@ -85,7 +85,7 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
     assert expected.phases == (phase,)
-    assert expected.required_memory_bytes == 22 * GIB + expected.process_memory_bytes
+    assert expected.run_memory_bytes == 22 * GIB + expected.process_memory_bytes
     smaller = [t for t in plan.frozen.trials if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"]
     assert smaller or not plan.frozen.fallbacks
 
@@ -114,7 +114,7 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
         return make_plan(asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
 
     whole, without_caching = planned(*phases), planned(*phases[1:])
-    assert 17 * GIB < whole.required_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
+    assert 17 * GIB < whole.run_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
     assert without_caching.process_memory_bytes > 2 * GIB, "predicted for caching, which nothing measured"
 
 
@@ -127,7 +127,7 @@ def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
         return trial(candidate, 1.0, peak_bytes)
 
     plan = make_plan(request(max_trials=1, pins=FEW), hardware, backend=surroundings(run))
-    assert plan.frozen.expected.required_memory_bytes == 23 * GIB
+    assert plan.frozen.expected.run_memory_bytes == 23 * GIB
     assert hardware_misfits(plan, hardware) == ()
 
 

@@ -66,7 +66,7 @@ def test_plan_check_and_train_agree_at_every_budget_down_to_where_nothing_fits()
             continue
         fitting.append(True)
         assert plan.frozen.trials[-1].confirms
-        assert plan.frozen.expected.required_memory_bytes <= hardware.device.budget_bytes
+        assert plan.frozen.expected.run_memory_bytes <= hardware.device.budget_bytes
         assert hardware_misfits(plan, hardware) == ()  # what `check` asks
         with pytest.raises(InvalidInput, match="names no data"):  # `train` gets beyond the machine
             prepare(plan, hardware, resume=False)

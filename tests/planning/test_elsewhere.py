@@ -39,7 +39,7 @@ def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: s
         assert known.step_seconds is None, WRITE
         return
     assert known.step_seconds == pytest.approx(frozen.expected.step_seconds, rel=0.02), WRITE
-    assert known.run_memory_bytes == pytest.approx(frozen.expected.required_memory_bytes, rel=0.02), WRITE
+    assert known.run_memory_bytes == pytest.approx(frozen.expected.run_memory_bytes, rel=0.02), WRITE
     assert known.settings == frozen.settings, WRITE
 
 

@@ -95,7 +95,7 @@ def test_the_first_trial_that_cannot_tell_ends_the_search_with_its_reason() -> N
         tried.append(candidate)
         return answer(candidate).changed(message="several processes compute on the card")
 
-    with pytest.raises(NothingFits, match=r"no trial could tell how much energy.*: several processes") as caught:
+    with pytest.raises(NothingFits, match=r"no trial could measure how much energy.*: several processes") as caught:
         make_plan(energy_request(), HARDWARE, backend=surroundings(run))
     assert len(tried) == 1
     assert "leave --objective energy out" in caught.value.hint
@@ -104,7 +104,7 @@ def test_the_first_trial_that_cannot_tell_ends_the_search_with_its_reason() -> N
 def test_settings_that_ran_untold_are_not_said_to_need_too_much() -> None:
     first, second = (Candidate(micro_batch_size=size, checkpointed_blocks=0) for size in (1, 2))
     results = [builders.trial(first, 1.0, builders.GIB), builders.trial(second, outcome="oom")]
-    with pytest.raises(NothingFits, match="no trial could tell how much energy") as caught:
+    with pytest.raises(NothingFits, match="no trial could measure how much energy") as caught:
         require_winner(score_trials(results), "energy", lambda: "ask for less")
     assert caught.value.hint == ENERGY_HINT
 

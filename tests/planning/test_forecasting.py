@@ -16,8 +16,8 @@ def prediction(candidate: Candidate, seconds: float, gib: float) -> Prediction:
         candidate=candidate,
         step_seconds=seconds,
         allocated_memory_bytes=size,
-        required_memory_bytes=size + GIB,
-        phases=(PhaseMemory.model_construct(name="train", peak_memory_bytes=size + GIB),),
+        run_memory_bytes=size + GIB,
+        phases=(PhaseMemory.model_construct(name="train", run_memory_bytes=size + GIB),),
     )
 
 
@@ -53,7 +53,7 @@ def test_it_is_bounded_and_has_each_candidate_once() -> None:
     candidates = [each.candidate(SETTINGS) for each in made.alternatives]
     assert len(candidates) == len(set(candidates)) == MAX_ROWS
     assert made.num_candidates == 480
-    assert made.num_fitting == sum(each.required_memory_bytes <= 17 * GIB for each in predictions())
+    assert made.num_fitting == sum(each.run_memory_bytes <= 17 * GIB for each in predictions())
     assert candidates[0] == SETTINGS
     assert made.alternatives[0].changes == {}
 
@@ -61,13 +61,13 @@ def test_it_is_bounded_and_has_each_candidate_once() -> None:
 def test_it_has_the_best_with_every_value_and_the_front() -> None:
     made = forecast(SETTINGS)
     kept = {each.candidate(SETTINGS) for each in made.alternatives}
-    fitting = [each for each in predictions() if each.required_memory_bytes <= 17 * GIB]
+    fitting = [each for each in predictions() if each.run_memory_bytes <= 17 * GIB]
     for knob, values in (("micro_batch_size", (1, 4, 8)), ("quantization", ("torchao-int8",))):
         for value in values:
             having = [each for each in fitting if getattr(each.candidate, knob) == value]
             assert min(having, key=lambda each: each.step_seconds).candidate in kept
     assert min(fitting, key=lambda each: each.step_seconds).candidate in kept
-    assert min(fitting, key=lambda each: each.required_memory_bytes).candidate in kept
+    assert min(fitting, key=lambda each: each.run_memory_bytes).candidate in kept
 
 
 def test_it_has_the_nearest_that_does_not_fit_and_would_be_faster() -> None:
@@ -75,9 +75,9 @@ def test_it_has_the_nearest_that_does_not_fit_and_would_be_faster() -> None:
     chosen = next(each for each in predictions() if each.candidate == SETTINGS)
     beyond = [
         each for each in predictions()
-        if each.required_memory_bytes > 17 * GIB and each.step_seconds < chosen.step_seconds
+        if each.run_memory_bytes > 17 * GIB and each.step_seconds < chosen.step_seconds
     ]  # fmt: skip
-    nearest = min(beyond, key=lambda each: each.required_memory_bytes).candidate
+    nearest = min(beyond, key=lambda each: each.run_memory_bytes).candidate
     assert nearest in {each.candidate(SETTINGS) for each in made.alternatives}
 
 

@@ -60,7 +60,7 @@ def test_a_plan_is_its_own_recording(tmp_path: Path) -> None:
 def test_a_question_that_was_not_recorded_is_refused() -> None:
     recording = recording_of(made(), HARDWARE, ())
     other = request(pins=(("attention", "native"), ("micro_batch_size", "2")))
-    with by_formula(), pytest.raises(InvalidInput, match="which this request does not admit"):
+    with by_formula(), pytest.raises(InvalidInput, match="which this request does not allow"):
         make_plan(other, HARDWARE, backend=replayed(recording))
 
 

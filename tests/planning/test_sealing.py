@@ -105,7 +105,7 @@ def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
     roomy = cpu.changed(device=cpu.device.changed(budget_bytes=240 * 2**30))
     sealed = seal_on_arrival(arriving, roomy, backend=surroundings())
     assert sealed.frozen.hardware.budget_bytes == roomy.device.budget_bytes
-    needed = sealed.frozen.expected.required_memory_bytes
+    needed = sealed.frozen.expected.run_memory_bytes
     tight = cpu.changed(device=cpu.device.changed(budget_bytes=round(1.2 * needed)))
     with pytest.raises(DoesNotFit, match="a run may take"):
         seal_on_arrival(arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried")))
@@ -150,9 +150,9 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: Tr
     released = seal_on_arrival(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
     kept = seal_on_arrival(keeping, HERE, backend=surroundings()).frozen
-    assert kept.expected.required_memory_bytes == released.required_memory_bytes + KEPT_BYTES
+    assert kept.expected.run_memory_bytes == released.run_memory_bytes + KEPT_BYTES
     assert kept.hardware.budget_bytes == HERE.device.budget_bytes
-    tight = with_budget(HERE, predicted.frozen.expected.required_memory_bytes)
+    tight = with_budget(HERE, predicted.frozen.expected.run_memory_bytes)
     alone = edited(predicted, fallbacks=())
     seal_on_arrival(alone, tight, backend=surroundings())
     with pytest.raises(DoesNotFit, match="a run may take"):

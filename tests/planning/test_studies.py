@@ -188,7 +188,7 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
     notes: list[str] = []
     monkeypatch.setattr("autotune.search.study.time.sleep", lambda seconds: pytest.fail("waited"))
     make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
-    assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
+    assert notes == ["an interrupted search continues: 2 trials known (--fresh forgets them)"]
     assert len(tried) == len(set(tried)) > 2
 
 
@@ -203,8 +203,8 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tm
     with kept_study(case, "0.0", notes.append):
         pass
     assert notes == [
-        "another search of the same runs: this one joins it, 2 trials known",
-        "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
+        "the same search is already running: this one joins it, 2 trials known",
+        "an interrupted search continues: 2 trials known (--fresh forgets them)",
     ]
 
 
@@ -221,8 +221,8 @@ def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRe
     worker.process.join()
     make_plan(asked, HARDWARE, notices_to(notes.append), surroundings())
     assert notes == [
-        "another search of the same runs: this one keeps its trials in memory alone",
-        "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
+        "the same search is already running: this one keeps its trials in memory only",
+        "an interrupted search continues: 2 trials known (--fresh forgets them)",
     ]
 
 
@@ -286,7 +286,7 @@ def test_where_nothing_can_be_written_trials_stay_in_memory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     notes: list[str] = []
     assert make_plan(asked, HARDWARE, notices_to(notes.append), surroundings()).frozen.trials
-    assert "in memory alone" in notes[0]
+    assert "in memory only" in notes[0]
 
 
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:

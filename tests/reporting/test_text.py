@@ -114,9 +114,9 @@ def test_a_table_of_predictions_stays_aligned_beyond_100_gib() -> None:
         Prediction.model_construct(
             candidate=settings,
             step_seconds=1.0,
-            required_memory_bytes=size,
+            run_memory_bytes=size,
             time_uncertainty=0.2,
-            phases=(PhaseMemory.model_construct(name="train", peak_memory_bytes=size),),
+            phases=(PhaseMemory.model_construct(name="train", run_memory_bytes=size),),
         )
         for size in (9 << 30, int(101.2 * 2**30), 2000 << 30)
     ]

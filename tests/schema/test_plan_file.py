@@ -211,7 +211,7 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             read_plan(path)
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is no regular file"):
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
         read_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
@@ -263,7 +263,7 @@ def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> No
 
 def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
-    assert expected.required_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
+    assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
 
 
 def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(

@@ -63,7 +63,7 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
     ]
     wanted = np.array([[one.step_seconds for one in row] for row in predictions])
     assert seconds == pytest.approx(wanted, rel=1e-9)
-    peaks = np.array([[one.peak_memory_bytes for one in row] for row in predictions])
+    peaks = np.array([[one.training.run_memory_bytes for one in row] for row in predictions])
     besides = peaks - num_bytes  # adapter, optimizer, buffers, the process: the same for all but what rounds
     assert besides.max() - besides.min() < 0.001 * peaks.max()
 
@@ -75,7 +75,7 @@ def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: 
     assert any(c.offloaded_inputs for c in found)
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, norm_rope=found[0].norm_rope)
     activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
-    sizes = sorted(cost.predict_uncalibrated(c).peak_memory_bytes for c in found)
+    sizes = sorted(cost.predict_uncalibrated(c).training.run_memory_bytes for c in found)
     assert max(b - a for a, b in itertools.pairwise(sizes)) <= MAX_STEP * activations
 
 

@@ -135,7 +135,7 @@ def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
 
 def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostModel, space: SearchSpace) -> None:
     run, budget = machine(cost, 3), 60 * GIB
-    predicted = {c: cost.predict(c).required_memory_bytes for c in space.candidates}
+    predicted = {c: cost.predict(c).run_memory_bytes for c in space.candidates}
     results = search(cost, run, 10, budget, ascending=True)
     for number, result in enumerate(results[1:], start=1):
         largest = max(predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok")
@@ -177,7 +177,7 @@ def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
 def test_the_first_trial_is_the_fastest_that_surely_fits_or_else_the_one_that_needs_least(
     cost: CostModel, space: SearchSpace
 ) -> None:
-    needs = {candidate: cost.predict(candidate).required_memory_bytes for candidate in space.candidates}
+    needs = {candidate: cost.predict(candidate).run_memory_bytes for candidate in space.candidates}
     upper = {candidate: memory_upper_bound(cost.predict(candidate)) for candidate in space.candidates}
     first = search(cost, machine(cost, 1), budget_bytes=100 * GIB)[0].candidate
     safe = [candidate for candidate in space.candidates if upper[candidate] <= SAFE_SHARE * 100 * GIB]
@@ -190,7 +190,7 @@ def test_after_a_first_trial_that_did_not_fit_comes_the_one_that_needs_least(cos
     def run(candidate: Candidate) -> TrialResult:
         return TrialResult(candidate=candidate, outcome="oom", message="as predicted nowhere")
 
-    needs = [cost.predict(result.candidate).required_memory_bytes for result in search(cost, run)]
+    needs = [cost.predict(result.candidate).run_memory_bytes for result in search(cost, run)]
     assert min(needs) == needs[1] < needs[0]
 
 
@@ -296,7 +296,7 @@ def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: CostModel, spa
 def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shared_memory(
     cost: CostModel, space: SearchSpace, ascending: bool, trials: int
 ) -> None:
-    least = min(cost.predict(candidate).required_memory_bytes for candidate in space.candidates)
+    least = min(cost.predict(candidate).run_memory_bytes for candidate in space.candidates)
 
     def run(candidate: Candidate) -> TrialResult:
         return builders.trial(candidate, None, outcome="oom", message="by design")
@@ -308,10 +308,11 @@ def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shar
 def test_caution_is_about_the_step_and_not_about_other_phases(cost: CostModel, space: SearchSpace) -> None:
     step = cost.predict(space.candidates[0])
     cache = next(phase for phase in step.phases if phase.name == "cache")
-    large = cache.changed(peak_memory_bytes=2 * step.peak_memory_bytes)
-    encoding = step.model_copy(update={"phases": (large,), "required_memory_bytes": large.peak_memory_bytes})
-    assert memory_upper_bound(encoding) == large.peak_memory_bytes
-    assert 1.03 * step.peak_memory_bytes < memory_upper_bound(step) < 1.15 * step.peak_memory_bytes
+    needed = step.training.run_memory_bytes
+    large = cache.changed(run_memory_bytes=2 * needed)
+    encoding = step.model_copy(update={"phases": (large,), "run_memory_bytes": 2 * needed})
+    assert memory_upper_bound(encoding) == 2 * needed
+    assert 1.03 * needed < memory_upper_bound(step) < 1.15 * needed
 
 
 def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
@@ -457,7 +458,7 @@ def test_what_may_not_fit_is_worth_its_chance_and_is_never_tried_where_memory_is
 
 def test_workers_at_the_same_time_try_different_combinations(cost: CostModel, space: SearchSpace) -> None:
     run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
-    results = [run(min(space.candidates, key=lambda c: cost.predict(c).required_memory_bytes))]
+    results = [run(min(space.candidates, key=lambda c: cost.predict(c).run_memory_bytes))]
     taken: set[Candidate] = set()
     for _ in range(4):
         candidate = sampler.next_candidate(results, taken)

@@ -70,7 +70,7 @@ class Simulated:
         rng = random.Random(f"{candidate} {self.seed}")
         factor = math.prod(self.slow.get(str(choice), 1.0) for _, choice in candidate)
         seconds = predicted.step_seconds * 1.2 * factor * rng.gauss(1, 0.01)
-        fits = predicted.required_memory_bytes <= self.hardware.device.budget_bytes
+        fits = predicted.run_memory_bytes <= self.hardware.device.budget_bytes
         return trial(candidate, seconds if fits else None, int(predicted.allocated_memory_bytes * 1.01), wall_seconds=9)
 
     def backend(self, *stores: Store) -> PlannerBackend:

@@ -219,7 +219,7 @@ def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned, 
     cost = case_on_gpu().cost
     assert with_poison.tried
     for tried in with_poison.tried:
-        assert cost.predict_uncalibrated(tried).required_memory_bytes <= 1.1 * small.device.budget_bytes
+        assert cost.predict_uncalibrated(tried).run_memory_bytes <= 1.1 * small.device.budget_bytes
 
 
 def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold: Planned, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_onetrainer() -> None:
         ("lr: 1e-4", "lr: fast", "line 35: ai-toolkit's train.lr cannot be fast"),
         ("batch_size: 1", "batch_size: 1.5", "line 27: ai-toolkit's train.batch_size cannot be 1.5"),
         ("arch: qwen_image", "arch: chroma", "(model.arch chroma, line 41;"),
-        ("type: diffusion_trainer", "type: something", "no configuration of a known trainer"),
+        ("type: diffusion_trainer", "type: something", "not a configuration of a known trainer"),
         ("device: cuda", "device: &a cuda", "anchors"),
         ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
     ],

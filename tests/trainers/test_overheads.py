@@ -153,13 +153,13 @@ def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_
     roomy = autotune.plan(str(model), for_trainer="ai-toolkit", **asked)
     pins = {name: str(value) for name, value in roomy.frozen.settings}
     alone = autotune.plan(str(model), pins=pins, hardware="nvidia-h100-sxm", resolution="512")
-    needed, own = (each.frozen.expected.required_memory_bytes for each in (roomy, alone))
+    needed, own = (each.frozen.expected.run_memory_bytes for each in (roomy, alone))
     assert own < needed
     budget = (own + needed) // 2
     tight = autotune.plan(str(model), for_trainer="ai-toolkit", max_memory=budget, **asked)
     assert autotune.plan(str(model), pins=pins, max_memory=budget, hardware="nvidia-h100-sxm", resolution="512")
     assert tight.frozen.settings != roomy.frozen.settings
-    assert tight.frozen.expected.required_memory_bytes <= budget
+    assert tight.frozen.expected.run_memory_bytes <= budget
     assert tight.frozen.overheads is not None
     assert tight.frozen.overheads.program == "ai-toolkit"
     assert "memory as ai-toolkit takes it" in " ".join(plan_lines(tight))
@@ -172,7 +172,7 @@ def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(o
     theirs = cost_of("qwen-image", overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
-    least, most = sorted(theirs.predict(one).required_memory_bytes for one in settings)
+    least, most = sorted(theirs.predict(one).run_memory_bytes for one in settings)
     failures = [one.failure for one in refuse_beyond(ran, theirs, (least + most) // 2)]
     assert sum(failure is None for failure in failures) == 1
     assert refuse_beyond(ran, own, 0) == ran

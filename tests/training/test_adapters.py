@@ -123,7 +123,7 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
     assert choose_layers(family, model, "attention") == family.target_sets["attention"]
     for targets, blocks, what in (
         ("to_z", "all", "no layer"),
-        ("attention", "2-4", "no blocks"),
+        ("attention", "2-4", "not blocks"),
         ("atention", "all", "no target set"),
     ):
         with pytest.raises(InvalidInput, match=what):
@@ -133,7 +133,7 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
 def test_patterns_that_tell_blocks_apart_are_refused(bench: Bench) -> None:
     family = get_family("qwen-image")
     deep = dataclasses.replace(bench.resolved, config={**bench.resolved.config, "num_layers": 5}, folder=None)
-    with pytest.raises(InvalidInput, match="names other layers in some blocks") as caught:
+    with pytest.raises(InvalidInput, match="names different layers in different blocks") as caught:
         describe_workload(deep, None, WorkloadOverrides(targets="transformer_blocks.2.attn.to_q"))
     assert "--blocks" in caught.value.hint
     work = describe_workload(deep, None, WorkloadOverrides(targets="to_q", adapted_blocks="2"))

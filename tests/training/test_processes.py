@@ -189,7 +189,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan = planned()
-    needed = plan.frozen.expected.required_memory_bytes
+    needed = plan.frozen.expected.run_memory_bytes
     free, full = (builders.hardware(budget_bytes=size) for size in (needed, needed - 1))
     used = full.model_copy(update={"device": full.device.model_copy(update={"index": 1})})
     pair = plan.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})

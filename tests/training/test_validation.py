@@ -253,7 +253,7 @@ def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_pat
 
 
 def test_what_a_job_needs_held_out_images_for_is_refused_without(bench: Bench) -> None:
-    with pytest.raises(InvalidInput, match="nothing tells which adapter is best"):
+    with pytest.raises(InvalidInput, match="nothing shows which adapter is best"):
         check_job(bench.plan(keep_best=True).job, bench.resolved.family)
 
 

@@ -75,7 +75,7 @@ def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path, mo
 
 def test_an_optimizer_that_the_user_did_not_name_reaches_no_child(small_model: Path) -> None:
     work = workload(small_model).changed(optimizer=OptimizerChoice(name="antigravity:Optimizer"))
-    with pytest.raises(InvalidInput, match="takes your word"):
+    with pytest.raises(InvalidInput, match="takes your consent"):
         runner_for(small_model, work)
     assert "antigravity" not in sys.modules
 

@@ -169,6 +169,6 @@ def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names() -> N
 
 def test_a_class_that_is_not_in_the_tables_is_kept_for_diffusers() -> None:
     layers = {"blocks.0.to_q": LoraLayer(torch.ones(1, 2), torch.ones(2, 1), 1.0)}
-    with pytest.raises(InvalidInput, match="not known to autotune") as caught:
+    with pytest.raises(InvalidInput, match="autotune does not know what") as caught:
         serialize_adapter(Adapter(layers, {}), "comfyui", "SomeTransformer2DModel")
     assert "diffusers" in caught.value.hint

@@ -104,7 +104,7 @@ def ambiguous(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("to", ["comfyui", "kohya"])
 def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(ambiguous: Path, to: str) -> None:
     out = ambiguous.parent / "out.safetensors"
-    with pytest.raises(InvalidInput, match="may be of FLUX") as caught:
+    with pytest.raises(InvalidInput, match="may be for FLUX") as caught:
         convert(ambiguous, out, "--format", to)
     assert "--model" in caught.value.hint
     assert not out.exists()

@@ -149,7 +149,7 @@ def test_a_missing_file_says_so(tmp_path):
     with pytest.raises(MissingWeights):
         read_header(tmp_path / "no.safetensors")
     os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(MissingWeights, match=r"pipe\.safetensors is no regular file"):
+    with pytest.raises(MissingWeights, match=r"pipe\.safetensors is not a regular file"):
         read_header(tmp_path / "pipe.safetensors")
 
 

@@ -1,12 +1,12 @@
 """A small FLUX.1 pipeline, and its variant for editing."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import diffusers
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
+from autotune.families.base import Family
 from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -17,25 +17,23 @@ from autotune.families.small.parts import (
 )
 
 
-def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer, tokenizer_2 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=512)
-        text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
-        text_encoder_2 = t5_encoder(tokenizer_2, hidden_size=128)
-        transformer = FluxTransformer2DModel(
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=128,
-            pooled_projection_dim=64,
-            guidance_embeds=True,
-            axes_dims_rope=(8, 12, 12),
-        )
-        invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
-        vae = flux_vae()
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
+    tokenizer, tokenizer_2 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=512)
+    text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
+    text_encoder_2 = t5_encoder(tokenizer_2, hidden_size=128)
+    transformer = FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=128,
+        pooled_projection_dim=64,
+        guidance_embeds=True,
+        axes_dims_rope=(8, 12, 12),
+    )
+    invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
+    vae = flux_vae()
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=3.0,
         use_dynamic_shifting=True,
@@ -44,7 +42,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
         base_image_seq_len=256,
         max_image_seq_len=4096,
     )
-    getattr(diffusers, pipeline_class)(
+    return getattr(diffusers, family.pipeline_class)(
         scheduler=scheduler,
         vae=vae,
         text_encoder=text_encoder,
@@ -52,4 +50,4 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
         text_encoder_2=text_encoder_2,
         tokenizer_2=tokenizer_2,
         transformer=transformer,
-    ).save_pretrained(folder)
+    )

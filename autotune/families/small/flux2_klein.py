@@ -1,7 +1,7 @@
 """Small FLUX.2 pipelines, [klein] and [dev]."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -14,43 +14,43 @@ from diffusers import (
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import Qwen3ForCausalLM
 
+from autotune.families.base import Family
 from autotune.families.small.parts import MISTRAL_CHAT, QWEN_CHAT, mistral3, qwen3, qwen_tokenizer
 
 WIDTH = 32
-"""Of the text encoder."""
+"""Width of the text encoder."""
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int, *, is_dev: bool = False) -> None:
-    """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        # The pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27.
-        if is_dev:
-            tokenizer = qwen_tokenizer([*captions, SYSTEM_MESSAGE], MISTRAL_CHAT, chat=MISTRAL_CHAT)
-            text_encoder = mistral3(tokenizer, hidden_size=WIDTH, num_layers=31)
-        else:
-            tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
-            text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, hidden_size=WIDTH, num_layers=28)
-        transformer = Flux2Transformer2DModel(
-            in_channels=64,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=3 * WIDTH,
-            axes_dims_rope=(8, 8, 8, 8),
-            guidance_embeds=is_dev,
-        )
-        with torch.no_grad():
-            transformer.proj_out.weight.copy_(torch.linalg.pinv(transformer.x_embedder.weight))
-        vae = AutoencoderKLFlux2(
-            block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, latent_channels=16
-        ).eval()
-        vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
-    (Flux2Pipeline if is_dev else Flux2KleinPipeline)(
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
+    is_dev = family.pipeline_class == "Flux2Pipeline"
+    # The pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27.
+    if is_dev:
+        tokenizer = qwen_tokenizer([*captions, SYSTEM_MESSAGE], MISTRAL_CHAT, chat=MISTRAL_CHAT)
+        text_encoder = mistral3(tokenizer, hidden_size=WIDTH, num_layers=31)
+    else:
+        tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
+        text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, hidden_size=WIDTH, num_layers=28)
+    transformer = Flux2Transformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=3 * WIDTH,
+        axes_dims_rope=(8, 8, 8, 8),
+        guidance_embeds=is_dev,
+    )
+    with torch.no_grad():
+        transformer.proj_out.weight.copy_(torch.linalg.pinv(transformer.x_embedder.weight))
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, latent_channels=16
+    ).eval()
+    vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
+    return (Flux2Pipeline if is_dev else Flux2KleinPipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,
-    ).save_pretrained(folder)
+    )

@@ -1,14 +1,13 @@
 """Small Kandinsky 5.0 pipelines, for images and for video."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
 
-from autotune.families.base import build_empty_pipeline
+from autotune.families.base import Family, build_empty_pipeline
 from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -20,31 +19,29 @@ from autotune.families.small.parts import (
 )
 
 
-def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
-    video = "T2V" in pipeline_class
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions, build_empty_pipeline(pipeline_class).prompt_template)
-        tokenizer_2 = clip_tokenizer(captions)
-        text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
-        text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
-        transformer = Kandinsky5Transformer3DModel(
-            in_visual_dim=16,
-            out_visual_dim=16,
-            in_text_dim=128,
-            in_text_dim2=64,
-            time_dim=64,
-            model_dim=128,
-            ff_dim=256,
-            num_text_blocks=2,
-            num_visual_blocks=4,
-            axes_dims=(8, 12, 12),
-            visual_cond=video,
-        )
-        _initialize(transformer)
-        vae = _video_vae() if video else flux_vae()
-    getattr(diffusers, pipeline_class)(
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
+    video = "T2V" in family.pipeline_class
+    tokenizer = qwen_tokenizer(captions, build_empty_pipeline(family.pipeline_class).prompt_template)
+    tokenizer_2 = clip_tokenizer(captions)
+    text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
+    text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
+    transformer = Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        out_visual_dim=16,
+        in_text_dim=128,
+        in_text_dim2=64,
+        time_dim=64,
+        model_dim=128,
+        ff_dim=256,
+        num_text_blocks=2,
+        num_visual_blocks=4,
+        axes_dims=(8, 12, 12),
+        visual_cond=video,
+    )
+    _initialize(transformer)
+    vae = _video_vae() if video else flux_vae()
+    return getattr(diffusers, family.pipeline_class)(
         transformer=transformer,
         vae=vae,
         text_encoder=text_encoder,
@@ -52,7 +49,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
         text_encoder_2=text_encoder_2,
         tokenizer_2=tokenizer_2,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
-    ).save_pretrained(folder)
+    )
 
 
 def _initialize(transformer: Any) -> None:

@@ -1,49 +1,41 @@
 """A small Krea 2 pipeline."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    Krea2Pipeline,
-    Krea2Transformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from transformers import Qwen3VLModel
 
-from autotune.families.base import build_empty_pipeline
+from autotune.families.base import Family, build_empty_pipeline
 from autotune.families.small.parts import invert_input_layer, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)
-"""Of the text encoder; the pipeline takes the outputs of these layers."""
+"""Width and used layers of the text encoder; the pipeline takes the outputs of these layers."""
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 4 blocks of width 128, with 4 heads for queries and 2 for keys."""
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 4 blocks of width 128, with 4 heads for queries and 2 for keys."""
     stock = build_empty_pipeline("Krea2Pipeline")
     template = stock.prompt_template_encode_prefix + stock.prompt_template_encode_suffix
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions, template)
-        text_encoder = qwen3_vl(Qwen3VLModel, tokenizer, TEXT_WIDTH, num_layers=TEXT_LAYERS[-1])
-        transformer = Krea2Transformer2DModel(
-            num_layers=4,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=256,
-            timestep_embed_dim=64,
-            text_hidden_dim=TEXT_WIDTH,
-            num_text_layers=len(TEXT_LAYERS),
-            text_num_attention_heads=2,
-            text_num_key_value_heads=2,
-            text_intermediate_size=128,
-            axes_dims_rope=(8, 12, 12),
-        )
-        invert_input_layer(transformer.final_layer.linear, transformer.img_in.weight)
-        vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1).eval()
-    Krea2Pipeline(
+    tokenizer = qwen_tokenizer(captions, template)
+    text_encoder = qwen3_vl(Qwen3VLModel, tokenizer, TEXT_WIDTH, num_layers=TEXT_LAYERS[-1])
+    transformer = Krea2Transformer2DModel(
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        timestep_embed_dim=64,
+        text_hidden_dim=TEXT_WIDTH,
+        num_text_layers=len(TEXT_LAYERS),
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=128,
+        axes_dims_rope=(8, 12, 12),
+    )
+    invert_input_layer(transformer.final_layer.linear, transformer.img_in.weight)
+    vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1).eval()
+    return Krea2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=6400
         ),
@@ -52,4 +44,4 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
         tokenizer=tokenizer,
         transformer=transformer,
         text_encoder_select_layers=TEXT_LAYERS,
-    ).save_pretrained(folder)
+    )

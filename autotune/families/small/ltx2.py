@@ -1,10 +1,8 @@
 """A small LTX-2.3 pipeline."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
@@ -14,57 +12,56 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
+from autotune.families.base import Family
 from autotune.families.small.parts import gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
 WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = gemma_tokenizer(captions, max_length=1024)
-        text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
-        transformer = LTX2VideoTransformer3DModel(
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
-            num_attention_heads=4,
-            attention_head_dim=WIDTH // 4,
-            cross_attention_dim=WIDTH,
-            audio_in_channels=SOUND_CHANNELS,
-            audio_out_channels=SOUND_CHANNELS,
-            audio_num_attention_heads=4,
-            audio_attention_head_dim=SOUND_WIDTH // 4,
-            audio_cross_attention_dim=SOUND_WIDTH,
-            num_layers=4,
-            rope_type="split",
-            use_prompt_embeddings=False,
-            perturbed_attn=True,
-            **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
-        )
-        invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
-        LTX2Pipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
-            ),
-            vae=_video_vae(),
-            audio_vae=AutoencoderKLLTX2Audio(
-                base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
-            ).eval(),
-            vocoder=LTX2Vocoder(
-                in_channels=32,
-                hidden_channels=32,
-                upsample_kernel_sizes=[4, 4],
-                upsample_factors=[2, 2],
-                resnet_kernel_sizes=[3],
-                resnet_dilations=[[1, 3, 5]],
-            ).eval(),
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            connectors=_connectors(num_layers=3),
-            transformer=transformer,
-        ).save_pretrained(folder)
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
+    tokenizer = gemma_tokenizer(captions, max_length=1024)
+    text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
+    transformer = LTX2VideoTransformer3DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_attention_heads=4,
+        attention_head_dim=WIDTH // 4,
+        cross_attention_dim=WIDTH,
+        audio_in_channels=SOUND_CHANNELS,
+        audio_out_channels=SOUND_CHANNELS,
+        audio_num_attention_heads=4,
+        audio_attention_head_dim=SOUND_WIDTH // 4,
+        audio_cross_attention_dim=SOUND_WIDTH,
+        num_layers=4,
+        rope_type="split",
+        use_prompt_embeddings=False,
+        perturbed_attn=True,
+        **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+    )
+    invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
+        ),
+        vae=_video_vae(),
+        audio_vae=AutoencoderKLLTX2Audio(
+            base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
+        ).eval(),
+        vocoder=LTX2Vocoder(
+            in_channels=32,
+            hidden_channels=32,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3, 5]],
+        ).eval(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        connectors=_connectors(num_layers=3),
+        transformer=transformer,
+    )
 
 
 def _connectors(num_layers: int) -> Any:

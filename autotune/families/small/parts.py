@@ -211,7 +211,7 @@ def qwen_processor(tokenizer: Any) -> Any:
 
 
 def qwen_image_processor() -> Any:
-    """Of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16 tokens."""
+    """Image processor of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16 tokens."""
     return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 

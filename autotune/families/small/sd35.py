@@ -1,12 +1,12 @@
 """A small Stable Diffusion 3.5 pipeline."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextModelWithProjection
 
+from autotune.families.base import Family
 from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -17,33 +17,31 @@ from autotune.families.small.parts import (
 )
 
 
-def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 4 blocks of width 128, of which the first two attend twice, as medium's do."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
-        clip = clip_text_encoder(tokenizer, hidden_size=64).config
-        transformer = SD3Transformer2DModel(
-            num_layers=4,
-            num_attention_heads=2,
-            joint_attention_dim=128,
-            caption_projection_dim=128,
-            pooled_projection_dim=128,
-            pos_embed_max_size=192,
-            dual_attention_layers=(0, 1),
-            qk_norm="rms_norm",
-        )
-        patches = transformer.pos_embed.proj.weight
-        patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
-        invert_input_layer(transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1))  # channels are innermost there
-        StableDiffusion3Pipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=flux_vae(),
-            text_encoder=CLIPTextModelWithProjection(clip).eval(),
-            tokenizer=tokenizer,
-            text_encoder_2=CLIPTextModelWithProjection(clip).eval(),
-            tokenizer_2=tokenizer,
-            text_encoder_3=t5_encoder(tokenizer_3, hidden_size=128),
-            tokenizer_3=tokenizer_3,
-            transformer=transformer,
-        ).save_pretrained(folder)
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 4 blocks of width 128, of which the first two attend twice, as medium's do."""
+    tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
+    clip = clip_text_encoder(tokenizer, hidden_size=64).config
+    transformer = SD3Transformer2DModel(
+        num_layers=4,
+        num_attention_heads=2,
+        joint_attention_dim=128,
+        caption_projection_dim=128,
+        pooled_projection_dim=128,
+        pos_embed_max_size=192,
+        dual_attention_layers=(0, 1),
+        qk_norm="rms_norm",
+    )
+    patches = transformer.pos_embed.proj.weight
+    patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
+    invert_input_layer(transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1))  # channels are innermost there
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=flux_vae(),
+        text_encoder=CLIPTextModelWithProjection(clip).eval(),
+        tokenizer=tokenizer,
+        text_encoder_2=CLIPTextModelWithProjection(clip).eval(),
+        tokenizer_2=tokenizer,
+        text_encoder_3=t5_encoder(tokenizer_3, hidden_size=128),
+        tokenizer_3=tokenizer_3,
+        transformer=transformer,
+    )

@@ -1,41 +1,39 @@
 """A small Stable Diffusion XL pipeline."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModelWithProjection
 
-from autotune.families.published import Config
+from autotune.families.base import Family
+from autotune.families.sdxl import UNET, VAE
 from autotune.families.small.parts import clip_text_encoder, clip_tokenizer
 
 
-def write_pipeline(unet_config: Config, vae_config: Config, folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: the published stages, 32 to 64 channels wide."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = clip_tokenizer(captions)
-        text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
-        text_encoder_2 = CLIPTextModelWithProjection(text_encoder.config).eval()
-        small = {
-            "block_out_channels": (32, 64, 64),
-            "layers_per_block": 1,
-            "transformer_layers_per_block": (1, 1, 2),
-            "attention_head_dim": (1, 2, 2),
-            "norm_num_groups": 8,
-            "cross_attention_dim": 128,
-            "addition_time_embed_dim": 8,
-            "projection_class_embeddings_input_dim": 64 + 6 * 8,
-        }
-        unet = UNet2DConditionModel(**{**unet_config, **small})
-        _pass_input_through(unet)
-        vae = AutoencoderKL(
-            **{**vae_config, "block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "scaling_factor": 3.0},
-            norm_num_groups=8,
-        ).eval()
-    StableDiffusionXLPipeline(
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: the published stages, 32 to 64 channels wide."""
+    tokenizer = clip_tokenizer(captions)
+    text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
+    text_encoder_2 = CLIPTextModelWithProjection(text_encoder.config).eval()
+    small = {
+        "block_out_channels": (32, 64, 64),
+        "layers_per_block": 1,
+        "transformer_layers_per_block": (1, 1, 2),
+        "attention_head_dim": (1, 2, 2),
+        "norm_num_groups": 8,
+        "cross_attention_dim": 128,
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 64 + 6 * 8,
+    }
+    unet = UNet2DConditionModel(**{**UNET, **small})
+    _pass_input_through(unet)
+    vae = AutoencoderKL(
+        **{**VAE, "block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "scaling_factor": 3.0},
+        norm_num_groups=8,
+    ).eval()
+    return StableDiffusionXLPipeline(
         vae=vae,
         text_encoder=text_encoder,
         text_encoder_2=text_encoder_2,
@@ -49,7 +47,7 @@ def write_pipeline(unet_config: Config, vae_config: Config, folder: Path, captio
             steps_offset=1,
             timestep_spacing="leading",
         ),
-    ).save_pretrained(folder)
+    )
 
 
 @torch.no_grad()

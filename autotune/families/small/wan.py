@@ -1,45 +1,35 @@
 """Small Wan pipelines."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
+from autotune.families.base import Family
 from autotune.families.small.parts import invert_input_layer, t5_encoder, t5_tokenizer
 
 
-def write_pipeline(
-    vae_config: Mapping[str, Any],
-    folder: Path,
-    captions: Sequence[str],
-    seed: int,
-    *,
-    flow_shift: float,
-    boundary_ratio: float | None,
-) -> None:
-    """Write the pipeline: 4 blocks. With an autoencoder that makes patches, that of Wan 2.2 5B; with a boundary, a
+def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
+    """Build the pipeline: 4 blocks. With an autoencoder that makes patches, that of Wan 2.2 5B; with a boundary, a
     transformer for each side of it."""
+    vae_config, boundary_ratio = family.parts.vae_config, family.pipeline_config["boundary_ratio"]
     is_5b = "patch_size" in vae_config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = t5_tokenizer(captions, max_length=512)
-        text_encoder = t5_encoder(tokenizer, hidden_size=128, is_umt5=True)
-        transformers = [_build_transformer(48 if is_5b else 16) for _ in range(2 if boundary_ratio else 1)]
-        small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-        vae = AutoencoderKLWan(**{**vae_config, **small}).eval()
-    WanPipeline(
+    tokenizer = t5_tokenizer(captions, max_length=512)
+    text_encoder = t5_encoder(tokenizer, hidden_size=128, is_umt5=True)
+    transformers = [_build_transformer(48 if is_5b else 16) for _ in range(2 if boundary_ratio else 1)]
+    small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    vae = AutoencoderKLWan(**{**vae_config, **small}).eval()
+    return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=vae,
         **dict(zip(("transformer", "transformer_2"), transformers, strict=False)),
         scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=family.defaults.timestep_shift
         ),
         expand_timesteps=is_5b,
         boundary_ratio=boundary_ratio,
-    ).save_pretrained(folder)
+    )
 
 
 def _build_transformer(channels: int) -> Any:

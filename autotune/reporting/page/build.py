@@ -78,7 +78,7 @@ def _comparison(pairs: Sequence[tuple[Subject, PlanSubject]]) -> Element:
         ["evidence", *(plan.expected.evidence for plan in plans)],
         ["speed", *(f"{plan.expected.images_per_second:.3g} images/s" for plan in plans)],
         ["step time", *times],
-        ["run memory", *(memory_text(plan.expected.required_memory_bytes) for plan in plans)],
+        ["run memory", *(memory_text(plan.expected.run_memory_bytes) for plan in plans)],
         ["budget", *(memory_text(plan.budget_bytes) for plan in plans)],
     ]
     reports = [subject.report if isinstance(subject, RunSubject) else None for subject, _ in pairs]

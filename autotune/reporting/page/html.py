@@ -55,7 +55,7 @@ def image_source(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str, class_: str | None = None) -> Element:
+def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str) -> Element:
     """A table whose rows, if they are of many cells, are written below each other on a narrow screen, and that scrolls
     by itself otherwise. The first cell of a row names it."""
     lines = [
@@ -71,7 +71,6 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str,
         h("caption", caption),
         h("thead", h("tr", (h("th", cell, scope="col") for cell in head))),
         h("tbody", lines),
-        class_=class_,
     )
     style = "scroll stacks" if len(head) >= MIN_STACKED else "scroll"
     return h("div", whole, class_=style, tabindex=0, role="region", aria_label=caption)

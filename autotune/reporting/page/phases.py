@@ -7,13 +7,7 @@ from autotune.reporting.page.html import Child, h
 from autotune.reporting.text import memory_text
 from autotune.schema import Expected, Forecast, PhasePeak, RunReport
 
-PHASE_TITLES = {
-    "load": "loading",
-    "cache": "caching",
-    "train": "training",
-    "preview": "previews",
-    "save": "saving",
-}
+PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews", "save": "saving"}
 """Phases of a prediction by the names that rehearsals have."""
 MAX_SCALE = 2.5
 """How many times the largest phase the budget may be and still be on the scale."""
@@ -27,7 +21,7 @@ def phase_bars(expected: Expected, forecast: Forecast | None, budget_bytes: int)
     if forecast and forecast.phases:
         predicted = {PHASE_TITLES.get(p.name, p.name): p.run_memory_bytes for p in forecast.phases}
         return _bars({}, predicted, budget_bytes, promised="predicted", solid="")
-    return _bars({}, {"neediest phase": expected.required_memory_bytes}, budget_bytes, promised="planned", solid="")
+    return _bars({}, {"neediest phase": expected.run_memory_bytes}, budget_bytes, promised="planned", solid="")
 
 
 def compared_phases(report: RunReport, process_bytes: int, budget_bytes: int) -> Element:

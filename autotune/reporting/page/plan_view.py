@@ -38,14 +38,14 @@ def _answer(subject: PlanSubject, points: list[Point]) -> Element:
     accumulated = f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
     took = f"{seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)}"
     step = f"{took} for a step of {work.effective_batch_size}"
-    left = memory_text(subject.budget_bytes - expected.required_memory_bytes)
+    left = memory_text(subject.budget_bytes - expected.run_memory_bytes)
     budget = f"{memory_text(subject.budget_bytes)} that a run may take; {left}"
     joules = expected.joules_per_image
     found = [
         ("Chosen batch", h("b", batch), accumulated if steps > 1 else ", the whole effective batch at once"),
         ("Why it won", _why(subject, points)),
         ("Speed", h("b", f"{expected.images_per_second:.3g} images/s"), f", {step} ({expected.evidence})"),
-        ("Memory", h("b", memory_text(expected.required_memory_bytes)), f" of the {budget} stay free"),
+        ("Memory", h("b", memory_text(expected.run_memory_bytes)), f" of the {budget} stay free"),
         *([("Energy", h("b", energy_text(joules)), " an image, by the GPU alone")] if joules else ()),
         ("Nearest out-of-memory", _nearest(subject, points)),
     ]

@@ -174,7 +174,7 @@ def _times(subject: RunSubject) -> Element:
 def _memory(subject: RunSubject) -> Element:
     frozen = subject.plan.frozen
     sizes = [step.memory_bytes for step in subject.steps]
-    promise, budget = frozen.expected.required_memory_bytes, frozen.hardware.budget_bytes
+    promise, budget = frozen.expected.run_memory_bytes, frozen.hardware.budget_bytes
     unit, suffix = memory_unit([promise, *sizes])
     held = thinned([(float(step.step), step.memory_bytes / unit) for step in subject.steps], max)
     is_near = budget <= SHOWN_BUDGET * max(promise, *sizes)

@@ -30,7 +30,7 @@ class PlanSubject:
     num_processes: int
     budget_bytes: int
     workload: Workload
-    """Of one process."""
+    """The work of one process."""
     settings: Candidate
     expected: Expected
     trials: tuple[TrialResult, ...]
@@ -156,7 +156,7 @@ def points_of(subject: PlanSubject) -> list[Point]:
             speed, run_bytes = batch / each.step_seconds, each.run_memory_bytes
             found[trial.candidate] = Point(trial.candidate, speed, run_bytes, "failed", word)
     speed, kind = batch / expected.step_seconds, expected.evidence
-    found[settings] = Point(settings, speed, expected.required_memory_bytes, kind, f"chosen, {kind}", is_chosen=True)
+    found[settings] = Point(settings, speed, expected.run_memory_bytes, kind, f"chosen, {kind}", is_chosen=True)
     return _with_front(list(found.values()))
 
 

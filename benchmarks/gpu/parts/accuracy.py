@@ -81,7 +81,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             closed = unavailable_choice(hardware, chosen)
             before = predictor.predict(chosen)
-            if closed or (before.required_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
+            if closed or (before.run_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
                 evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
                 continue
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
@@ -127,10 +127,10 @@ def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | No
 
 def told(prediction: Prediction) -> dict[str, Any]:
     """What a prediction says, as far as it can be measured."""
-    train = next(phase for phase in prediction.phases if phase.name == "train")
+    train = prediction.training
     return {
         "allocated_bytes": prediction.allocated_memory_bytes,
-        "reserved_bytes": prediction.peak_memory_bytes - train.breakdown.process_overhead_bytes,
+        "reserved_bytes": train.run_memory_bytes - train.breakdown.process_overhead_bytes,
         "step_seconds": prediction.step_seconds,
         "step_time": prediction.step_time.model_dump(),
         "memory_uncertainty": prediction.memory_uncertainty,

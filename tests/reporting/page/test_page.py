@@ -145,7 +145,7 @@ def test_points_are_what_the_plan_says(name: str) -> None:
     points = points_of(subject)
     expected = subject.expected
     assert chosen_of(points).images_per_second == pytest.approx(expected.images_per_second)
-    assert chosen_of(points).run_memory_bytes == expected.required_memory_bytes
+    assert chosen_of(points).run_memory_bytes == expected.run_memory_bytes
     ran = {trial.candidate for trial in subject.trials if trial.outcome == "ok"}
     assert {point.candidate for point in points if point.kind == "measured"} == ran | {subject.settings}
     for point in points:
