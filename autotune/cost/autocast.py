@@ -17,8 +17,9 @@ else:
     torch = lazy_module("torch")
 
 PRODUCTS = ("linear", "conv2d", "conv3d", "scaled_dot_product_attention")
-IN_FP32 = ("layer_norm", "group_norm", "mse_loss")
-"""Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32."""
+IN_FP32 = ("layer_norm", "group_norm", "mse_loss", "rms_norm")
+"""Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32, with `rms_norm`
+since torch 2.12 (pytorch/pytorch#174824)."""
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def traced_model(
     overheads: Overheads | None = None,
 ) -> "TracedModel":
     """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share what was traced."""
-    key = family, workload, rules, repr((sorted(config.items()), parts, overheads and overheads.adapters))
+    key = family, workload, rules, repr((sorted(config.items()), parts, overheads and overheads.traced))
     known = family, config, workload, rules, parts, overheads
     model = _remembered.pop(key, None) or TracedModel(*known)
     while len(_remembered) >= NUM_REMEMBERED:
@@ -230,7 +230,8 @@ class TracedModel:
         if ahead := knobs.find_modulation_ahead(transformer):
             ahead.set_dtype(weights.from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
-            quantize_for_tracing(self.family, transformer, quantization, self.rules)
+            products = self.overheads.products.get(quantization) if self.overheads else None
+            quantize_for_tracing(self.family, transformer, quantization, self.rules, products)
             practice = self._practice(quantization)
             work = self.workload.changed(adapted_blocks=self._traced_blocks)
             not_drawn = diffusers.models.modeling_utils.no_init_weights()

@@ -1,11 +1,14 @@
 """Quantized weights on the meta device: a format's own layers if they work there, else stand-ins.
 
+Other programs' ways with formats of plain numbers have stand-ins, too (`schema/overheads.py`, ProductPractice).
+
 bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep and compute what its
 Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with
 nested statistics).
 """
 
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,7 +19,8 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
 from autotune.families import Family
 from autotune.knobs import Quantization
-from autotune.quantization import NESTED_BLOCK, NF4_BLOCK
+from autotune.quantization import NESTED_BLOCK, NF4_BLOCK, as_stored
+from autotune.schema import ProductPractice
 
 FUSED_4_BIT_ROWS = 4
 """Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its columns fill whole blocks
@@ -33,17 +37,25 @@ def nf4_bytes(num_weights: int) -> int:
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
 
-def quantize_for_tracing(family: Family, transformer: nn.Module, quantization: str, rules: DeviceRules) -> None:
-    """Store the blocks' weights as the knob does, or as a stand-in of the same size and behavior."""
-    name = WEIGHT_FORMATS[quantization].stand_in
-    if not name:
+def quantize_for_tracing(
+    family: Family,
+    transformer: nn.Module,
+    quantization: str,
+    rules: DeviceRules,
+    practice: ProductPractice | None = None,
+) -> None:
+    """Store weights as the knob does, as a stand-in of the same size and behavior, or as another program does."""
+    weight_format = WEIGHT_FORMATS[quantization]
+    if practice:
+        stand_in = partial(_stand_in_for_practice, resolve_name(weight_format.quantize), practice)
+    elif weight_format.stand_in:
+        stand_in = partial(resolve_name(weight_format.stand_in), rules=rules)
+    else:
         Quantization().apply(transformer, family, quantization)
         return
-    stand_in = resolve_name(name)
-    for block in family.blocks(transformer):
-        for layer in block.modules():
-            if isinstance(layer, nn.Linear):
-                stand_in(layer, rules)
+    stored = [transformer] if practice and practice.everywhere else family.blocks(transformer)
+    for layer in [layer for module in stored for layer in module.modules() if isinstance(layer, nn.Linear)]:
+        stand_in(layer)
 
 
 def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
@@ -62,6 +74,45 @@ def stand_in_for_int8(layer: nn.Linear, rules: DeviceRules) -> None:
     layer.weight = nn.Parameter(stored, requires_grad=False)
     layer.register_parameter("scale", nn.Parameter(stored.new_empty(len(stored), dtype=torch.float32), False))
     _replace_forward(layer, lambda x: MatMul8bit.apply(x, layer, rules))  # type: ignore[no-untyped-call]
+
+
+def _stand_in_for_practice(quantize: Callable[[nn.Linear], None], practice: ProductPractice, layer: nn.Linear) -> None:
+    """Let a layer multiply by what `quantize` stores of it as a program does."""
+    dtype = layer.weight.dtype
+    quantize(layer)
+    ways: dict[str, Callable[..., torch.Tensor]] = {"weights": _keeping_weight, "inputs": WithWeightGradient.apply}
+    multiply = ways[practice.keeps]
+    _replace_forward(layer, lambda x: multiply(x, layer, dtype))
+
+
+def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    """Autograd keeps the converted weight for the input's gradient."""
+    weight = as_stored(layer.weight).to(dtype)
+    if isinstance(layer.scale, torch.Tensor):
+        weight = weight * layer.scale.to(dtype)[:, None]
+    # A model that casts to the precision of a weight may have made bytes of it.
+    return nn.functional.linear(x if x.is_floating_point() else x.to(dtype), weight, layer.bias)
+
+
+class WithWeightGradient(torch.autograd.Function):
+    """A product with int8 weights that computes their gradient, too, and converts them for each pass
+    (torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any, dtype: torch.dtype) -> Any:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        out = nn.functional.linear(x, layer.weight.to(dtype)) * layer.scale.to(dtype)
+        return out if layer.bias is None else out + layer.bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (x,), layer = gradients, ctx.saved_tensors, ctx.layer
+        of_input = (gradient * layer.scale.to(gradient.dtype)).matmul(layer.weight.to(gradient.dtype))
+        flat = gradient.reshape(-1, len(layer.weight))
+        unused = flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))
+        del unused
+        return of_input.to(x.dtype), None, None
 
 
 def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -26,11 +26,11 @@ REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
 CPU_ATTENTION_EFFICIENCY = 0.6
 BANDWIDTH_EFFICIENCY = 0.7
-STEP_OVER_KERNELS = 1.25
-"""Published steps of LoRA training take .8 to 1.7 times their kernels at the efficiencies above, by program more than
-by card: 13 readings of five programs on six cards (benchmarks/published.py lists them), SimpleTuner's seven 1.29 in the
-geometric mean, the others' six .97. 1.25 has the least median error over all (17%). They do not say which attention
-kernel ran; cuDNN is charged on the H100. Used where nothing was measured."""
+STEP_OVER_KERNELS = 1.15
+"""Published steps of LoRA training take .7 to 2.1 times their kernels at the efficiencies above, but for five that wait
+for the host or do what nobody computes here: 49 readings of seven programs on nine cards (benchmarks/published.py lists
+them), 1.15 in the median, and 1.17 without those of SimpleTuner. They do not say which attention kernel ran; cuDNN is
+charged on the H100. Used where nothing was measured."""
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
 """Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
 launch."""
@@ -94,7 +94,7 @@ class Rates:
         if kind == "matmul" and self._thin and is_thin(shape):
             return max(self.min_kernel_seconds, moved / _interpolated(self._thin, shape))
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
-        if moved <= self.cached_bytes and kind.startswith("elementwise"):
+        if moved <= self.cached_bytes and not kind.startswith("dequantization"):
             seconds /= self.cache_gain
         if flops:
             variant = kind.partition(".")[2]

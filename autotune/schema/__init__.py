@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
-    from autotune.schema.overheads import AdapterPractice, KeptPart, Overheads
+    from autotune.schema.overheads import AdapterPractice, KeptPart, Overheads, Part, ProductPractice
     from autotune.schema.plan import (
         JOULES_PER_KWH,
         CheckResult,

@@ -31,6 +31,22 @@ class AdapterPractice(Frozen):
         return f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} bytes of AdamW a parameter"
 
 
+class ProductPractice(Frozen):
+    """How a program stores frozen layers of a weight format, and multiplies by them."""
+
+    keeps: Literal["weights", "inputs"]
+    """Until the backward pass of each layer: its weight in the precision of the products, as autograd does; or its
+    input, for a gradient of the weight that is computed and that nobody uses."""
+    everywhere: bool = False
+    """Whether all linear layers are stored so, not those of blocks alone."""
+
+    @property
+    def text(self) -> str:
+        """In words for people."""
+        kept = {"weights": "each converted weight kept for its backward pass", "inputs": "gradients of weights, too"}
+        return f"{kept[self.keeps]}{', all linear layers stored so' * self.everywhere}"
+
+
 class KeptPart(Frozen):
     """A model that is on the device in a phase in which autotune's executor has it elsewhere."""
 
@@ -59,12 +75,14 @@ class Overheads(Frozen):
     adapter: AdapterPractice
     adapter_by_format: dict[str, AdapterPractice] = Field(default_factory=dict)
     """What differs from `adapter`, by the weight format of the layers that are adapted."""
+    products: dict[str, ProductPractice] = Field(default_factory=dict)
+    """By the weight format of frozen layers; others are stored and multiplied by as autotune does."""
     kept: tuple[KeptPart, ...] = ()
 
     @property
-    def adapters(self) -> tuple[object, ...]:
-        """All that decides how an adapter is traced."""
-        return self.adapter, tuple(self.adapter_by_format.items())
+    def traced(self) -> tuple[object, ...]:
+        """All that decides how a model is traced."""
+        return self.adapter, tuple(self.adapter_by_format.items()), tuple(self.products.items())
 
     def adapter_on(self, weight_format: str) -> AdapterPractice:
         """How the adapter of layers is held that are stored in a format."""
@@ -78,8 +96,9 @@ class Overheads(Frozen):
     def sentences(self) -> tuple[str, ...]:
         """What is taken for granted, one thing each."""
         others: dict[str, list[str]] = {}
-        for name, practice in self.adapter_by_format.items():
-            others.setdefault(practice.text, []).append(name)
+        texts = [(name, one.text) for name, one in self.adapter_by_format.items()]
+        for name, text in (*texts, *((name, one.text) for name, one in self.products.items())):
+            others.setdefault(text, []).append(name)
         formats = tuple(f"with {' or '.join(names)}: {text}" for text, names in others.items())
         return (self.adapter.text, *formats, *(one.text for one in self.kept))
 

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autotune
+from autotune.cost.autocast import IN_FP32
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
+from autotune.cost.trace.recorder import Segment
 from autotune.families.registry import FAMILIES
 from autotune.reporting.plan import plan_lines
 from autotune.schema.candidate import Candidate
@@ -177,3 +180,63 @@ def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(o
     assert sum(failure is None for failure in failures) == 1
     assert refuse_beyond(ran, own, 0) == ran
     assert theirs.as_trials_run().predict(SETTINGS).phases == own.predict(SETTINGS).phases
+
+
+def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
+    """The backward pass of a block in the middle if the first `recomputed` do so, else its forward pass."""
+    model = cost_of("qwen-image", overheads).model
+    kernel = kernel_for("native", model.rules, model.masked(1), gpu("nvidia-h100-sxm"), "bf16")
+    trace = model.traced("bf16", quantization, kernel, 1, recomputed)
+    return (trace.backward if recomputed else trace.forward)[1]
+
+
+WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
+WITH_GRADIENTS = 12 * WIDTH**2
+"""Weights of the layers that one of a block's two streams goes through: four of attention, and two that widen by 4."""
+
+
+def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pass() -> None:
+    musubi = overheads_of("musubi")
+    own = musubi.changed(products={})
+    kept, dropped = (traced_block(each, "torchao-fp8", 0).growth_bytes for each in (musubi, own))
+    assert kept - dropped == 2 * 2 * WITH_GRADIENTS
+    kept, dropped = (traced_block(each, "torchao-fp8", 3).peak_bytes for each in (musubi, own))
+    assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
+
+
+def test_gradients_of_frozen_weights_take_a_product_more_and_inputs_that_stay(own: CostModel) -> None:
+    simpletuner = overheads_of("simpletuner")
+    theirs, usual = (traced_block(each, "torchao-int8", 3) for each in (simpletuner, simpletuner.changed(products={})))
+    flops, usual_flops = (sum(count * work[2] for work, count in each.work.items()) for each in (theirs, usual))
+    tokens = BUCKET.width_px * BUCKET.height_px // 16**2 + own.workload.max_text_tokens
+    assert flops - usual_flops == 2 * tokens * WITH_GRADIENTS
+    keeps, drops = (
+        traced_block(each, "torchao-int8", 0).growth_bytes for each in (simpletuner, simpletuner.changed(products={}))
+    )
+    assert keeps > drops
+
+
+def test_linear_layers_outside_of_blocks_are_stored_so_if_a_program_does_it() -> None:
+    simpletuner = overheads_of("simpletuner")
+    everywhere, blocks = (
+        cost_of("krea-2", each).model.model_bytes("bf16", "torchao-int8").outside_bytes
+        for each in (simpletuner, simpletuner.changed(products={}))
+    )
+    assert everywhere < 0.7 * blocks
+
+
+@pytest.mark.quick("krea-2", "wan-2.1")
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("trainer", ["simpletuner", "sd-scripts"])
+def test_every_family_is_traced_with_all_of_its_layers_in_8_bits(name: str, trainer: str) -> None:
+    overheads = overheads_of(trainer, "flux1-dev", targets="attention+mlp")
+    for quantization in overheads.products:
+        prediction = cost_of(name, overheads).predict(SETTINGS.changed(quantization=quantization))
+        assert prediction.step_seconds > 0
+
+
+def test_what_autocast_has_in_fp32_is_what_torch_s_own_table_has() -> None:
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    table = header.partition("#define AT_FORALL_FP32(_)")[2].partition("#define")[0]
+    called = ("layer_norm", "group_norm", "rms_norm", "mse_loss", "linear", "gelu", "silu")
+    assert {name for name in called if f"_({name}) " in table} == set(IN_FP32)
