@@ -188,7 +188,7 @@ class ResidualSearch:
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
             # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all that it may cost.
-            needed = required if self.ascending else prediction.required_memory_bytes
+            needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
                 scored = self._score(prediction, required, power)
                 found.append(replace(scored, chance_to_fit=_chance_to_fit(prediction, limit)))
@@ -357,7 +357,8 @@ def _teach_the_same(one: Candidate, other: Candidate) -> bool:
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:
     """Probability that the training step, which alone is uncertain, stays below `limit` bytes."""
     sigma = max(prediction.memory_uncertainty, 1e-9)
-    return _normal_share(math.log(limit / prediction.peak_memory_bytes) / sigma)
+    step_bytes = next(each.run_memory_bytes for each in prediction.phases if each.name == "train")
+    return _normal_share(math.log(limit / step_bytes) / sigma)
 
 
 def memory_upper_bound(prediction: Prediction) -> float:

@@ -94,10 +94,11 @@ class AdapterOptimizer:
         """Move the parameters' gradients to the masters in fp32: one kernel for all, of which there may be 1,440."""
         pairs = zip(self.parameters, self.masters, strict=True)
         given = [(p, master, p.grad) for p, master in pairs if master is not p and p.grad is not None]
-        for parameter, master, _ in given:
-            master.grad, parameter.grad = torch.empty_like(master), None
+        copies = [torch.empty_like(master) for _, master, _ in given]
         if given:
-            torch._foreach_copy_([master.grad for _, master, _ in given], [gradient for *_, gradient in given])
+            torch._foreach_copy_(copies, [gradient for *_, gradient in given])
+        for (parameter, master, _), copy in zip(given, copies, strict=True):
+            master.grad, parameter.grad = copy, None
 
     @torch.no_grad()
     def average(self) -> None:

@@ -160,7 +160,7 @@ def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: Co
             fewer = [
                 c for c in siblings[candidate.changed(swapped_blocks=0)] if c.swapped_blocks < candidate.swapped_blocks
             ]
-            assert all(cost.predict(c).required_memory_bytes >= budget for c in fewer)
+            assert all(cost.predict(c).run_memory_bytes >= budget for c in fewer)
     first = sampler.next_candidate(())
     assert first is not None
     assert first.swapped_blocks == 0
@@ -441,13 +441,13 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
 def test_what_may_not_fit_is_worth_its_chance_and_is_never_tried_where_memory_is_the_hosts(
     cost: CostModel, space: SearchSpace
 ) -> None:
-    predictions = sorted(map(cost.predict, space.candidates), key=lambda each: each.required_memory_bytes)
+    predictions = sorted(map(cost.predict, space.candidates), key=lambda each: each.run_memory_bytes)
     doubted = predictions[len(predictions) // 2]
     assert doubted.memory_uncertainty > 0.01
-    budget = round(1.005 * doubted.required_memory_bytes)  # less than one sigma above
+    budget = round(1.005 * doubted.run_memory_bytes)  # less than one sigma above
     on_card = {one.candidate: one for one in ResidualSearch(space, cost, budget).remaining(())}
     on_host = {one.candidate: one for one in ResidualSearch(space, cost, budget, ascending=True).remaining(())}
-    assert set(on_card) == {each.candidate for each in predictions if each.required_memory_bytes < budget}
+    assert set(on_card) == {each.candidate for each in predictions if each.run_memory_bytes < budget}
     assert set(on_host) == {each.candidate for each in predictions if memory_upper_bound(each) < budget}
     chance = on_card[doubted.candidate].chance_to_fit
     assert 0.5 < chance < 0.84 < min(one.chance_to_fit for one in on_host.values())
