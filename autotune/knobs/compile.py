@@ -1,6 +1,7 @@
 """torch.compile of each repeated block: faster steps after a start-up that the job has to pay back."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autotune.backends import WEIGHT_FORMATS
@@ -40,7 +41,7 @@ class Compile(Knob):
         capability = context.hardware.capability("compile")
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
-        startup = _seconds_of_blocks(context.family, context.workload)
+        startup = _seconds_of_blocks(len(context.family.block_lists), context.workload)
         why = f"the winner is tried compiled if the steps may pay back a start-up of some {startup:.0f} s"
         return Choices(("off",), on_request={"block": why})
 
@@ -52,7 +53,8 @@ class Compile(Knob):
 
     def parity(self, choice: Choice) -> Parity | None:
         reason = "fused kernels keep intermediate results in fp32 where single ones round them"
-        return Parity(choice, 0.05, reason) if choice == "block" else None
+        # Two blocks that recompute, of which the second is compiled: its code has all that others' has, and more.
+        return Parity(choice, 0.05, reason, other_choices={"checkpointed_blocks": 2}) if choice == "block" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         if choice == "block":
@@ -61,7 +63,8 @@ class Compile(Knob):
             # What both passes compute alike would be computed once and kept: weights of 8 bits that are cast.
             torch._functorch.config.cse = all(weight.element_size() > 1 for weight in transformer.parameters())
         for block in family.blocks(transformer):
-            block._compiled_call_impl = CompiledBlock(block) if choice == "block" else None
+            is_adapted = any(parameter.requires_grad for parameter in block.parameters())
+            block._compiled_call_impl = CompiledBlock(block._call_impl, is_adapted) if choice == "block" else None
 
 
 class CompiledBlock:
@@ -78,12 +81,22 @@ class CompiledBlock:
     backend: str | Callable[..., Any] = "inductor"
     """torch.compile's."""
 
-    def __init__(self, block: "nn.Module") -> None:
-        self._plain: Callable[..., Any] = block._call_impl
-        self._for_first = torch.compile(self._plain, backend=self.backend)
-        self._for_others = torch.compile(self._plain, backend=self.backend, dynamic=True)
-        self._is_adapted = any(parameter.requires_grad for parameter in block.parameters())
+    def __init__(self, plain: Callable[..., Any], is_adapted: bool) -> None:
+        self._plain, self._is_adapted = plain, is_adapted
+        self._for_first = torch.compile(plain, backend=self.backend)
+        self._for_others = torch.compile(plain, backend=self.backend, dynamic=True)
         self._first: tuple[object, ...] | None = None
+
+    @cached_property
+    def recomputing(self) -> "CompiledBlock":
+        """The same under gradient checkpointing, which is compiled, too: the backward pass computes again no more than
+        it needs. Around compiled code all of it runs twice, e.g. a block's last product."""
+        plain, checkpoint = self._plain, torch.utils.checkpoint.checkpoint
+
+        def run(*inputs: Any) -> Any:
+            return checkpoint(plain, *inputs, use_reentrant=False)
+
+        return CompiledBlock(run, self._is_adapted)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         leaves = torch.utils._pytree.tree_leaves((inputs, named))
@@ -107,11 +120,13 @@ def _in_order(tensor: "torch.Tensor") -> "torch.Tensor":
 def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
     """Seconds to compile what a candidate compiles."""
     if candidate.compile == "block":
-        return _seconds_of_blocks(family, workload)
+        # One list of blocks has some that recompute and some that do not.
+        is_mixed = candidate.offloaded_inputs < candidate.checkpointed_blocks < workload.model.num_blocks
+        return _seconds_of_blocks(len(family.block_lists) + is_mixed, workload)
     return norm_rope.STARTUP_SECONDS if candidate.norm_rope == "compiled" else 0.0
 
 
-def _seconds_of_blocks(family: Family, workload: Workload) -> float:
-    """Of all blocks, for the first shape and once more for all others; blocks of one kind share it."""
+def _seconds_of_blocks(num_kinds: int, workload: Workload) -> float:
+    """Of blocks of so many kinds, for the first shape and once more for all others; blocks of one kind share it."""
     has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
-    return STARTUP_SECONDS * len(family.block_lists) * (1 if has_one_shape else 2)
+    return STARTUP_SECONDS * num_kinds * (1 if has_one_shape else 2)

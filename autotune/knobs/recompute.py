@@ -38,9 +38,11 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
         at = position.get(id(block))
         if at is None:
             return block(*inputs)
-        function = block
+        function, compiled = block, block._compiled_call_impl
         if store is not None and at < offloaded and inputs[0].requires_grad:
             function, inputs = _with_input_from(store, at, block, inputs[0]), inputs[1:]
+        elif compiled is not None and at < whole:
+            return compiled.recomputing(*inputs)
         keeping: dict[str, Any] = {} if at < whole else {"context_fn": keep_attention}
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping)
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.families.registry import get_family
+from autotune.knobs import startup_seconds
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Capability
 from autotune.schema.plan import Reason, TrainingPlan
@@ -90,6 +92,15 @@ def test_no_trial_is_spent_where_the_cost_model_expects_too_little(monkeypatch: 
     plan = plan_on(run)
     assert not tried
     assert "predicted: saves" in reason_of(plan).rejected[0].reason
+
+
+@pytest.mark.parametrize(("recomputing", "waiting", "kinds"), [(0, 0, 1), (2, 0, 2), (2, 2, 1), (4, 0, 1)])
+def test_blocks_that_recompute_beside_others_start_up_by_themselves(recomputing: int, waiting: int, kinds: int) -> None:
+    family, work = get_family("qwen-image"), builders.workload(text_padding="exact")
+    work = work.changed(model=work.model.changed(num_blocks=4))
+    fields = {"checkpointed_blocks": recomputing, "offloaded_inputs": waiting, "compile": "block"}
+    candidate = Candidate.model_validate({"micro_batch_size": 1, **fields})
+    assert startup_seconds(candidate, family, work) == pytest.approx(0.001 * kinds)
 
 
 def test_nobody_who_excluded_it_gets_it() -> None:

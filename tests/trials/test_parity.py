@@ -156,7 +156,7 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
+    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices)
     assert gradient_error(request, ChildState()) <= rule.tolerance
 
 
