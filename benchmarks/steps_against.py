@@ -22,7 +22,7 @@ from typing import Any
 VARIANTS: tuple[Mapping[str, str], ...] = (
     {},
     {"norm_rope": "fused", "modulation": "ahead"},
-    {"compile": "block", "modulation": "ahead"},
+    {"compile": "block"},
 )
 ROUNDS = 9
 

@@ -69,7 +69,7 @@ def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_pat
         ("model", "vae", (), InvalidInput, "holds another model"),
         ("adapter", "out", (), InvalidInput, "not a model"),
         ("empty", "out", (), MissingWeights, "no weights"),
-        ("pipeline/model_index.json", "out", (), CorruptFile, "no index"),
+        ("pipeline/model_index.json", "out", (), CorruptFile, "not an index of shards"),
     ],
 )
 def test_what_cannot_be_written_as_a_model_is_refused_and_nothing_is_written(

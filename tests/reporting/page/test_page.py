@@ -115,7 +115,7 @@ def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characte
 
 def test_a_newcomer_can_name_batch_reason_and_nearest_out_of_memory() -> None:
     text = page_of(plan_subject("wall")).text
-    assert "Chosen batch micro-batch 2 , the whole effective batch at once" in text
+    assert "Chosen batch micro-batch 1 , accumulated 2 times to the effective batch of 2" in text
     assert re.search(r"Why it won It is the fastest of \d+ candidates that were tried here", text)
     assert re.search(r"Nearest out-of-memory With \S.* a trial ran out of memory", text)
 
