@@ -1,11 +1,12 @@
 """CPU time of training steps against those of an older commit: what exact levers and compiled blocks win.
 
     git worktree add /tmp/older f97d0d4a~1      the last commit before these levers
-    taskset -c 1 python benchmarks/steps_against.py /tmp/older [--precision bf16] [FAMILY…]
+    taskset -c 1 python benchmarks/steps_against.py /tmp/older [--precision bf16] [--checkpointed 5] [FAMILY…]
 
-The mid-size models of `cost_accuracy.py`, two micro-batches of 2, nothing checkpointed. A process for each tree takes
-steps in turn with the other's, so that whatever else the machine does meets both; time is the process's own, on one
-thread. Printed: the median over all rounds of a step's ratio to the older step next to it, and the ratio of the least.
+The mid-size models of `cost_accuracy.py`, two micro-batches of 2, nothing checkpointed unless asked for. A process for
+each tree takes steps in turn with the other's, so that whatever else the machine does meets both; time is the
+process's own, on one thread. Printed: the median over all rounds of a step's ratio to the older step next to it, and
+the ratio of the least.
 """
 
 import argparse
@@ -27,7 +28,7 @@ VARIANTS: tuple[Mapping[str, str], ...] = (
 ROUNDS = 9
 
 
-def prepare(name: str, precision: str, variant: Mapping[str, str]) -> Callable[[int], float]:
+def prepare(name: str, usual: Mapping[str, Any], variant: Mapping[str, str]) -> Callable[[int], float]:
     """A function that takes one step, by its number, and returns its seconds."""
     import cpu_truth
     from configs import MID
@@ -38,7 +39,7 @@ def prepare(name: str, precision: str, variant: Mapping[str, str]) -> Callable[[
     from autotune.training import step
 
     family, config, workload = FAMILIES[name], MID[name], workload_of(name)
-    settings: dict[str, Any] = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, **variant}
+    settings: dict[str, Any] = {"micro_batch_size": 2, **usual, **variant}
     candidate = Candidate(**settings)
     transformer, parameters = cpu_truth.build(family, config, workload, candidate)
     more = {"choice": workload.optimizer, "ema_decay": workload.ema_decay} if hasattr(workload, "optimizer") else {}
@@ -63,14 +64,14 @@ def prepare(name: str, precision: str, variant: Mapping[str, str]) -> Callable[[
     return take
 
 
-def serve(tree: str, name: str, precision: str, variants: list[Mapping[str, str]]) -> None:
+def serve(tree: str, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]) -> None:
     """Read numbers of variants, a line each, and answer with the seconds of a step."""
     sys.path[:0] = [tree, f"{tree}/benchmarks"]
     importlib.import_module("autotune.runtime.quiet").silence_libraries()
     import torch
 
     torch.set_num_threads(1)
-    steps = [prepare(name, precision, variant) for variant in variants]
+    steps = [prepare(name, usual, variant) for variant in variants]
     for take in steps:
         take(0), take(1)
     print("ready", flush=True)
@@ -81,8 +82,8 @@ def serve(tree: str, name: str, precision: str, variants: list[Mapping[str, str]
 class Server:
     """A process that takes the steps of one tree."""
 
-    def __init__(self, tree: Path, name: str, precision: str, variants: list[Mapping[str, str]]) -> None:
-        command = [sys.executable, __file__, str(tree), name, "--precision", precision, "--serve", json.dumps(variants)]
+    def __init__(self, tree: Path, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]) -> None:
+        command = [sys.executable, __file__, str(tree), name, "--serve", json.dumps([usual, variants])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -105,17 +106,20 @@ def main() -> None:
     parser.add_argument("tree", type=Path, help="an older checkout")
     parser.add_argument("families", nargs="*", default=["qwen-image", "flux1-dev", "kandinsky5-image-lite"])
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--checkpointed", type=int, default=0, help="blocks that recompute everything")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        serve(str(options.tree), options.families[0], options.precision, options.serve)
+        serve(str(options.tree), options.families[0], *options.serve)
         return
+    usual = {"precision": options.precision, "checkpointed_blocks": options.checkpointed}
     here = Path(__file__).resolve().parents[1]
     for name in options.families:
-        older = Server(options.tree.resolve(), name, options.precision, [{}])
-        newer = Server(here, name, options.precision, list(VARIANTS))
+        older = Server(options.tree.resolve(), name, usual, [{}])
+        newer = Server(here, name, usual, list(VARIANTS))
         rounds = [(older.ask(0), [newer.ask(number) for number in range(len(VARIANTS))]) for _ in range(ROUNDS)]
-        print(f"{name} {options.precision}: {statistics.median(old for old, _ in rounds):.3f} s before")
+        before = statistics.median(old for old, _ in rounds)
+        print(f"{name} {options.precision}, {options.checkpointed} checkpointed: {before:.3f} s before")
         for number, variant in enumerate(VARIANTS):
             ratio = statistics.median(new[number] / old for old, new in rounds)
             least = min(new[number] for _, new in rounds) / min(old for old, _ in rounds)
