@@ -165,6 +165,23 @@ def _capped(task: Task, share: float, measured: bool) -> Task:
     return replace(task, name=name, budget_bytes=budget, truth=truth, seconds=_seconds(truth))
 
 
+def measured_once() -> list[float]:
+    """Regrets of the fastest by its first measurement alone, in each reporting table under each cap and without."""
+    found = []
+    for path in sorted(TABLES.glob("*.jsonl")):
+        if path.stem in DEVELOPMENT_TABLES:
+            continue
+        trials = [TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]]
+        first = {trial.candidate: trial for trial in reversed(trials)}
+        truth = merged(trials)
+        for share in (*CAPS, 1.0):
+            limit = cap_bytes(truth, share)
+            fitting = _seconds({one.candidate: one for one in truth if (one.peak_memory_bytes or 0) <= limit})
+            chosen = min(fitting, key=lambda candidate: first[candidate].median_step_seconds or math.inf)
+            found.append(fitting[chosen] / min(fitting.values()) - 1)
+    return found
+
+
 @cache
 def _table_task(path: Path) -> Task:
     first, *lines = path.read_text().splitlines()

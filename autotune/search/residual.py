@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, Self
 
@@ -190,8 +190,7 @@ class ResidualSearch:
             # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all that it may cost.
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
-                scored = self._score(prediction, required, power)
-                found.append(replace(scored, chance_to_fit=_chance_to_fit(prediction, limit)))
+                found.append(self._score(prediction, required, power, _chance_to_fit(prediction, limit)))
                 if self.objective != "memory":
                     fewest[key] = candidate.swapped_blocks
         # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
@@ -210,7 +209,11 @@ class ResidualSearch:
         return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
 
     def _score(
-        self, prediction: Prediction, required_bytes: float, power: tuple[float, float] = (0.0, 0.0)
+        self,
+        prediction: Prediction,
+        required_bytes: float,
+        power: tuple[float, float] = (0.0, 0.0),
+        chance_to_fit: float = 1.0,
     ) -> ScoredCandidate:
         if self.objective == "memory":
             expected, uncertainty = math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
@@ -218,7 +221,8 @@ class ResidualSearch:
             expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
         if self.objective == "energy":
             expected, uncertainty = expected + power[0], math.hypot(uncertainty, power[1])
-        return ScoredCandidate(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
+        step_seconds = prediction.step_seconds
+        return ScoredCandidate(prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit)
 
     def has_converged(self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()) -> bool:
         """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best that ran, and that was
@@ -357,8 +361,7 @@ def _teach_the_same(one: Candidate, other: Candidate) -> bool:
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:
     """Probability that the training step, which alone is uncertain, stays below `limit` bytes."""
     sigma = max(prediction.memory_uncertainty, 1e-9)
-    step_bytes = next(each.run_memory_bytes for each in prediction.phases if each.name == "train")
-    return _normal_share(math.log(limit / step_bytes) / sigma)
+    return _normal_share(math.log(limit / prediction.training.run_memory_bytes) / sigma)
 
 
 def memory_upper_bound(prediction: Prediction) -> float:
