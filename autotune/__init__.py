@@ -1,4 +1,5 @@
-"""Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.
+"""Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them
+into a plan.
 
     import autotune
 
@@ -6,8 +7,8 @@
     report = autotune.train(plan, output="result")
     autotune.sample("result", "a photo of sks dog in the snow")
 
-These functions are what the command line calls. Each loads what it needs when it is first used: importing this package
-loads no library.
+These functions are what the command line calls. Each loads what it needs when it is first used:
+importing this package loads no library.
 """
 
 from typing import TYPE_CHECKING
@@ -50,10 +51,24 @@ if TYPE_CHECKING:
     from autotune.api.runs import sample, train
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
-    from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
+    from autotune.errors import (
+        AutotuneError,
+        DoesNotFit,
+        InvalidInput,
+        InvalidPlan,
+        NothingFits,
+        Preempted,
+    )
     from autotune.families import FetchedModel, fetch
     from autotune.hardware import CatalogGpu, Finding, doctor
-    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu, PlanInterrupted
+    from autotune.planning import (
+        CatalogPrediction,
+        ComparedGpu,
+        Comparison,
+        ModelSummary,
+        NoGpu,
+        PlanInterrupted,
+    )
     from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
         Candidate,

@@ -7,7 +7,8 @@
     ├── DoesNotFit           4   a valid plan, but not for this machine
     └── Preempted           75   stopped by a signal with a checkpoint written
 
-The number is the exit status of the command line. Any other exception that reaches the user is a bug.
+The number is the exit status of the command line. Any other exception that reaches the user is a
+bug.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,9 @@ from difflib import get_close_matches
 
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
-    """A hint for an unknown name: the nearest known one, if any is near, and all of them, or where they are listed."""
+    """A hint for an unknown name: the nearest known one, if any is near, and all of them, or
+    where they are listed.
+    """
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"

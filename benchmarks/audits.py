@@ -1,9 +1,11 @@
-"""Do audits tell the truth? Three configurations of other trainers, audited and measured on this CPU.
+"""Do audits tell the truth? Three configurations of other trainers, audited and measured on this
+CPU.
 
     python benchmarks/audits.py FOLDER [--output benchmarks/results/audits-<date>.jsonl]        some four minutes
 
-Each is one of the test suite's configurations, turned to a small pipeline: an audit with `measure=True` predicts it and
-the fastest settings that learn the same, and runs both. What counts is whether the predicted saving is there.
+Each is one of the test suite's configurations, turned to a small pipeline: an audit with
+`measure=True` predicts it and the fastest settings that learn the same, and runs both. What counts
+is whether the predicted saving is there.
 """
 
 import argparse
@@ -74,7 +76,9 @@ def row(path: Path) -> dict[str, Any]:
             "measured_bytes": trial.peak_memory_bytes,
         }
     for kind in ("predicted", "measured"):
-        told[f"{kind}_speedup"] = told["as_written"][f"{kind}_seconds"] / told["fastest"][f"{kind}_seconds"]
+        told[f"{kind}_speedup"] = (
+            told["as_written"][f"{kind}_seconds"] / told["fastest"][f"{kind}_seconds"]
+        )
     return told
 
 

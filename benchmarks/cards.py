@@ -1,9 +1,10 @@
-"""Writes `docs/cards.md`: what the exact levers are predicted to be worth on every GPU of the catalog.
+"""Writes `docs/cards.md`: what the exact levers are predicted to be worth on every GPU of the
+catalog.
 
     python benchmarks/cards.py
 
-With the levers, the figures are those of `profiles/predictions.json`; without them 88 plans are predicted here, which
-takes some six CPU-minutes.
+With the levers, the figures are those of `profiles/predictions.json`; without them 88 plans are
+predicted here, which takes some six CPU-minutes.
 """
 
 import json
@@ -24,7 +25,12 @@ from autotune.runtime.paths import shipped_path
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MODELS = {"qwen-image": "Qwen-Image", "flux1-dev": "FLUX.1 dev"}
-LEVERS = (("modulation", "resident"), ("norm_rope", "stock"), ("selective_blocks", "0"), ("offloaded_inputs", "0"))
+LEVERS = (
+    ("modulation", "resident"),
+    ("norm_rope", "stock"),
+    ("selective_blocks", "0"),
+    ("offloaded_inputs", "0"),
+)
 """Values of the levers' knobs that leave them out."""
 
 TEXT = """# What the exact levers are predicted to be worth, card by card
@@ -67,13 +73,25 @@ def main() -> None:
             if without:
                 gains[model].append(without / there["step_seconds"])
             gain = f"{gains[model][-1]:.2f}" if without else ""
-            cells += [f"{there['step_seconds']:#.3g}", gain, f"{there['run_memory_bytes'] / 2**30:.1f}"]
+            cells += [
+                f"{there['step_seconds']:#.3g}",
+                gain,
+                f"{there['run_memory_bytes'] / 2**30:.1f}",
+            ]
         first = known["qwen-image"][gpu.id]
         rows.append((first["step_seconds"] if first else float("inf"), f"| {' | '.join(cells)} |"))
         print(rows[-1][1].replace(".|", "|"), flush=True)
-    medians = " and ".join(f"{statistics.median(gains[model]):.2f} for {name}" for model, name in MODELS.items())
-    table = [f"| card | {columns} |", "|---" * (1 + 4 * len(MODELS)) + "|", *(row for _, row in sorted(rows))]
-    write_text_atomic(PAGE, TEXT.format(medians=medians) + "\n".join(table).replace(". |", " |") + "\n")
+    medians = " and ".join(
+        f"{statistics.median(gains[model]):.2f} for {name}" for model, name in MODELS.items()
+    )
+    table = [
+        f"| card | {columns} |",
+        "|---" * (1 + 4 * len(MODELS)) + "|",
+        *(row for _, row in sorted(rows)),
+    ]
+    write_text_atomic(
+        PAGE, TEXT.format(medians=medians) + "\n".join(table).replace(". |", " |") + "\n"
+    )
 
 
 if __name__ == "__main__":

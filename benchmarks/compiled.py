@@ -1,11 +1,13 @@
-"""Compiled blocks of mid-size models on this CPU: start-up with an empty cache and a filled one, steps, memory.
+"""Compiled blocks of mid-size models on this CPU: start-up with an empty cache and a filled one,
+steps, memory.
 
     python benchmarks/compiled.py FAMILY … [--formats none,torchao-int8] [--output FILE]
 
-A line of JSON for each family, weight format and way (not compiled, cold, cached), each measured in a process of its
-own: seconds of its first micro-batch, of the first at a second and at a third shape, and of the fastest of several of
-the last one; and what that one allocated. Seconds are the process's own and those of the C++ compilers that it started,
-so that other programs do not count; one thread.
+A line of JSON for each family, weight format and way (not compiled, cold, cached), each measured in
+a process of its own: seconds of its first micro-batch, of the first at a second and at a third
+shape, and of the fastest of several of the last one; and what that one allocated. Seconds are the
+process's own and those of the C++ compilers that it started, so that other programs do not count;
+one thread.
 """
 
 import argparse
@@ -20,7 +22,9 @@ from typing import Any
 
 NUM_STEADY = 5
 SHAPES = ((256, 256, 32), (192, 320, 24), (320, 256, 17))
-"""Width and height in pixels, and tokens of the captions; the last one is timed once it has run before."""
+"""Width and height in pixels, and tokens of the captions; the last one is timed once it has run
+before.
+"""
 
 
 def spent_seconds() -> float:
@@ -68,7 +72,10 @@ def measure(name: str, weight_format: str, *, compiles: bool) -> dict[str, Any]:
 
     starts = [micro_batch(shape) for shape in SHAPES]
     micro_batch(SHAPES[-1])
-    with redirect_output(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        redirect_output(os.devnull),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         micro_batch(SHAPES[-1])
     level = peak = 0
     for size in memory_events(profiler):
@@ -96,10 +103,22 @@ def main() -> None:
                 own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
                 for way in ("not compiled", "cold", "cached"):
                     one = "not compiled" if way == "not compiled" else "compiled"
-                    command = [sys.executable, __file__, name, "--formats", weight_format, "--one", one]
-                    done = subprocess.run(command, env=os.environ | own, stdout=subprocess.PIPE, check=True, text=True)
+                    command = [
+                        sys.executable,
+                        __file__,
+                        name,
+                        "--formats",
+                        weight_format,
+                        "--one",
+                        one,
+                    ]
+                    done = subprocess.run(
+                        command, env=os.environ | own, stdout=subprocess.PIPE, check=True, text=True
+                    )
                     found = json.loads(done.stdout.splitlines()[-1])
-                    line = json.dumps({"family": name, "format": weight_format, "way": way, **found})
+                    line = json.dumps(
+                        {"family": name, "format": weight_format, "way": way, **found}
+                    )
                     print(line, flush=True)
                     with arguments.output.open("a") as file:
                         file.write(line + "\n")

@@ -1,4 +1,6 @@
-"""Mid-size transformers of every family: the real classes, a few hundred channels wide, four to eight blocks."""
+"""Mid-size transformers of every family: the real classes, a few hundred channels wide, four to
+eight blocks.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +25,13 @@ KANDINSKY = {
     "num_visual_blocks": 6,
     "axes_dims": (16, 24, 24),
 }
-WAN = {"num_layers": 6, "attention_head_dim": 64, "num_attention_heads": 6, "ffn_dim": 1024, "text_dim": 256}
+WAN = {
+    "num_layers": 6,
+    "attention_head_dim": 64,
+    "num_attention_heads": 6,
+    "ffn_dim": 1024,
+    "text_dim": 256,
+}
 MID: Mapping[str, Mapping[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,

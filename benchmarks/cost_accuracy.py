@@ -1,11 +1,12 @@
 """Predicted against real: peak memory and step time of some 150 configurations on this CPU.
 
-    python benchmarks/cost_accuracy.py [--memory] [--output benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
+    python benchmarks/cost_accuracy.py [--memory] [--output
+    benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
 
-Memory: allocation events of PyTorch's profiler during a real optimizer step, plus what was resident before. Time: the
-process's own time on one core, the least of three steps. Rates are measured at the models' shapes first; then one trial
-per family (its first configuration) calibrates the others. `--memory` measures no time, so that a machine that others
-use will do.
+Memory: allocation events of PyTorch's profiler during a real optimizer step, plus what was resident
+before. Time: the process's own time on one core, the least of three steps. Rates are measured at
+the models' shapes first; then one trial per family (its first configuration) calibrates the others.
+`--memory` measures no time, so that a machine that others use will do.
 """
 
 import argparse
@@ -55,13 +56,17 @@ def timed(call: Any, num_calls: int) -> float:
 
 
 def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile:
-    """`hardware` with rates at the shapes that do most of the work, as a probe would measure them."""
+    """`hardware` with rates at the shapes that do most of the work, as a probe would measure
+    them.
+    """
     trace = predictor.model.traced("fp32", "none", kernel_for("native", "cpu", False), 2, 0)
     work: dict[tuple[str, tuple[int, ...]], int] = {}
     for segment in (*trace.forward, *trace.backward):
         for (kind, shape, flops, _), count in segment.work.items():
             work[kind, shape] = work.get((kind, shape), 0) + flops * count
-    products = sorted((item for item in work if item[0] == "matmul"), key=lambda item: -work[item])[:8]
+    products = sorted((item for item in work if item[0] == "matmul"), key=lambda item: -work[item])[
+        :8
+    ]
     rates: list[tuple[str, float, Literal["FLOP/s", "B/s"]]] = []
     for _, (m, k, n) in products:
         left, right = torch.randn(m, k), torch.randn(n, k).t()
@@ -71,15 +76,29 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
         seconds = timed(lambda left=left, right=right: torch._int_mm(left, right), 5)
         rates.append(("matmul.int8." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
     for kind, shape in work:
-        if kind != "attention" or shape[2] != shape[3] or any(name.endswith(f".{shape[2]}") for name, _, _ in rates):
+        if (
+            kind != "attention"
+            or shape[2] != shape[3]
+            or any(name.endswith(f".{shape[2]}") for name, _, _ in rates)
+        ):
             continue
         batch, heads, tokens, _, size = shape
         query = torch.randn(batch, heads, tokens, size, requires_grad=True)
         attend = torch.nn.functional.scaled_dot_product_attention
-        seconds = timed(lambda q=query, attend=attend: torch.autograd.grad(attend(q, q, q).sum(), q), 3)
-        rates.append((f"attention.native.fp32.{tokens}", 14 * batch * heads * tokens**2 * size / seconds, "FLOP/s"))
+        seconds = timed(
+            lambda q=query, attend=attend: torch.autograd.grad(attend(q, q, q).sum(), q), 3
+        )
+        rates.append(
+            (
+                f"attention.native.fp32.{tokens}",
+                14 * batch * heads * tokens**2 * size / seconds,
+                "FLOP/s",
+            )
+        )
     source, target = torch.randn(1 << 22), torch.randn(1 << 22)
-    rates.append(("memory.bandwidth", 2 * 4 * (1 << 22) / timed(lambda: target.copy_(source), 5), "B/s"))
+    rates.append(
+        ("memory.bandwidth", 2 * 4 * (1 << 22) / timed(lambda: target.copy_(source), 5), "B/s")
+    )
     found = tuple(Rate(name=n, value=v, unit=u, spread=0.0, num_samples=3) for n, v, u in rates)
     meter = Meter(hardware, lambda: None)
     kernels = (meter.kernel(name, "fp32") for name in kernel_names(hardware))
@@ -87,10 +106,13 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
 
 
 def candidates(family: Family, num_blocks: int) -> list[Candidate]:
-    """Twelve that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
+    """Twelve that every family takes, and up to four with what it can compute ahead, fuse or
+    keep of its attention.
+    """
     last, half = num_blocks - 1, num_blocks // 2
     plans: list[tuple[int, int, dict[str, Any]]] = [
-        (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last, {"quantization": "torchao-int8"}),
+        (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last,
+        {"quantization": "torchao-int8"}),
         (2, last, {"quantization": "bnb-nf4"}), (2, 0, {"quantization": "bnb-int8"}),
         (2, 1, {"selective_blocks": last - 1}),
         (2, 0, {"quantization": "int8-matmul"}), (2, half, {"quantization": "torchao-fp8"}),
@@ -104,9 +126,12 @@ def candidates(family: Family, num_blocks: int) -> list[Candidate]:
         plans.append((2, 0, {"norm_rope": "fused"}))
         newer["norm_rope"] = "fused"
     if newer:
-        plans.append((4, half, {**newer, "selective_blocks": last - half, "quantization": "torchao-int8"}))
+        plans.append(
+            (4, half, {**newer, "selective_blocks": last - half, "quantization": "torchao-int8"})
+        )
     return [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k, precision="fp32", **others) for size, k, others in plans
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, precision="fp32", **others)
+        for size, k, others in plans
     ]
 
 
@@ -135,7 +160,9 @@ def workload_of(name: str) -> Workload:
     )
 
 
-def measure_family(name: str, hardware: HardwareProfile, *, with_time: bool) -> list[dict[str, Any]]:
+def measure_family(
+    name: str, hardware: HardwareProfile, *, with_time: bool
+) -> list[dict[str, Any]]:
     family, config, workload = FAMILIES[name], MID[name], workload_of(name)
     predictor = CostModel.build(hardware, workload, family, config)
     if with_time:
@@ -150,7 +177,12 @@ def measure_family(name: str, hardware: HardwareProfile, *, with_time: bool) -> 
             seconds = min(truth.step_seconds)
             if not rows:
                 peak = truth.peak_bytes
-                trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(seconds,), peak_memory_bytes=peak)
+                trial = TrialResult(
+                    candidate=candidate,
+                    outcome="ok",
+                    step_seconds=(seconds,),
+                    peak_memory_bytes=peak,
+                )
                 predictor = predictor.with_calibration([trial])
             row |= {
                 "step_seconds": seconds,
@@ -165,7 +197,10 @@ def measure_family(name: str, hardware: HardwareProfile, *, with_time: bool) -> 
 
 def _line(row: dict[str, Any]) -> str:
     memory = row["predicted_peak_bytes"] / row["peak_bytes"] - 1
-    line = f"{row['family']:22} {row['candidate']:42} {row['peak_bytes'] / 1e6:8.1f} MB {100 * memory:+6.2f}%"
+    line = (
+        f"{row['family']:22} {row['candidate']:42} {row['peak_bytes'] / 1e6:8.1f} MB "
+        f"{100 * memory:+6.2f}%"
+    )
     if "step_seconds" not in row:
         return line
     before = row["predicted_step_seconds_before"] / row["step_seconds"] - 1
@@ -174,7 +209,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are found."""
+    """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are
+    found.
+    """
     memory = sorted(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
     found = {
         "num_configurations": len(rows),
@@ -206,7 +243,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hardware, with_time = probe(), not arguments.memory
-    rows = [row for name in arguments.families for row in measure_family(name, hardware, with_time=with_time)]
+    rows = [
+        row
+        for name in arguments.families
+        for row in measure_family(name, hardware, with_time=with_time)
+    ]
     result = summary(rows)
     for key, value in result.items():
         print(f"{key:24}{value:.4g}")
@@ -216,7 +257,9 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": 1,
     }
-    arguments.output.write_text(json.dumps({"context": context, "summary": result, "rows": rows}, indent=1) + "\n")
+    arguments.output.write_text(
+        json.dumps({"context": context, "summary": result, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The same run in 1, 2 and 4 processes of this machine (CPU, gloo, DDP): time and CPU time of an image, and what
-communication takes.
+"""The same run in 1, 2 and 4 processes of this machine (CPU, gloo, DDP): time and CPU time of an
+image, and what communication takes.
 
-On a machine with fewer cores than processes, or a busy one, the time of an image says nothing about scaling. CPU time
-of an image does (what several processes do more than one does), and so does the share of a step that the first process
-spends in collectives, waiting for the others included.
+On a machine with fewer cores than processes, or a busy one, the time of an image says nothing about
+scaling. CPU time of an image does (what several processes do more than one does), and so does the
+share of a step that the first process spends in collectives, waiting for the others included.
 
     PYTHONPATH=. python benchmarks/cpu_scaling.py [--pixels 128] [--steps 40]
 """
@@ -50,9 +50,17 @@ def steps_of(metrics: Path) -> list[dict[str, float]]:
 
 def collective_share(trace: Path) -> float:
     """Share of the traced steps that the first process spent in gloo's collectives."""
-    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("dur") and "ts" in one]
+    events = [
+        one
+        for one in json.loads(trace.read_text())["traceEvents"]
+        if one.get("dur") and "ts" in one
+    ]
     within = max(one["ts"] + one["dur"] for one in events) - min(one["ts"] for one in events)
-    spans = sorted((one["ts"], one["ts"] + one["dur"]) for one in events if str(one["name"]).startswith("gloo:"))
+    spans = sorted(
+        (one["ts"], one["ts"] + one["dur"])
+        for one in events
+        if str(one["name"]).startswith("gloo:")
+    )
     covered, end = 0.0, 0.0
     for start, stop in spans:  # some overlap
         covered += max(0.0, stop - max(start, end))
@@ -66,12 +74,23 @@ def run(folder: Path, number: int, options: argparse.Namespace) -> dict[str, obj
     settings = SETTINGS.changed(micro_batch_size=1)
     plan = make_plan(
         folder / "model", folder / "images", machine(), num_processes=number, settings=settings,
-        num_steps=options.steps, checkpointing_steps=0, resolution_px=options.pixels, output=str(output),
+        num_steps=options.steps, checkpointing_steps=0, resolution_px=options.pixels,
+        output=str(output),
     )  # fmt: skip
     write_plan(folder / f"plan-{number}.yaml", plan)
-    command = [sys.executable, "-m", "autotune", "train", str(folder / f"plan-{number}.yaml"), "--trace"]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "train",
+        str(folder / f"plan-{number}.yaml"),
+        "--trace",
+    ]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     marks: list[tuple[int, float]] = []
     while process.poll() is None and (not marks or marks[-1][0] < options.steps):
@@ -100,8 +119,17 @@ def main() -> None:
         folder = Path(scratch)
         write_model_and_images(folder)
         load = [round(one, 1) for one in psutil.getloadavg()]
-        facts = {"date": datetime.now(UTC).date().isoformat(), "cores": psutil.cpu_count(), "load_before": load}
-        print(json.dumps({**facts, "cpu": machine().host.cpu, "torch": torch.__version__, **vars(options)}), flush=True)
+        facts = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "cores": psutil.cpu_count(),
+            "load_before": load,
+        }
+        print(
+            json.dumps(
+                {**facts, "cpu": machine().host.cpu, "torch": torch.__version__, **vars(options)}
+            ),
+            flush=True,
+        )
         for number in (1, 2, 4):
             print(json.dumps(run(folder, number, options)), flush=True)
 

@@ -1,10 +1,12 @@
-"""Whether more freedom ever gives a slower predicted plan: every card of the catalog, every family, real traces.
+"""Whether more freedom ever gives a slower predicted plan: every card of the catalog, every family,
+real traces.
 
     python benchmarks/freedom.py RESULTS.jsonl [FAMILY...]
 
-A line for each family, card and question: seconds and memory of the plan, its settings, or nothing if nothing fits. The
-questions differ from the first in one thing: a stricter or looser floor of quality, less memory, a pin, an exclusion.
-Ends with the questions that leave more freedom and got a slower plan, by more than ties allow (3%), and fails if any.
+A line for each family, card and question: seconds and memory of the plan, its settings, or nothing
+if nothing fits. The questions differ from the first in one thing: a stricter or looser floor of
+quality, less memory, a pin, an exclusion. Ends with the questions that leave more freedom and got a
+slower plan, by more than ties allow (3%), and fails if any.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from autotune.search.winner import TIE
 from autotune.training.describe import WorkloadOverrides
 
 MORE_FREEDOM = (
-    ("exact", "high"), ("high", "compact"), ("less memory", "high"), ("much less memory", "less memory"),
+    ("exact", "high"), ("high", "compact"), ("less memory", "high"), ("much less memory",
+    "less memory"),
     ("no swap", "high"), ("all checkpointed", "high"), ("int8", "high"), ("no int8", "high"),
 )  # fmt: skip
 """Pairs of questions: what the first may choose, the second may choose as well."""
@@ -42,7 +45,9 @@ def questions(family: str, hardware: HardwareProfile) -> Iterator[tuple[str, Pla
         less = budget.changed(num_bytes=int(memory * budget.num_bytes), is_set_by_user=True)
         work = WorkloadOverrides(quality=quality)  # type: ignore[arg-type]
         own = None if memory == 1 else less
-        return PlanRequest(model=family, workload_overrides=work, is_local=False, memory_budget=own, **more)
+        return PlanRequest(
+            model=family, workload_overrides=work, is_local=False, memory_budget=own, **more
+        )
 
     yield from ((quality, asked(quality)) for quality in ("exact", "high", "compact"))
     yield "less memory", asked(memory=0.9)
@@ -63,7 +68,9 @@ def share_traces() -> None:
     """Let all plans of a family share what was traced, whatever the card and the quality."""
     known: dict[tuple[object, ...], TracedModel] = {}
 
-    def traced(family: Any, config: Any, workload: Any, rules: Any, parts: Any, overheads: Any = None) -> TracedModel:
+    def traced(
+        family: Any, config: Any, workload: Any, rules: Any, parts: Any, overheads: Any = None
+    ) -> TracedModel:
         key = family.name, workload.changed(quality="high"), rules, repr(overheads)
         if key not in known:
             known[key] = TracedModel(family, config, workload, rules, parts, overheads)
@@ -101,11 +108,18 @@ def main() -> None:
                     else:
                         seconds[name] = plan.expected.step_seconds
                         gib = round(plan.expected.peak_memory_bytes / 2**30, 2)
-                        row |= {"seconds": round(seconds[name], 3), "gib": gib, "settings": plan.settings.label()}
+                        row |= {
+                            "seconds": round(seconds[name], 3),
+                            "gib": gib,
+                            "settings": plan.settings.label(),
+                        }
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                 slower += [
-                    f"{family} {card.id}: {more} {seconds[more]:.2f} s, {less} {seconds[less]:.2f} s"
+                    (
+                        f"{family} {card.id}: {more} {seconds[more]:.2f} s, {less} "
+                        f"{seconds[less]:.2f} s"
+                    )
                     for less, more in MORE_FREEDOM
                     if seconds[more] > (1 + TIE) * seconds[less]
                 ]

@@ -1,7 +1,8 @@
-"""Whether training on a CPU ends in good order when memory runs out: in a memory cgroup (v1, root), 20 times.
+"""Whether training on a CPU ends in good order when memory runs out: in a memory cgroup (v1, root),
+20 times.
 
-The run keeps some memory after each step, as a leak does. Counted are runs that ended with status 1 and a checkpoint
-without the system killing anything in the group; `said` tells what was left.
+The run keeps some memory after each step, as a leak does. Counted are runs that ended with status 1
+and a checkpoint without the system killing anything in the group; `said` tells what was left.
 
     PYTHONPATH=. python benchmarks/guard.py [--runs 20] [--limit-mib 1000] [--mib-per-step 8]
 """
@@ -48,13 +49,24 @@ def one_run(folder: Path, number: int, limit_bytes: int, mib_per_step: float) ->
     output = folder / f"out-{number}"
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        command = [sys.executable, "-c", LEAKING, f"{folder}/plan.yaml", str(output), str(mib_per_step)]
+        command = [
+            sys.executable,
+            "-c",
+            LEAKING,
+            f"{folder}/plan.yaml",
+            str(output),
+            str(mib_per_step),
+        ]
         run = in_group(group, command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
         _, errors = run.communicate(timeout=600)
-        control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+        control = dict(
+            line.split() for line in (group / "memory.oom_control").read_text().splitlines()
+        )
         return {
             "status": run.returncode,
-            "checkpoints": sorted(path.name for path in (output / "checkpoints").glob("*.safetensors")),
+            "checkpoints": sorted(
+                path.name for path in (output / "checkpoints").glob("*.safetensors")
+            ),
             "killed_by_system": int(control["oom_kill"]),
             "said": [line for line in errors.splitlines() if line.startswith("error")],
         }
@@ -80,7 +92,9 @@ def main() -> None:
         write_plan(folder / "plan.yaml", plan)
         for number in range(options.runs):
             told = one_run(folder, number, options.limit_mib << 20, options.mib_per_step)
-            orderly += told["status"] == 1 and bool(told["checkpoints"]) and not told["killed_by_system"]
+            orderly += (
+                told["status"] == 1 and bool(told["checkpoints"]) and not told["killed_by_system"]
+            )
             print(json.dumps(told), flush=True)
     print(f"{orderly} of {options.runs} ended in good order")
 

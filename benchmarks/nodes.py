@@ -1,12 +1,16 @@
-"""Two nodes of two processes each on this machine (CPU, gloo): what they learn, and what happens when one is killed.
+"""Two nodes of two processes each on this machine (CPU, gloo): what they learn, and what happens
+when one is killed.
 
-Each node has a network namespace if this is root on Linux, else both share the loopback; each has a home and an output
-folder of its own. Reports how far the adapter is from one process's, then kills every process of one node at a random
-step, several times: how long the other takes to stop, what it says, and whether --resume ends with the same bytes.
+Each node has a network namespace if this is root on Linux, else both share the loopback; each has a
+home and an output folder of its own. Reports how far the adapter is from one process's, then kills
+every process of one node at a random step, several times: how long the other takes to stop, what it
+says, and whether --resume ends with the same bytes.
 
-    PYTHONPATH=. python benchmarks/nodes.py [--kills 5] [--folder FOLDER] [--seed 0] [--strategy fsdp2] [--whole-job]
+    PYTHONPATH=. python benchmarks/nodes.py [--kills 5] [--folder FOLDER] [--seed 0] [--strategy
+    fsdp2] [--whole-job]
 
-With --whole-job images are held out, the best adapter is kept, and training goes on with an adapter from a file.
+With --whole-job images are held out, the best adapter is kept, and training goes on with an adapter
+from a file.
 """
 
 import argparse
@@ -68,37 +72,66 @@ class Campaign:
         settings = SETTINGS.changed(micro_batch_size=1)
         job: dict[str, Any] = {}
         if whole_job:
-            write_plan(folder / "plan-0.yaml", make_plan(model, images, machine(), num_steps=3, preview_every=0))
+            write_plan(
+                folder / "plan-0.yaml",
+                make_plan(model, images, machine(), num_steps=3, preview_every=0),
+            )
             self.start("earlier", None, number=0).wait()
             job = {"validation": "20%", "validation_every": 4, "keep_best": True}
             job["from_adapter"] = str(folder / "earlier-0" / ADAPTER)
         for number in (1, 4):
             plan = make_plan(
-                model, images, machine(), num_processes=number, num_steps=NUM_STEPS, checkpointing_steps=2,
+                model, images, machine(), num_processes=number, num_steps=NUM_STEPS,
+                checkpointing_steps=2,
                 settings=settings, strategy=strategy if number > 1 else None, **job,
             )  # fmt: skip
             write_plan(folder / f"plan-{number}.yaml", plan)
 
-    def start(self, name: str, node: int | None, *flags: str, number: int = 4) -> subprocess.Popen[str]:
+    def start(
+        self, name: str, node: int | None, *flags: str, number: int = 4
+    ) -> subprocess.Popen[str]:
         """One node of two, or all processes on one if `node` is None."""
         home = self.folder / "homes" / str(node or 0)
         output = self.folder / f"{name}-{node or 0}"
-        command = [sys.executable, "-m", "autotune", "--progress", "none", "train", f"{self.folder}/plan-{number}.yaml"]
+        command = [
+            sys.executable,
+            "-m",
+            "autotune",
+            "--progress",
+            "none",
+            "train",
+            f"{self.folder}/plan-{number}.yaml",
+        ]
         command += ["--output", str(output), *flags]
         if node is not None:
             host = ADDRESSES[0] if self.isolated else "127.0.0.1"
-            command += ["--nodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"{host}:{PORT}"]
+            command += [
+                "--nodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--rdzv-endpoint",
+                f"{host}:{PORT}",
+            ]
             if self.isolated:
                 command = ["ip", "netns", "exec", NAMESPACES[node], *command]
-        environment = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "XDG_DATA_HOME": f"{home}/data"}
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": f"{home}/cache",
+            "XDG_DATA_HOME": f"{home}/data",
+        }
         log = (self.folder / f"{name}-{node or 0}.log").open("a")
-        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, text=True)
+        return subprocess.Popen(
+            command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, text=True
+        )
 
     def run_both(self, name: str, *flags: str) -> None:
         nodes = [self.start(name, node, *flags) for node in (0, 1)]
         for node, process in enumerate(nodes):
             if process.wait(timeout=600):
-                raise SystemExit(f"node {node} of {name} ended with {process.returncode}: {self.log(name, node)}")
+                raise SystemExit(
+                    f"node {node} of {name} ended with {process.returncode}: {self.log(name, node)}"
+                )
 
     def log(self, name: str, node: int) -> str:
         return (self.folder / f"{name}-{node}.log").read_text()[-2000:]
@@ -127,7 +160,10 @@ class Campaign:
             if any(process.poll() is not None for process in nodes):
                 raise SystemExit(f"{name} ended before step {step}: {self.log(name, 0)}")
             time.sleep(0.005)
-        tree = [psutil.Process(nodes[node].pid), *psutil.Process(nodes[node].pid).children(recursive=True)]
+        tree = [
+            psutil.Process(nodes[node].pid),
+            *psutil.Process(nodes[node].pid).children(recursive=True),
+        ]
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
@@ -136,9 +172,14 @@ class Campaign:
         status = survivor.wait(timeout=120)
         seconds = time.monotonic() - killed
         nodes[node].wait()
-        said = [line for line in self.log(name, 1 - node).splitlines() if line.startswith(("error", "hint"))]
+        said = [
+            line
+            for line in self.log(name, 1 - node).splitlines()
+            if line.startswith(("error", "hint"))
+        ]
         return {
-            "killed_node": node, "asked_step": step, "steps_taken": len(self.steps(name)), "exit_status": status,
+            "killed_node": node, "asked_step": step, "steps_taken": len(self.steps(name)),
+            "exit_status": status,
             "survivor_stopped_seconds": round(seconds, 2), "said": said[-2:],
         }  # fmt: skip
 
@@ -153,16 +194,28 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as scratch, namespaces() as isolated:
-        campaign = Campaign(options.folder or Path(scratch), isolated, options.strategy, options.whole_job)
+        campaign = Campaign(
+            options.folder or Path(scratch), isolated, options.strategy, options.whole_job
+        )
         campaign.start("one", None, number=1).wait()
         campaign.run_both("two")
         one, two = campaign.adapter("one"), campaign.adapter("two")
         furthest = max(float((one[name] - two[name]).abs().max()) for name in one)
-        losses = max(abs(a - b) for a, b in zip(campaign.steps("one"), campaign.steps("two"), strict=True))
+        losses = max(
+            abs(a - b) for a, b in zip(campaign.steps("one"), campaign.steps("two"), strict=True)
+        )
         warned = "find_unused_parameters" in campaign.log("two", 0) + campaign.log("two", 1)
-        held_out = [abs(a - b) for a, b in zip(campaign.held_out("one"), campaign.held_out("two"), strict=True)]
+        held_out = [
+            abs(a - b)
+            for a, b in zip(campaign.held_out("one"), campaign.held_out("two"), strict=True)
+        ]
         facts = {"strategy": options.strategy, "held_out_difference": max(held_out, default=None)}
-        facts |= {"namespaces": isolated, "adapter_difference": furthest, "loss_difference": losses, "warned": warned}
+        facts |= {
+            "namespaces": isolated,
+            "adapter_difference": furthest,
+            "loss_difference": losses,
+            "warned": warned,
+        }
         print(json.dumps(facts), flush=True)
         for number in range(options.kills):
             name = f"kill{number}"
@@ -172,7 +225,9 @@ def main() -> None:
                 told["resumed_on_nodes"] = 1
             else:
                 campaign.run_both(name, "--resume")
-            told["same_bytes"] = all(torch.equal(two[key], value) for key, value in campaign.adapter(name).items())
+            told["same_bytes"] = all(
+                torch.equal(two[key], value) for key, value in campaign.adapter(name).items()
+            )
             print(json.dumps(told), flush=True)
 
 

@@ -1,11 +1,14 @@
-"""Writes `profiles/predictions.json`: what every GPU of the catalog would do with each model's defaults.
+"""Writes `profiles/predictions.json`: what every GPU of the catalog would do with each model's
+defaults.
 
     python benchmarks/predict_catalog.py [MODEL ...]        without names, all models
 
-Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all models and cards are some 45 CPU-minutes.
+Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all models and cards are some
+45 CPU-minutes.
 
-`autotune plan` shows it where there is no GPU, and a test compares some of it with the planner. Written again
-whenever the cost model, the knobs, a family's defaults or the catalog change what is predicted.
+`autotune plan` shows it where there is no GPU, and a test compares some of it with the planner.
+Written again whenever the cost model, the knobs, a family's defaults or the catalog change what is
+predicted.
 """
 
 import json
@@ -51,10 +54,18 @@ def write(found: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def main() -> None:
-    models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
+    models = {
+        model.name or family.name: (family, model)
+        for family in FAMILIES.values()
+        for model in family.models
+    }
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
-    found: dict[str, dict[str, dict[str, object] | None]] = {name: known[name] for name in models if name in known}
-    done: dict[str, str] = {}  # models by what they are built of: a distilled one is trained as its base is
+    found: dict[str, dict[str, dict[str, object] | None]] = {
+        name: known[name] for name in models if name in known
+    }
+    done: dict[
+        str, str
+    ] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
         family, model = models[name]
         made_of = repr((family.name, model.config, model.parts))

@@ -2,8 +2,9 @@
 
     python benchmarks/probe.py [--probes 3]
 
-Writes `benchmarks/results/<date>-probe-<device>.json`. A rate moves by (largest - smallest) / median over the probes;
-on an idle machine that should stay under 10%, or the profile says noisy. Device time is that of the machine it runs on.
+Writes `benchmarks/results/<date>-probe-<device>.json`. A rate moves by (largest - smallest) /
+median over the probes; on an idle machine that should stay under 10%, or the profile says noisy.
+Device time is that of the machine it runs on.
 """
 
 import argparse
@@ -33,7 +34,11 @@ def measure(num_probes):
     load_before = os.getloadavg()[0]
     probes = [timed(lambda: measure_rates(probe(), lambda _: None)) for _ in range(num_probes)]
     profiles = [profile for profile, _ in probes]
-    rates = {rate.name: {"unit": rate.unit, "values": []} for profile in profiles for rate in profile.rates}
+    rates = {
+        rate.name: {"unit": rate.unit, "values": []}
+        for profile in profiles
+        for rate in profile.rates
+    }
     for profile in profiles:
         for rate in profile.rates:
             rates[rate.name]["values"].append(rate.value)
@@ -44,7 +49,9 @@ def measure(num_probes):
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": profile.device.name,
-        "host": profile.host.model_dump(mode="json", include={"cpu", "logical_cores", "memory_bytes", "system"}),
+        "host": profile.host.model_dump(
+            mode="json", include={"cpu", "logical_cores", "memory_bytes", "system"}
+        ),
         "versions": {name: version for name, version in profile.versions if version is not None},
         "load_before": round(load_before, 2),
         "doctor_seconds": round(doctor_seconds, 3),
@@ -60,13 +67,20 @@ def measure(num_probes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--probes", type=int, default=3)
     result = measure(parser.parse_args().probes)
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
     path = RESULTS / f"{result['date']}-probe-{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key not in ("versions", "host")}, indent=1))
+    print(
+        json.dumps(
+            {key: value for key, value in result.items() if key not in ("versions", "host")},
+            indent=1,
+        )
+    )
     print(path)
 
 

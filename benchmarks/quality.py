@@ -1,8 +1,10 @@
-"""Does a setting change what is learned? python benchmarks/quality.py RESULT.jsonl [--seeds 5] [--steps 200]
+"""Does a setting change what is learned? python benchmarks/quality.py RESULT.jsonl [--seeds 5]
+[--steps 200]
 
-Teaches the demo's shape under each weight format, precision, attention backend, checkpointing and micro-batch (the same
-effective batch), on the same seeds, noise and order of images as the reference: fp32, unquantized, micro-batch 8. The
-adapter is then judged on the plain model, so what is compared is what was learned. Runs in the file are not repeated.
+Teaches the demo's shape under each weight format, precision, attention backend, checkpointing and
+micro-batch (the same effective batch), on the same seeds, noise and order of images as the
+reference: fp32, unquantized, micro-batch 8. The adapter is then judged on the plain model, so what
+is compared is what was learned. Runs in the file are not repeated.
 """
 
 import argparse
@@ -53,9 +55,15 @@ def held_out_loss(room: Classroom, transformer: torch.nn.Module, seed: int) -> f
     """On drawn pictures of combinations that were not taught."""
     scenes = unseen_scenes()
     images = room.encode(scenes, [scene.draw() for scene in scenes])
-    batch = to_device({name: torch.stack([one[name] for one in images]) for name in images[0]}, CPU, torch.float32)
+    batch = to_device(
+        {name: torch.stack([one[name] for one in images]) for name in images[0]}, CPU, torch.float32
+    )
     noising = Noising(1000 + seed, 1.0)
-    return float(np.mean([float(noising.loss(room.family, transformer, batch, step, 0)) for step in range(4)]))
+    return float(
+        np.mean(
+            [float(noising.loss(room.family, transformer, batch, step, 0)) for step in range(4)]
+        )
+    )
 
 
 def run(room: Classroom, name: str, seed: int, steps: int) -> dict[str, object]:
@@ -67,13 +75,21 @@ def run(room: Classroom, name: str, seed: int, steps: int) -> dict[str, object]:
         "known": room.fidelity(transformer, known_scenes()[2], prompts),
         "loss": held_out_loss(room, transformer, seed),
     }
-    return {"setting": name, "seed": seed, "steps": steps, "cpu_s": round(time.process_time() - begin, 1)} | found
+    return {
+        "setting": name,
+        "seed": seed,
+        "steps": steps,
+        "cpu_s": round(time.process_time() - begin, 1),
+    } | found
 
 
 def summarize(rows: list[dict]) -> str:
     """Mean of each measure, and its paired difference from the reference with a 95% interval."""
     by = {(row["setting"], row["seed"]): row for row in rows}
-    lines = ["| setting | n | heart | difference | others | difference | held-out loss | difference | within 0.05 |"]
+    lines = [
+        "| setting | n | heart | difference | others | difference | held-out loss | difference | "
+        "within 0.05 |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for name in SETTINGS:
         seeds = [seed for setting, seed in by if setting == name and ("reference", seed) in by]
@@ -99,7 +115,9 @@ def main(result: Path, seeds: int, steps: int) -> None:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     done = {(row["setting"], row["seed"]) for row in rows}
-    product_layer.SIDE_MULTIPLE = 8  # layers of this model are 120 wide, and the CPU's products take them
+    product_layer.SIDE_MULTIPLE = (
+        8  # layers of this model are 120 wide, and the CPU's products take them
+    )
     room = Classroom()
     for seed in range(seeds):
         for name in SETTINGS:

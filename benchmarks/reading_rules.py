@@ -1,98 +1,116 @@
 """Which published readings `published.py` compares, and as what: its rules, and what a row says.
 
-Rows are chosen by these rules; the first that a row breaks is the reason printed. Each file is judged twice: by the
-rules that were fixed before any of its errors was looked at (`first` for the published numbers, `then` for the fresh
-readings), and by those of `today`, some of which came after errors had been seen (`benchmarks/LOG.md` tells why).
+Rows are chosen by these rules; the first that a row breaks is the reason printed. Each file is
+judged twice: by the rules that were fixed before any of its errors was looked at (`first` for the
+published numbers, `then` for the fresh readings), and by those of `today`, some of which came after
+errors had been seen (`benchmarks/LOG.md` tells why).
 
 1. The model is one of our families.
 2. It is a measurement (`evidence` measured_*), with status ok and a number, or an OOM.
-3. Resolution, batch and rank are stated, the resolution is one, and the notes don't call the shape suspect.
-   After errors were seen: where they do and name the example's data loader as the one that fits, the loader's shape
-   counts (frames cut to what the VAE takes).
+3. Resolution, batch and rank are stated, the resolution is one, and the notes don't call the shape
+   suspect. After errors were seen: where they do and name the example's data loader as the one that
+   fits, the loader's shape counts (frames cut to what the VAE takes).
 4. The GPU is stated and in our catalog.
-5. The base is bf16, or stored as one of our quantizations stores it.
-   After errors were seen: not what multiplies in float8, as SimpleTuner's "fp8-torchao" does (torchao's
+5. The base is bf16, or stored as one of our quantizations stores it. After errors were seen: not
+   what multiplies in float8, as SimpleTuner's "fp8-torchao" does (torchao's
    Float8DynamicActivationFloat8WeightConfig) and "fp8 torchao (training)" of diffusers' example
    (`convert_to_float8_training`, which also leaves the weights in bf16).
 6. Checkpointing is `none` or full, per block.
 7. Nothing is offloaded or swapped, and nothing is compiled.
-8. The figure's kind is known: as the allocator counts (allocated, or SimpleTuner's "peak VRAM": it differs between
-   GPUs by their library workspaces, which only allocated bytes show) or the whole process.
-9. After errors were seen: something is checkpointed, or the program computes in bf16 alone. Trainers that accelerate
-   prepares run under autocast: layer norms keep an fp32 copy of their input, and each adapter its own cast of what its
-   neighbors share. Checkpointing drops both, so only rows without it are left out.
-10. Text encoders and VAE are off the device while it trains, where that is known: only `data/fresh_readings.csv` says.
-    After errors were seen: where they stay, the row counts, and is predicted with encoders and VAE that stay as well.
+8. The figure's kind is known: as the allocator counts (allocated, or SimpleTuner's "peak VRAM": it
+   differs between GPUs by their library workspaces, which only allocated bytes show) or the whole
+   process.
+9. After errors were seen: something is checkpointed, or the program computes in bf16 alone.
+   Trainers that accelerate prepares run under autocast: layer norms keep an fp32 copy of their
+   input, and each adapter its own cast of what its neighbors share. Checkpointing drops both, so
+   only rows without it are left out.
+10. Text encoders and VAE are off the device while it trains, where that is known: only
+    `data/fresh_readings.csv` says. After errors were seen: where they stay, the row counts, and is
+    predicted with encoders and VAE that stay as well.
 
-Readings that agree in all of model, trainer, shape, rank, weight format, checkpointing and value (to 1%) are one
-reading. The fresh readings were collected, by what `data/fresh_readings.md` had fixed, after all of these rules but
-those said to be later; the second collection after all of today's.
+Readings that agree in all of model, trainer, shape, rank, weight format, checkpointing and value
+(to 1%) are one reading. The fresh readings were collected, by what `data/fresh_readings.md` had
+fixed, after all of these rules but those said to be later; the second collection after all of
+today's.
 
-Of families that were added after all of these, `ADDED`, the published file's readings are judged by themselves, with
-these rules in addition. They were committed before any of these readings had been predicted. So was that Chroma, which
-came later, is read by the same rules.
+Of families that were added after all of these, `ADDED`, the published file's readings are judged by
+themselves, with these rules in addition. They were committed before any of these readings had been
+predicted. So was that Chroma, which came later, is read by the same rules.
 
-11. "N MP" is a square of N x 1024 x 1024 pixels. Where the row names the data loader of the source's own example, its
-    shape counts, for the example's configuration says the same (SimpleTuner bc8e6ab, `simpletuner/examples`: squares of
-    512 px; clips of 480 px in area, taken as squares). A rank that the notes give as the example's is the rank.
-12. Captions are as long as the program makes them, where its source says (`CAPTIONS`); else the family's default.
-13. Fizgig adapts attention and MLPs of all blocks (`families/*.py`, block_modules), other programs attention.
-14. Blocks that a row says to be swapped are swapped. SimpleTuner's RamTorch, which keeps all blocks' weights on the
-    host and brings them layer by layer, is all blocks swapped, and for memory alone: its copies are timed otherwise.
-15. "GB as written (code divides by 1024^3)" is GiB. Fizgig's "peak reserved" and "peak, training only" are what its
-    allocator reserved (`families/train.py` logs max_memory_reserved): the process without its context. A size of any
-    other kind is not compared, and such a row counts for time alone; so do those on a card with a desktop of which
-    the source itself corrects the size by 1 GB (`utils/capabilities.py`).
+11. "N MP" is a square of N x 1024 x 1024 pixels. Where the row names the data loader of the
+    source's own example, its shape counts, for the example's configuration says the same
+    (SimpleTuner bc8e6ab, `simpletuner/examples`: squares of 512 px; clips of 480 px in area, taken
+    as squares). A rank that the notes give as the example's is the rank.
+12. Captions are as long as the program makes them, where its source says (`CAPTIONS`); else the
+  family's default.
+13. Fizgig adapts attention and MLPs of all blocks (`families/*.py`, block_modules), other programs
+  attention.
+14. Blocks that a row says to be swapped are swapped. SimpleTuner's RamTorch, which keeps all
+    blocks' weights on the host and brings them layer by layer, is all blocks swapped, and for
+    memory alone: its copies are timed otherwise.
+15. "GB as written (code divides by 1024^3)" is GiB. Fizgig's "peak reserved" and "peak, training
+    only" are what its allocator reserved (`families/train.py` logs max_memory_reserved): the
+    process without its context. A size of any other kind is not compared, and such a row counts for
+    time alone; so do those on a card with a desktop of which the source itself corrects the size by
+    1 GB (`utils/capabilities.py`).
 16. Rule 9 leaves out sizes and times, not OOM: an out-of-memory reading counts in any case.
 17. A program that autotune knows as another trainer is predicted with that trainer's own overheads
-    (`autotune.trainers`), by its optimizer; what stays beside the transformer is rule 10's. So are today's rows of the
-    older families, whose errors had been seen.
+    (`autotune.trainers`), by its optimizer; what stays beside the transformer is rule 10's. So are
+    today's rows of the older families, whose errors had been seen.
 
 After these errors were seen (set `after`), for Krea 2 by SimpleTuner:
 
-18. It adapts by ends of names, so the text's fusion blocks as well, which no checkpoint holds (krea2/model.py,
-    DEFAULT_LORA_TARGET); and its fused projections keep the three that they were made of (krea2/transformer.py,
-    `fuse_projections`): their bytes are added.
+18. It adapts by ends of names, so the text's fusion blocks as well, which no checkpoint holds
+    (krea2/model.py, DEFAULT_LORA_TARGET); and its fused projections keep the three that they were
+    made of (krea2/transformer.py, `fuse_projections`): their bytes are added.
 
-For Qwen-Image 2.1 (`LATEST`), which came after all of these, rules 1 to 17 and the next, committed before any of its
+For Qwen-Image 2.1 (`LATEST`), which came after all of these, rules 1 to 17 and the next, committed
+before any of its readings had been predicted; judged by itself.
+
+19. "peak, VAE resident for previews" is what Fizgig's allocator reserved, as in rule 15, with the
+    VAE's weights in bf16 (qwen_image21/vae.py 8b82fbe, load_qwen21_vae), which are added. "int8
+    W8A8" is another weight format, by rule 5.
+
+Expected of it: sizes short by what its adapter of fp32 takes, for it casts each layer's input for
+itself (families/lora.py c66bfba, LoRALinear), most at 1 MP; times within Fizgig's own factor, .94.
+
+For LTX-2.3 (`NEWEST`), which came last, rules 1 to 17 and the next, committed before any of its
 readings had been predicted; judged by itself.
 
-19. "peak, VAE resident for previews" is what Fizgig's allocator reserved, as in rule 15, with the VAE's weights in bf16
-    (qwen_image21/vae.py 8b82fbe, load_qwen21_vae), which are added. "int8 W8A8" is another weight format, by rule 5.
+20. Where a row has the shape that the document tells and the area of the example's data loader, the
+    area's square counts, as by rule 11, to a multiple of what the model takes; frames are those
+    that its VAE takes. SimpleTuner keeps the connectors on the device (ltxvideo2/model.py,
+    post_model_load_setup): their bytes are added. It gives the sound silence as long as the clip
+    (_build_empty_audio_latents), which autotune does not compute.
 
-Expected of it: sizes short by what its adapter of fp32 takes, for it casts each layer's input for itself
-(families/lora.py c66bfba, LoRALinear), most at 1 MP; times within Fizgig's own factor, .94.
+Expected: memory short, for weights and connectors are 41 of 48 GiB and its other copies are not
+known; the time short, by the sound.
 
-For LTX-2.3 (`NEWEST`), which came last, rules 1 to 17 and the next, committed before any of its readings had been
-predicted; judged by itself.
+Changes of 25 November. No row is unseen any more, so what is changed is chosen by what was read in
+sources and in published measurements of kernels, and rows are split before anything of it was
+predicted: terms are developed on SimpleTuner's Krea 2 at 512 px (178, 179, 509 to 511, 515 to 517);
+all other rows report. Expected:
 
-20. Where a row has the shape that the document tells and the area of the example's data loader, the area's square
-    counts, as by rule 11, to a multiple of what the model takes; frames are those that its VAE takes. SimpleTuner
-    keeps the connectors on the device (ltxvideo2/model.py, post_model_load_setup): their bytes are added. It gives the
-    sound silence as long as the clip (_build_empty_audio_latents), which autotune does not compute.
-
-Expected: memory short, for weights and connectors are 41 of 48 GiB and its other copies are not known; the time short,
-by the sound.
-
-Changes of 25 November. No row is unseen any more, so what is changed is chosen by what was read in sources and in
-published measurements of kernels, and rows are split before anything of it was predicted: terms are developed on
-SimpleTuner's Krea 2 at 512 px (178, 179, 509 to 511, 515 to 517); all other rows report. Expected:
-
-- SimpleTuner's "int8-torchao" computes gradients of all frozen weights and stores all linear layers in 8 bits: its rows
-  longer by a quarter, so that they need the factor of its bf16 rows, and .7 GiB less; at 1,024 px the same.
-- Cards with an L2 cache of 64 MiB and more hold what kernels of small images move in nearly all of it, not in half:
-  L40S, 4090, 5090 and RTX PRO 6000 faster where 4,096 tokens or fewer are in bf16, H100 hardly, memory as it was.
-- Products with 8-bit weights outside of a backward pass of their own keep a converted copy (ai-toolkit, musubi,
-  sd-scripts, OneTrainer): no row of memory has it, F20 and F23 by sd-scripts are times alone.
+- SimpleTuner's "int8-torchao" computes gradients of all frozen weights and stores all linear layers
+  in 8 bits: its rows longer by a quarter, so that they need the factor of its bf16 rows, and .7 GiB
+  less; at 1,024 px the same.
+- Cards with an L2 cache of 64 MiB and more hold what kernels of small images move in nearly all of
+  it, not in half: L40S, 4090, 5090 and RTX PRO 6000 faster where 4,096 tokens or fewer are in bf16,
+  H100 hardly, memory as it was.
+- Products with 8-bit weights outside of a backward pass of their own keep a converted copy
+  (ai-toolkit, musubi, sd-scripts, OneTrainer): no row of memory has it, F20 and F23 by sd-scripts
+  are times alone.
 
 Two kinds of rows were never predicted until then, and are once, by themselves:
 
-21. HunyuanVideo 1.5 (`LAST`), by rules 1 to 17; "480 px-area" is a square of that side, as by rule 11.
-22. Steps without checkpoints of `ADDED`, which rule 9 leaves out, count for time alone (set `times`): copies of what
-    autocast casts take memory, and little time. OOM apart.
+21. HunyuanVideo 1.5 (`LAST`), by rules 1 to 17; "480 px-area" is a square of that side, as by rule
+  11.
+22. Steps without checkpoints of `ADDED`, which rule 9 leaves out, count for time alone (set
+    `times`): copies of what autocast casts take memory, and little time. OOM apart.
 
-Expected: steps within 15% after the factor of SimpleTuner's Krea 2, but for Z-Image and Chroma on the H100, which wait
-for the host; HunyuanVideo's memory within 10%, for its program's own ways are not in autotune's table.
+Expected: steps within 15% after the factor of SimpleTuner's Krea 2, but for Z-Image and Chroma on
+the H100, which wait for the host; HunyuanVideo's memory within 10%, for its program's own ways are
+not in autotune's table.
 """
 
 import csv
@@ -113,7 +131,10 @@ FAMILIES = {
     "Qwen-Image-Edit-2509": "qwen-image-edit-plus",
     "FLUX.1-dev (12B)": "flux1-dev",
     "Kandinsky5 Video Lite 2B T2V": "kandinsky5-video-lite",
-    **{name: name for name in ("flux1-dev", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")},
+    **{
+        name: name
+        for name in ("flux1-dev", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
+    },
     **{name: name for name in ("kandinsky5-image-lite", "kandinsky5-video-lite")},
 }
 NEWEST = {"LTX-Video 2.3": "ltx-2.3"}
@@ -145,7 +166,10 @@ ADDED = {
 CAPTIONS = {
     ("SimpleTuner", "chroma"): 512,  # chroma/model.py pads to max_sequence_length, under a mask
     ("SimpleTuner", "krea-2"): 512,  # krea2/pipeline.py pads to max_sequence_length, under a mask
-    ("SimpleTuner", "z-image-turbo"): 32,  # z_image/model.py drops padding; its example's caption is one character
+    (
+        "SimpleTuner",
+        "z-image-turbo",
+    ): 32,  # z_image/model.py drops padding; its example's caption is one character
 }
 """Tokens of a caption, by program and model."""
 BY_ENDS = "to_q,to_k,to_v,to_out.0"
@@ -162,7 +186,9 @@ TRAINERS = {
     "musubi-tuner": "musubi",
     "OneTrainer": "onetrainer",
 }
-"""Autotune's name of a trainer, by how the row's begins. What has a diffusers script of its own is none of these."""
+"""Autotune's name of a trainer, by how the row's begins. What has a diffusers script of its own
+is none of these.
+"""
 OPTIMIZERS: dict[str, tuple[str, dict[str, str | bool]]] = {
     "simpletuner": ("optimizer", {}),
     "ai-toolkit": ("train.optimizer", {"AdamW8bit": "adamw8bit"}),
@@ -198,10 +224,28 @@ STORAGE = {
     "nf4 (QLoRA)": "bnb-nf4",
     **{name: name for name in ("none", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8")},
 }
-CHECKPOINTING = {"none": False, "full per-block (torch)": True, "full": True, "full (default)": True}
-UNDER_AUTOCAST = ("SimpleTuner", "diffusers", "sd-scripts", "musubi-tuner", "flymyai-lora-trainer", "x-flux")
+CHECKPOINTING = {
+    "none": False,
+    "full per-block (torch)": True,
+    "full": True,
+    "full (default)": True,
+}
+UNDER_AUTOCAST = (
+    "SimpleTuner",
+    "diffusers",
+    "sd-scripts",
+    "musubi-tuner",
+    "flymyai-lora-trainer",
+    "x-flux",
+)
 ALLOCATED = ("peak allocated", 'peak (doc: "peak VRAM GiB")')
-WHOLE = ("peak nvidia-smi", "peak", "peak, training only", "peak reserved, first epoch", "user reading")
+WHOLE = (
+    "peak nvidia-smi",
+    "peak",
+    "peak, training only",
+    "peak reserved, first epoch",
+    "user reading",
+)
 RESERVED = ("peak reserved, first epoch", "peak, training only")
 """Of the programs of `ADDED`: without the context of the process."""
 WITH_VAE = "peak, VAE resident for previews"
@@ -231,7 +275,8 @@ class Rule:
 def no_measurement(row: Row) -> bool:
     numbers = row["vram_value"] or row["s_per_it"]
     return not (
-        row["evidence"].startswith("measured") and (row["status"] == "OOM" or (row["status"] == "ok" and numbers))
+        row["evidence"].startswith("measured")
+        and (row["status"] == "OOM" or (row["status"] == "ok" and numbers))
     )
 
 
@@ -245,7 +290,11 @@ def no_plain_step(row: Row) -> bool:
 
 def keeps_casts(row: Row) -> bool:
     is_counted = row["status"] == "OOM" and row["model"] in ADDED
-    return not is_counted and not CHECKPOINTING[row["grad_ckpt"]] and row["trainer"].startswith(UNDER_AUTOCAST)
+    return (
+        not is_counted
+        and not CHECKPOINTING[row["grad_ckpt"]]
+        and row["trainer"].startswith(UNDER_AUTOCAST)
+    )
 
 
 def moves_otherwise(row: Row) -> bool:
@@ -267,16 +316,28 @@ RULES = (
     Rule("3 shape called suspect", lambda row: "SUSPECT" in row["notes"], ("first",)),
     Rule("4 GPU unknown", lambda row: row["gpu"] not in GPUS),
     Rule("5 other weight format", lambda row: row["base_quant"] not in STORAGE),
-    Rule("5 multiplies in float8", lambda row: row["base_quant"] in IN_FLOAT8, ("then", "today", *NEWER)),
+    Rule(
+        "5 multiplies in float8",
+        lambda row: row["base_quant"] in IN_FLOAT8,
+        ("then", "today", *NEWER),
+    ),
     Rule("6 other checkpointing", lambda row: row["grad_ckpt"] not in CHECKPOINTING),
     Rule("7 compiled", lambda row: row["compile"] not in NOTHING),
     Rule("7 offloaded", lambda row: row["offload_or_swap"] not in NOTHING, OLDER),
     Rule("7 offloaded otherwise", moves_otherwise, NEWER),
-    Rule("8 kind unknown", lambda row: bool(row["vram_value"]) and row["vram_kind"] not in (*ALLOCATED, *WHOLE), OLDER),
+    Rule(
+        "8 kind unknown",
+        lambda row: bool(row["vram_value"]) and row["vram_kind"] not in (*ALLOCATED, *WHOLE),
+        OLDER,
+    ),
     Rule("8 nothing comparable", nothing_comparable, NEWER),
     Rule("9 keeps autocast's copies", keeps_casts, ("then", "today", "added", "after")),
     Rule("22 no step without checkpoints", no_plain_step, ("times",)),
-    Rule("10 other models resident", lambda row: row.get("other_models") == "resident", ("first", "then")),
+    Rule(
+        "10 other models resident",
+        lambda row: row.get("other_models") == "resident",
+        ("first", "then"),
+    ),
 )
 
 
@@ -304,7 +365,11 @@ def resolution_of(row: Row) -> tuple[int, int] | None:
     if loader and "only fits the latter" in row["notes"]:
         return int(loader[1]), int(loader[1])
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", row["resolution"])
-    return (int(match[1]), int(match[2] or match[1])) if match and "SUSPECT" not in row["notes"] else None
+    return (
+        (int(match[1]), int(match[2] or match[1]))
+        if match and "SUSPECT" not in row["notes"]
+        else None
+    )
 
 
 def frames_of(row: Row) -> int:
@@ -334,7 +399,9 @@ def size_of(row: Row) -> float | None:
     value = row["vram_value"].lstrip("~")
     kinds = (*ALLOCATED, *WHOLE, *(RESERVED if row["model"] in ADDED else ()))
     kinds += (WITH_VAE,) if row["model"] in LATEST else ()
-    has_desktop = row["model"] in ADDED and row["source"].startswith("shootthesound/Fizgig src/fizgig/utils")
+    has_desktop = row["model"] in ADDED and row["source"].startswith(
+        "shootthesound/Fizgig src/fizgig/utils"
+    )
     return float(value) if value and row["vram_kind"] in kinds and not has_desktop else None
 
 
@@ -350,7 +417,9 @@ def text_tokens_of(row: Row, model: ResolvedModel) -> int:
 
 def targets_of(row: Row, rules: str) -> str:
     usual = "attention+mlp" if row["trainer"] == "Fizgig" else "attention"
-    return row.get("targets") or (BY_ENDS if rules in ("after", "times") and fuses_projections(row) else usual)
+    return row.get("targets") or (
+        BY_ENDS if rules in ("after", "times") and fuses_projections(row) else usual
+    )
 
 
 def fuses_projections(row: Row) -> bool:
@@ -362,12 +431,20 @@ def copied_bytes_of(row: Row, rules: str) -> int:
     if row["model"] in NEWEST and row["trainer"] == "SimpleTuner":
         return CONNECTORS_BYTES
     element_bytes = 2 if STORAGE[row["base_quant"]] == "none" else 1
-    return FUSED_PARAMETERS * element_bytes if rules in ("after", "times") and fuses_projections(row) else 0
+    return (
+        FUSED_PARAMETERS * element_bytes
+        if rules in ("after", "times") and fuses_projections(row)
+        else 0
+    )
 
 
 def overheads_of(row: Row, model: str) -> Overheads | None:
-    """Of a program that autotune knows as another trainer, as its table says; what stays on the device is rule 10's."""
-    name = next((ours for theirs, ours in TRAINERS.items() if row["trainer"].startswith(theirs)), None)
+    """Of a program that autotune knows as another trainer, as its table says; what stays on the
+    device is rule 10's.
+    """
+    name = next(
+        (ours for theirs, ours in TRAINERS.items() if row["trainer"].startswith(theirs)), None
+    )
     if name is None or "flux_lora_quantization" in row["trainer"]:
         return None
     trainer = get_trainer(name)
@@ -384,7 +461,13 @@ def unique(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         fields = ("model", "trainer", "resolution", "batch", "rank", "base_quant", "grad_ckpt")
         value = row["vram_value"].lstrip("~")
-        size = f"{float(value):.1f}" if value and float(value) < 30 else f"{float(value):.0f}" if value else row["gpu"]
+        size = (
+            f"{float(value):.1f}"
+            if value and float(value) < 30
+            else f"{float(value):.0f}"
+            if value
+            else row["gpu"]
+        )
         seen.setdefault((*(row[field] for field in fields), size, row["s_per_it"]), row)
     return list(seen.values())
 

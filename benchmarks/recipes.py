@@ -1,21 +1,26 @@
-"""What `plan` would choose against the settings that people copy, on this CPU: images per second, memory, loss.
+"""What `plan` would choose against the settings that people copy, on this CPU: images per second,
+memory, loss.
 
     python benchmarks/recipes.py [--output FILE] [--rounds N] [FAMILY ...]
 
-Mid-size models of four families, the same effective batch and data for all. Time is the process's own on one core, so
-that other work on the machine counts little; all settings are measured in rounds, one after the other, and each keeps
-its fastest step. The recipes, in bf16 as they are copied:
+Mid-size models of four families, the same effective batch and data for all. Time is the process's
+own on one core, so that other work on the machine counts little; all settings are measured in
+rounds, one after the other, and each keeps its fastest step. The recipes, in bf16 as they are
+copied:
 
-- `script`: as the README of diffusers' scripts runs them: one image at a time, accumulated, every block recomputed;
+- `script`: as the README of diffusers' scripts runs them: one image at a time, accumulated, every
+  block recomputed;
 - `whole batch, all recomputed`: the batch at once, every block recomputed;
 - `int8, all recomputed`: the same with weights stored in 8 bits.
 
 Ours, which choose their precision, too:
 
-- `searched without new knobs`: our search among batch, whole blocks that recompute, weight format and attention;
+- `searched without new knobs`: our search among batch, whole blocks that recompute, weight format
+  and attention;
 - `searched`: with modulation computed ahead, norm and RoPE fused, and blocks that keep attention;
 - `searched, compact`: with products in 8 bits, too;
-- `less memory` with and without: within three fifths of the memory that `searched without new knobs` took.
+- `less memory` with and without: within three fifths of the memory that `searched without new
+  knobs` took.
 
 Every new knob that a winner uses is then put back alone: that is its own gain.
 """
@@ -94,7 +99,11 @@ class Bench:
             )
 
         limits = SearchLimits(max_trials=MAX_TRIALS, max_seconds=float("inf"))
-        ran = [one for one in run_search(search, trial, limits, lambda result: None) if one.outcome == "ok"]
+        ran = [
+            one
+            for one in run_search(search, trial, limits, lambda result: None)
+            if one.outcome == "ok"
+        ]
         return min(ran, key=lambda one: one.median_step_seconds or 0.0).candidate
 
     def recipes(self) -> dict[str, Candidate]:
@@ -115,8 +124,14 @@ class Bench:
             "searched, compact": compact,
             "less memory without new knobs": self.searched(less, old=True),
             "less memory": self.searched(less),
-            **{f"searched, {name} {value}": now.changed(**{name: value}) for name, value in without(now)},
-            **{f"compact, {name} {value}": compact.changed(**{name: value}) for name, value in without(compact)},
+            **{
+                f"searched, {name} {value}": now.changed(**{name: value})
+                for name, value in without(now)
+            },
+            **{
+                f"compact, {name} {value}": compact.changed(**{name: value})
+                for name, value in without(compact)
+            },
         }
 
 
@@ -160,7 +175,11 @@ def main() -> None:
     hardware = cached_profile()
     today = datetime.now(UTC).date().isoformat()
     lines: list[dict[str, Any]] = [
-        {"date": today, "cpu": platform.processor() or hardware.host.cpu, "torch": torch.__version__}
+        {
+            "date": today,
+            "cpu": platform.processor() or hardware.host.cpu,
+            "torch": torch.__version__,
+        }
     ]
     for name in options.families:
         rows = measure(name, hardware, options.rounds)

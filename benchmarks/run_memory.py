@@ -1,8 +1,10 @@
-"""Does a plan on a CPU promise the memory that each phase of the run then takes? Plans, trains, compares.
+"""Does a plan on a CPU promise the memory that each phase of the run then takes? Plans, trains,
+compares.
 
 python benchmarks/run_memory.py FOLDER [--width 128 768]
 
-Writes one JSON line per setting to the standard output; FOLDER holds the models and may be used again.
+Writes one JSON line per setting to the standard output; FOLDER holds the models and may be used
+again.
 """
 
 import argparse
@@ -50,15 +52,30 @@ def promised_and_measured(folder: Path, settings: str) -> dict[str, Any]:
     name = settings.replace(" ", ",")
     plan, output = folder / f"{name}.yaml", folder / name
     pins = [word for pair in settings.split() for word in ("--pin", pair)]
-    common = ("--model", folder / "model", "--data", folder / "images", "--resolution", 64, "--steps", 20)
+    common = (
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "images",
+        "--resolution",
+        64,
+        "--steps",
+        20,
+    )
     cache = folder.parent / "cache"
-    autotune(cache, "plan", *common, "--batch", 4, "--max-trials", 1, "--no-profiles", *pins, "-o", plan)
+    autotune(
+        cache, "plan", *common, "--batch", 4, "--max-trials", 1, "--no-profiles", *pins, "-o", plan
+    )
     autotune(cache, "train", plan, "--output", output)
     report = json.loads((output / "report.json").read_text())
     promised, taken = (
-        {phase["name"]: phase["host_bytes"] / 2**20 for phase in report[key]} for key in ("expected_phases", "phases")
+        {phase["name"]: phase["host_bytes"] / 2**20 for phase in report[key]}
+        for key in ("expected_phases", "phases")
     )
-    rows = {n: [round(promised[n]), round(taken[n]), round(100 * (promised[n] / taken[n] - 1), 1)] for n in taken}
+    rows = {
+        n: [round(promised[n]), round(taken[n]), round(100 * (promised[n] / taken[n] - 1), 1)]
+        for n in taken
+    }
     return {"settings": settings, "phases": rows}
 
 
@@ -73,7 +90,9 @@ def main() -> None:
         if not folder.exists():
             write_model(folder, width)
         for settings in SETTINGS:
-            print(json.dumps({"width": width, **promised_and_measured(folder, settings)}), flush=True)
+            print(
+                json.dumps({"width": width, **promised_and_measured(folder, settings)}), flush=True
+            )
 
 
 if __name__ == "__main__":

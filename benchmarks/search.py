@@ -2,10 +2,11 @@
 
     python benchmarks/search.py [--development] [--output FILE]
 
-Regret: how much slower the one that was measured fastest so far truly is than the best there is, after 4, 8 and 12
-different trials. Trials that fail count as trials; repeats of a configuration, which Optuna's samplers make, are free.
-Optuna's samplers draw each knob by itself: what they draw stands for the candidate that is nearest to it.
-Only `ours, until it stops` ends before 12 by itself; its best so far then stands for later counts.
+Regret: how much slower the one that was measured fastest so far truly is than the best there is,
+after 4, 8 and 12 different trials. Trials that fail count as trials; repeats of a configuration,
+which Optuna's samplers make, are free. Optuna's samplers draw each knob by itself: what they draw
+stands for the candidate that is nearest to it. Only `ours, until it stops` ends before 12 by
+itself; its best so far then stands for later counts.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def ours_stopping(task: Task, seed: int) -> list[TrialResult]:
     return list(run_search(sampler, task.truth.__getitem__, limits, lambda result: None))
 
 
-def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[[Task, int], list[TrialResult]]:
+def by_optuna(
+    make: Callable[[int], optuna.samplers.BaseSampler],
+) -> Callable[[Task, int], list[TrialResult]]:
     def search(task: Task, seed: int) -> list[TrialResult]:
         study = optuna.create_study(sampler=make(seed))
         seen: dict[Candidate, TrialResult] = {}
@@ -84,7 +87,10 @@ SEARCHES = {
     "ours": (ours, 1),
     "ours, until it stops": (ours_stopping, 1),
     "gp": (by_optuna(lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=3)), SEEDS),
-    "tpe": (by_optuna(lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)), SEEDS),
+    "tpe": (
+        by_optuna(lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)),
+        SEEDS,
+    ),
     "random": (by_optuna(lambda seed: optuna.samplers.RandomSampler(seed=seed)), SEEDS),
 }
 
@@ -107,7 +113,11 @@ def group_of(task: Task) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterable[str]:
-    yield "| tasks | search | n | mean regret after 4 | 8 | 12 | within 5% after 4 | 8 | 12 | failed of 8 | trials |"
+    yield (
+        "| tasks | search | n | mean regret after 4 | 8 | 12 | within 5% after 4 | 8 | 12 | "
+        "failed "
+        "of 8 | trials |"
+    )
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     tables = [row for row in rows if row["group"].startswith("tables")]
     for group in (
@@ -121,8 +131,14 @@ def table(rows: list[dict[str, Any]]) -> Iterable[str]:
             mine = [row for row in among if row["search"] == name]
             if not mine:
                 continue
-            means = [f"{statistics.mean(row['regrets'][i] for row in mine):.1%}" for i in range(len(AFTER))]
-            near = [f"{statistics.mean(row['regrets'][i] <= NEAR for row in mine):.0%}" for i in range(len(AFTER))]
+            means = [
+                f"{statistics.mean(row['regrets'][i] for row in mine):.1%}"
+                for i in range(len(AFTER))
+            ]
+            near = [
+                f"{statistics.mean(row['regrets'][i] <= NEAR for row in mine):.0%}"
+                for i in range(len(AFTER))
+            ]
             failed = statistics.mean(row["failed"] for row in mine)
             trials = statistics.mean(row["trials"] for row in mine)
             cells = (group, name, str(len(mine)), *means, *near, f"{failed:.1f}", f"{trials:.1f}")
@@ -131,9 +147,13 @@ def table(rows: list[dict[str, Any]]) -> Iterable[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--development", action="store_true", help="the tasks that constants may be chosen on")
+    parser.add_argument(
+        "--development", action="store_true", help="the tasks that constants may be chosen on"
+    )
     parser.add_argument("--only", nargs="*", default=list(SEARCHES), choices=list(SEARCHES))
-    parser.add_argument("--seeds", type=int, default=2, help="simulated machines per model, GPU and prior")
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="simulated machines per model, GPU and prior"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
@@ -151,14 +171,23 @@ def main() -> None:
             for seed in range(seeds):
                 results = search(task, seed)
                 failed = sum(result.outcome != "ok" for result in results[:8])
-                row = {"task": task.name, "group": group_of(task), "search": name, "seed": seed, "failed": failed}
+                row = {
+                    "task": task.name,
+                    "group": group_of(task),
+                    "search": name,
+                    "seed": seed,
+                    "failed": failed,
+                }
                 rows.append({**row, "regrets": regrets(task, results), "trials": len(results)})
                 if options.verbose:
                     print(rows[-1], flush=True)
     print("\n".join(table(rows)))
     once = measured_once()
     near = sum(regret <= NEAR for regret in once)
-    print(f"all measured once, the fastest taken: {statistics.mean(once):.1%}, {near} of {len(once)} within {NEAR:.0%}")
+    print(
+        f"all measured once, the fastest taken: {statistics.mean(once):.1%}, {near} of {len(once)} "
+        f"within {NEAR:.0%}"
+    )
     if options.output:
         options.output.write_text("\n".join(map(json.dumps, rows)) + "\n")
 

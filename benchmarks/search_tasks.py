@@ -1,8 +1,10 @@
-"""Tasks for `search.py`: complete truths to search in. Measured tables, and machines simulated in another form.
+"""Tasks for `search.py`: complete truths to search in. Measured tables, and machines simulated in
+another form.
 
-A simulated machine starts from the cost model's own predictions for a published model on a GPU of the catalog, and
-bends them in ways that the search's model cannot express: factors of pairs of choices, micro-batches that saturate,
-recomputation that costs more than its share, a slow stretch before the memory wall, and 3% noise.
+A simulated machine starts from the cost model's own predictions for a published model on a GPU of
+the catalog, and bends them in ways that the search's model cannot express: factors of pairs of
+choices, micro-batches that saturate, recomputation that costs more than its share, a slow stretch
+before the memory wall, and 3% noise.
 """
 
 import json
@@ -31,7 +33,9 @@ from autotune.search.space import SearchSpace, build_search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)
-"""Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES, never on the rest."""
+"""Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES,
+never on the rest.
+"""
 
 Prior = Literal["good", "bad"]
 BIAS: Mapping[Prior, tuple[float, float]] = {"good": (0.10, 0.03), "bad": (0.35, 0.25)}
@@ -50,7 +54,9 @@ BASES = (
 
 @dataclass(frozen=True)
 class StepMemoryModel:
-    """A cost model that counts steps alone, as tables do: of models as small as theirs the other phases need more."""
+    """A cost model that counts steps alone, as tables do: of models as small as theirs the other
+    phases need more.
+    """
 
     cost: CostModel
 
@@ -82,7 +88,9 @@ class Task:
     truth: Mapping[Candidate, TrialResult]
     """What a trial of each candidate tells, with the noise of one measurement."""
     seconds: Mapping[Candidate, float]
-    """True step seconds of those that run, as far as they are known: the luck of a measurement is no speed."""
+    """True step seconds of those that run, as far as they are known: the luck of a measurement
+    is no speed.
+    """
 
     @property
     def best_seconds(self) -> float:
@@ -100,14 +108,19 @@ class Task:
         """The candidate of the space with these values, or the nearest numbers of blocks."""
         wanted = self.space.candidates[0].changed(**values)
         alike = self._by_setting.get(_setting(wanted), self.space.candidates)
-        return min(alike, key=lambda one: sum(abs(getattr(one, n) - getattr(wanted, n)) for n in BLOCK_NUMBERS))
+        return min(
+            alike,
+            key=lambda one: sum(abs(getattr(one, n) - getattr(wanted, n)) for n in BLOCK_NUMBERS),
+        )
 
     def chosen_seconds(self, results: Sequence[TrialResult]) -> float:
         """True step seconds of the fastest of these trials; infinite if none ran."""
         ran = [result for result in results if result.outcome == "ok"]
         if not ran:
             return math.inf
-        return self.seconds[min(ran, key=lambda result: result.median_step_seconds or math.inf).candidate]
+        return self.seconds[
+            min(ran, key=lambda result: result.median_step_seconds or math.inf).candidate
+        ]
 
 
 def _setting(candidate: Candidate) -> tuple[Choice, ...]:
@@ -116,11 +129,17 @@ def _setting(candidate: Candidate) -> tuple[Choice, ...]:
 
 def _seconds(truth: Mapping[Candidate, TrialResult]) -> dict[Candidate, float]:
     """Of a table, whose measurements are the truth."""
-    return {c: result.median_step_seconds or math.inf for c, result in truth.items() if result.outcome == "ok"}
+    return {
+        c: result.median_step_seconds or math.inf
+        for c, result in truth.items()
+        if result.outcome == "ok"
+    }
 
 
 def table_tasks(*, development: bool) -> list[Task]:
-    paths = sorted(path for path in TABLES.glob("*.jsonl") if (path.stem in DEVELOPMENT_TABLES) == development)
+    paths = sorted(
+        path for path in TABLES.glob("*.jsonl") if (path.stem in DEVELOPMENT_TABLES) == development
+    )
     return [_table_task(path) for path in paths]
 
 
@@ -149,7 +168,11 @@ def capped_tasks(*, development: bool, measured: bool) -> list[Task]:
 
     `measured`: a trial tells how far beyond the cap it was, as on a CPU; on a GPU it only ends.
     """
-    return [_capped(task, share, measured) for task in table_tasks(development=development) for share in CAPS]
+    return [
+        _capped(task, share, measured)
+        for task in table_tasks(development=development)
+        for share in CAPS
+    ]
 
 
 def _capped(task: Task, share: float, measured: bool) -> Task:
@@ -166,18 +189,26 @@ def _capped(task: Task, share: float, measured: bool) -> Task:
 
 
 def measured_once() -> list[float]:
-    """Regrets of the fastest by its first measurement alone, in each reporting table under each cap and without."""
+    """Regrets of the fastest by its first measurement alone, in each reporting table under each
+    cap and without.
+    """
     found = []
     for path in sorted(TABLES.glob("*.jsonl")):
         if path.stem in DEVELOPMENT_TABLES:
             continue
-        trials = [TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]]
+        trials = [
+            TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]
+        ]
         first = {trial.candidate: trial for trial in reversed(trials)}
         truth = merged(trials)
         for share in (*CAPS, 1.0):
             limit = cap_bytes(truth, share)
-            fitting = _seconds({one.candidate: one for one in truth if (one.peak_memory_bytes or 0) <= limit})
-            chosen = min(fitting, key=lambda candidate: first[candidate].median_step_seconds or math.inf)
+            fitting = _seconds(
+                {one.candidate: one for one in truth if (one.peak_memory_bytes or 0) <= limit}
+            )
+            chosen = min(
+                fitting, key=lambda candidate: first[candidate].median_step_seconds or math.inf
+            )
             found.append(fitting[chosen] / min(fitting.values()) - 1)
     return found
 
@@ -190,11 +221,15 @@ def _table_task(path: Path) -> Task:
     workload = Workload.model_validate_json(json.dumps(head["workload"]))
     trials = merged([TrialResult.model_validate_json(line) for line in lines])
     candidates = tuple(trial.candidate for trial in trials)
-    cost = StepMemoryModel(CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"]))
+    cost = StepMemoryModel(
+        CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"])
+    )
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}
     space = SearchSpace(candidates, choices, {}, {})
     truth = {trial.candidate: trial for trial in trials}
-    return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, truth, _seconds(truth))
+    return Task(
+        path.stem, True, None, space, cost, hardware.device.budget_bytes, truth, _seconds(truth)
+    )
 
 
 def _values(candidates: tuple[Candidate, ...], knob: str) -> tuple[Choice, ...]:
@@ -222,7 +257,11 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfil
         quality="high",
     )
     cost = CostModel.build(hardware, workload, model.family, model.config)
-    return with_mixtures(build_search_space(TuningContext(hardware, model.family, workload)), cost), cost, hardware
+    return (
+        with_mixtures(build_search_space(TuningContext(hardware, model.family, workload)), cost),
+        cost,
+        hardware,
+    )
 
 
 def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
@@ -231,7 +270,9 @@ def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
     speed, memory = BIAS[prior]
     bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
     truth, seconds = {}, {}
-    for candidate in dict.fromkeys(c for one in space.candidates for c in (one, space.without_rules(one))):
+    for candidate in dict.fromkeys(
+        c for one in space.candidates for c in (one, space.without_rules(one))
+    ):
         true_seconds, truth[candidate] = bend.result(cost.predict(candidate))
         if truth[candidate].outcome == "ok":
             seconds[candidate] = true_seconds
@@ -263,7 +304,9 @@ class _Bend:
         pairs = self.factor(self.speed / 3, c.quantization, c.attention)
         pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
         pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)
-        alone = self.factor(self.speed / 2, c.quantization) + self.factor(self.speed / 2, c.attention)
+        alone = self.factor(self.speed / 2, c.quantization) + self.factor(
+            self.speed / 2, c.attention
+        )
         alone += self.factor(self.speed / 3, "norm_rope", c.norm_rope)
         alone += self.factor(self.speed / 3, "modulation", c.modulation)
         alone += self.factor(self.speed / 3, "swap") * min(1.0, c.swapped_blocks / 20)
@@ -281,4 +324,6 @@ class _Bend:
         took = seconds * math.exp(self.rng.gauss(0, 0.03))
         if full > 1:
             return seconds, TrialResult(candidate=c, outcome="oom", message="simulated")
-        return seconds, TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(bent))
+        return seconds, TrialResult(
+            candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(bent)
+        )

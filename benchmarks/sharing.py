@@ -1,11 +1,13 @@
-"""What a shared record saves: trials and seconds until a search has something within 5% of the best there is.
+"""What a shared record saves: trials and seconds until a search has something within 5% of the best
+there is.
 
     python benchmarks/sharing.py [--seeds N] [--output FILE]
 
-On the measured tables of `tables.py`, whose every answer is known. A table's machine is alice. Bob's is derived from
-it: all rates divided and all times multiplied by 0.6 or 1.6; then each weight format, each attention backend and each
-micro-batch has a factor of its own, of 10% (one sigma), that no rate shows; memory stays. Each search on bob's machine
-has 2% of noise of its own. Three searches: cold; with the record of alice's search; with that of bob's own first one.
+On the measured tables of `tables.py`, whose every answer is known. A table's machine is alice.
+Bob's is derived from it: all rates divided and all times multiplied by 0.6 or 1.6; then each weight
+format, each attention backend and each micro-batch has a factor of its own, of 10% (one sigma),
+that no rate shows; memory stays. Each search on bob's machine has 2% of noise of its own. Three
+searches: cold; with the record of alice's search; with that of bob's own first one.
 """
 
 import argparse
@@ -58,11 +60,18 @@ class Bench:
 
     def run(self, seed: int) -> Run:
         def run(candidate: Candidate) -> TrialResult:
-            truth, rng = self.task.truth[candidate], random.Random(f"{self.task.name} {candidate} {seed}")
+            truth, rng = (
+                self.task.truth[candidate],
+                random.Random(f"{self.task.name} {candidate} {seed}"),
+            )
             pace = self.times[candidate] / (truth.median_step_seconds or 1.0) * rng.gauss(1, NOISE)
             steps = tuple(seconds * pace for seconds in truth.step_seconds)
-            wall = (truth.load_seconds or 0.0) + pace * sum((*truth.warmup_seconds, *truth.step_seconds))
-            return TrialResult.model_validate({**dict(truth), "step_seconds": steps, "wall_seconds": wall})
+            wall = (truth.load_seconds or 0.0) + pace * sum(
+                (*truth.warmup_seconds, *truth.step_seconds)
+            )
+            return TrialResult.model_validate(
+                {**dict(truth), "step_seconds": steps, "wall_seconds": wall}
+            )
 
         return run
 
@@ -77,7 +86,9 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
     known = alice(task)
     here = known.cost.hardware
     rates = tuple(
-        rate.model_copy(update={"value": rate.value * pace if rate.unit == "s" else rate.value / pace})
+        rate.model_copy(
+            update={"value": rate.value * pace if rate.unit == "s" else rate.value / pace}
+        )
         for rate in here.rates
     )
     device = here.device.model_copy(update={"name": "bob's device"})
@@ -89,7 +100,9 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
         keys = (candidate.quantization, candidate.attention, candidate.micro_batch_size)
         return pace * math.exp(sum(own.setdefault(key, rng.gauss(0, CHOICE_SIGMA)) for key in keys))
 
-    return Bench(task, known.cost.for_hardware(hardware), {c: t * factor(c) for c, t in known.times.items()})
+    return Bench(
+        task, known.cost.for_hardware(hardware), {c: t * factor(c) for c, t in known.times.items()}
+    )
 
 
 def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:
@@ -97,16 +110,26 @@ def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[T
     advice: WarmStart = NO_WARM_START
     if known:
         found = StoreMatches(known, (), ())
-        advice = build_warm_start(found, task.space.choices, task.budget_bytes, bench.cost.workload, bench.cost)[1]
+        advice = build_warm_start(
+            found, task.space.choices, task.budget_bytes, bench.cost.workload, bench.cost
+        )[1]
         assert advice.sources, "the record is not credible"
     planned = ResidualSearch(
-        task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first_candidates
+        task.space,
+        bench.cost,
+        task.budget_bytes,
+        priors=advice.priors,
+        first=advice.first_candidates,
     )
-    return run_search(planned, bench.run(seed), limits, lambda result: None, is_enough=advice.is_reproduced)
+    return run_search(
+        planned, bench.run(seed), limits, lambda result: None, is_enough=advice.is_reproduced
+    )
 
 
 def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
-    best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or math.inf)
+    best = min(
+        (t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or math.inf
+    )
     seconds = best.median_step_seconds or 1.0
     work = bench.cost.workload
     expected = Expected(
@@ -132,7 +155,9 @@ def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
 
 def known_on(bench: Bench, record: Record) -> MatchedRecord:
     here = bench.cost.hardware
-    return MatchedRecord(record.name, record, compare(record, here, bench.cost.workload), usable_trials(record, here))
+    return MatchedRecord(
+        record.name, record, compare(record, here, bench.cost.workload), usable_trials(record, here)
+    )
 
 
 def score(bench: Bench, trials: tuple[TrialResult, ...]) -> tuple[float, float, int]:
@@ -162,7 +187,13 @@ def rows_of(task: Task, seeds: int) -> list[dict[str, object]]:
             }
             for name, trials in runs.items():
                 to_near, seconds, made = score(bench, trials)
-                row = {"task": task.name, "pace": pace, "seed": seed, "with": name, "trials_made": made}
+                row = {
+                    "task": task.name,
+                    "pace": pace,
+                    "seed": seed,
+                    "with": name,
+                    "trials_made": made,
+                }
                 rows.append(row | {"trials": to_near, "seconds": seconds})
     return rows
 
@@ -175,7 +206,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     rows = [row for task in table_tasks(development=False) for row in rows_of(task, options.seeds)]
-    print("| with | searches | trials to within 5%: median | 90% | target met | seconds: median | trials made |")
+    print(
+        "| with | searches | trials to within 5%: median | 90% | target met | seconds: median | "
+        "trials made |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, target in TARGETS.items():
         mine = [row for row in rows if row["with"] == name]
@@ -185,7 +219,8 @@ def main() -> None:
         met = statistics.mean(count <= target for count in trials)
         p90 = trials[math.ceil(0.9 * len(trials)) - 1]
         print(
-            f"| {name} | {len(mine)} | {statistics.median(trials):g} | {p90:g} | <= {target}: {met:.0%} "
+            f"| {name} | {len(mine)} | {statistics.median(trials):g} | {p90:g} | <= {target}: "
+            f"{met:.0%} "
             f"| {seconds:.1f} | {made:.1f} |"
         )
     if options.output:

@@ -1,11 +1,13 @@
-"""Does a model in one file of ComfyUI load as fast, and in as little memory, as from a folder? FLUX.1, paired.
+"""Does a model in one file of ComfyUI load as fast, and in as little memory, as from a folder?
+FLUX.1, paired.
 
     PYTHONPATH=. python benchmarks/single_files.py --gigabytes 1 4 --repetitions 3
 
-The file has the authors' layout, in which q, k, v and the feed-forward part of a single-stream block are one tensor.
-Every load runs in a fresh process, as in `benchmarks/weights.py`, whose sampler takes the memory; all ways take turns.
-The files are in the page cache, so that the clock covers the program and not the disk. On a machine that others use
-only the CPU's seconds and the peaks hold; wall seconds are what they were.
+The file has the authors' layout, in which q, k, v and the feed-forward part of a single-stream
+block are one tensor. Every load runs in a fresh process, as in `benchmarks/weights.py`, whose
+sampler takes the memory; all ways take turns. The files are in the page cache, so that the clock
+covers the program and not the disk. On a machine that others use only the CPU's seconds and the
+peaks hold; wall seconds are what they were.
 """
 
 import argparse
@@ -18,7 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from weights import MIB, MemorySampler, describe_machine, in_fresh_process, in_turn, save, spread, touch
+from weights import (
+    MIB,
+    MemorySampler,
+    describe_machine,
+    in_fresh_process,
+    in_turn,
+    save,
+    spread,
+    touch,
+)
 
 WAYS = (
     "folder, safetensors",
@@ -39,7 +50,9 @@ def build(num_blocks):
 
     from autotune.weights.building import build_empty
 
-    return build_empty(lambda: FluxTransformer2DModel(**CONFIG, num_single_layers=num_blocks), dtype=torch.bfloat16)
+    return build_empty(
+        lambda: FluxTransformer2DModel(**CONFIG, num_single_layers=num_blocks), dtype=torch.bfloat16
+    )
 
 
 def write(queue, folder, num_blocks):
@@ -70,13 +83,17 @@ def load(way, folder, num_blocks):
 
     if way == "from_single_file":
         path = folder.parent / "file bf16.safetensors"
-        return FluxTransformer2DModel.from_single_file(str(path), config=str(folder), torch_dtype=torch.bfloat16)
+        return FluxTransformer2DModel.from_single_file(
+            str(path), config=str(folder), torch_dtype=torch.bfloat16
+        )
     model = build(num_blocks)
     place, _, loader = way.partition(", ")
     is_file = place != "folder"
     source = open_weights(folder.parent / f"{place}.safetensors" if is_file else folder)
     policy = from_pretrained_dtypes(model, torch.bfloat16)
-    load_into(model, view_as(source, model) if is_file else source, loader=loader, dtype_policy=policy)
+    load_into(
+        model, view_as(source, model) if is_file else source, loader=loader, dtype_policy=policy
+    )
     return model
 
 
@@ -111,7 +128,8 @@ def summary(rows, machine):
     lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
     lines += [
         "",
-        "A busy machine: wall seconds say little, CPU seconds and peaks hold. Median (smallest to largest).",
+        "A busy machine: wall seconds say little, CPU seconds and peaks hold. Median (smallest to "
+        "largest).",
         "",
     ]
     lines += ["| GB | way | CPU s | wall s | anonymous MiB | mapped | resident |", "|" + "---|" * 7]
@@ -124,21 +142,26 @@ def summary(rows, machine):
             peaks = ("peak_anonymous_bytes", "peak_mapped_bytes", "peak_resident_bytes")
             anonymous, mapped, resident = ([row[key] / MIB for row in found] for key in peaks)
             lines.append(
-                f"| {size / 1e9:.1f} | {way} | {spread(cpu, 2)} | {spread(wall, 1)} | {spread(anonymous, 0)} "
+                f"| {size / 1e9:.1f} | {way} | {spread(cpu, 2)} | {spread(wall, 1)} | "
+                f"{spread(anonymous, 0)} "
                 f"| {statistics.median(mapped):.0f} | {statistics.median(resident):.0f} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "diffusers.models.transformers.transformer_flux", "safetensors.torch"])
+    context.set_forkserver_preload(
+        ["torch", "diffusers.models.transformers.transformer_flux", "safetensors.torch"]
+    )
     machine, rows = describe_machine(), []
     results = options.output / f"single-files-{machine['date']}.jsonl"
     results.write_text(json.dumps(machine) + "\n")

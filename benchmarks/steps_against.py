@@ -1,12 +1,13 @@
-"""CPU time of training steps against those of an older commit: what exact levers and compiled blocks win.
+"""CPU time of training steps against those of an older commit: what exact levers and compiled
+blocks win.
 
     git worktree add /tmp/older f97d0d4a~1      the last commit before these levers
     taskset -c 1 python benchmarks/steps_against.py /tmp/older [--precision bf16] [--checkpointed 5] [FAMILY…]
 
-The mid-size models of `cost_accuracy.py`, two micro-batches of 2, nothing checkpointed unless asked for. A process for
-each tree takes steps in turn with the other's, so that whatever else the machine does meets both; time is the
-process's own, on one thread. Printed: the median over all rounds of a step's ratio to the older step next to it, and
-the ratio of the least.
+The mid-size models of `cost_accuracy.py`, two micro-batches of 2, nothing checkpointed unless asked
+for. A process for each tree takes steps in turn with the other's, so that whatever else the machine
+does meets both; time is the process's own, on one thread. Printed: the median over all rounds of a
+step's ratio to the older step next to it, and the ratio of the least.
 """
 
 import argparse
@@ -28,7 +29,9 @@ VARIANTS: tuple[Mapping[str, str], ...] = (
 ROUNDS = 9
 
 
-def prepare(name: str, usual: Mapping[str, Any], variant: Mapping[str, str]) -> Callable[[int], float]:
+def prepare(
+    name: str, usual: Mapping[str, Any], variant: Mapping[str, str]
+) -> Callable[[int], float]:
     """A function that takes one step, by its number, and returns its seconds."""
     import cpu_truth
     from configs import MID
@@ -42,7 +45,11 @@ def prepare(name: str, usual: Mapping[str, Any], variant: Mapping[str, str]) -> 
     settings: dict[str, Any] = {"micro_batch_size": 2, **usual, **variant}
     candidate = Candidate(**settings)
     transformer, parameters = cpu_truth.build(family, config, workload, candidate)
-    more = {"choice": workload.optimizer, "ema_decay": workload.ema_decay} if hasattr(workload, "optimizer") else {}
+    more = (
+        {"choice": workload.optimizer, "ema_decay": workload.ema_decay}
+        if hasattr(workload, "optimizer")
+        else {}
+    )
     try:
         make = importlib.import_module("autotune.training.optimizer").AdapterOptimizer
     except ImportError:  # where it was before it had a module of its own
@@ -58,13 +65,17 @@ def prepare(name: str, usual: Mapping[str, Any], variant: Mapping[str, str]) -> 
             windows.prepare(number)
         batches = cpu_truth.batches(family, config, workload, candidate)
         start = time.process_time()
-        step.optimizer_step(family, transformer, optimizer, batches, effective_batch_size=4, step=number)
+        step.optimizer_step(
+            family, transformer, optimizer, batches, effective_batch_size=4, step=number
+        )
         return time.process_time() - start
 
     return take
 
 
-def serve(tree: str, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]) -> None:
+def serve(
+    tree: str, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]
+) -> None:
     """Read numbers of variants, a line each, and answer with the seconds of a step."""
     sys.path[:0] = [tree, f"{tree}/benchmarks"]
     importlib.import_module("autotune.runtime.quiet").silence_libraries()
@@ -82,10 +93,23 @@ def serve(tree: str, name: str, usual: Mapping[str, Any], variants: list[Mapping
 class Server:
     """A process that takes the steps of one tree."""
 
-    def __init__(self, tree: Path, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]) -> None:
-        command = [sys.executable, __file__, str(tree), name, "--serve", json.dumps([usual, variants])]
+    def __init__(
+        self, tree: Path, name: str, usual: Mapping[str, Any], variants: list[Mapping[str, str]]
+    ) -> None:
+        command = [
+            sys.executable,
+            __file__,
+            str(tree),
+            name,
+            "--serve",
+            json.dumps([usual, variants]),
+        ]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         if not any(line.strip() == "ready" for line in iter(self._read, "")):
             raise SystemExit(f"no steps of {tree}: run {' '.join(command)}")
@@ -104,9 +128,13 @@ class Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("tree", type=Path, help="an older checkout")
-    parser.add_argument("families", nargs="*", default=["qwen-image", "flux1-dev", "kandinsky5-image-lite"])
+    parser.add_argument(
+        "families", nargs="*", default=["qwen-image", "flux1-dev", "kandinsky5-image-lite"]
+    )
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--checkpointed", type=int, default=0, help="blocks that recompute everything")
+    parser.add_argument(
+        "--checkpointed", type=int, default=0, help="blocks that recompute everything"
+    )
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -117,13 +145,22 @@ def main() -> None:
     for name in options.families:
         older = Server(options.tree.resolve(), name, usual, [{}])
         newer = Server(here, name, usual, list(VARIANTS))
-        rounds = [(older.ask(0), [newer.ask(number) for number in range(len(VARIANTS))]) for _ in range(ROUNDS)]
+        rounds = [
+            (older.ask(0), [newer.ask(number) for number in range(len(VARIANTS))])
+            for _ in range(ROUNDS)
+        ]
         before = statistics.median(old for old, _ in rounds)
-        print(f"{name} {options.precision}, {options.checkpointed} checkpointed: {before:.3f} s before")
+        print(
+            f"{name} {options.precision}, {options.checkpointed} checkpointed: {before:.3f} s "
+            "before"
+        )
         for number, variant in enumerate(VARIANTS):
             ratio = statistics.median(new[number] / old for old, new in rounds)
             least = min(new[number] for _, new in rounds) / min(old for old, _ in rounds)
-            print(f"    {ratio:.3f} (of the least {least:.3f}) {dict(variant) or 'as it is'}", flush=True)
+            print(
+                f"    {ratio:.3f} (of the least {least:.3f}) {dict(variant) or 'as it is'}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

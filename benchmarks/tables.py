@@ -1,14 +1,16 @@
-"""Complete tables of real steps: every configuration of a restricted space, for benchmarks of the search.
+"""Complete tables of real steps: every configuration of a restricted space, for benchmarks of the
+search.
 
     taskset -c 1 python benchmarks/tables.py [NAME ...]      writes benchmarks/results/tables/NAME.jsonl
 
-Mid-size models of five families with random weights. Time is the process's own on one core, so that other work on the
-machine counts little. Its speed drifts all the same, by a tenth within a minute and more: next to each timed step runs
-one of a reference in the same precision, and what counts is their ratio, times the reference's median when the table
-began. Configurations run in an order drawn at random; what is clearly slower than the best so far takes fewer steps. No
-optimum should be luck: of those that fit under each cap on memory that `search.py` sets, the faster third runs
-twice, and whatever is then among the fastest six five times. First line: machine, workload, transformer and the
-reference's seconds; then one measurement per line, as it is made: a run that was cut goes on.
+Mid-size models of five families with random weights. Time is the process's own on one core, so that
+other work on the machine counts little. Its speed drifts all the same, by a tenth within a minute
+and more: next to each timed step runs one of a reference in the same precision, and what counts is
+their ratio, times the reference's median when the table began. Configurations run in an order drawn
+at random; what is clearly slower than the best so far takes fewer steps. No optimum should be luck:
+of those that fit under each cap on memory that `search.py` sets, the faster third runs twice, and
+whatever is then among the fastest six five times. First line: machine, workload, transformer and
+the reference's seconds; then one measurement per line, as it is made: a run that was cut goes on.
 """
 
 import itertools
@@ -81,9 +83,15 @@ def blocks(whole: tuple[int, ...], selective: tuple[int, ...]) -> Mapping[str, t
 
 TABLES = {
     "flux1-dev-128": Table("flux1-dev", 128, 2, {**BASE, **AHEAD, **blocks((0, 3, 7), (0, 4))}),
-    "qwen-image-128": Table("qwen-image", 128, 2, {**BASE, **AHEAD, **blocks((0, 1, 2, 3, 4, 5), (0, 2, 5))}),
-    "flux2-klein-128": Table("flux2-klein", 128, 2, {**BASE, **FUSED, **blocks((0, 1, 3, 4, 6, 7), (0, 3, 7))}),
-    "z-image-128": Table("z-image", 128, 2, {**BASE, **FUSED, **blocks((0, 2, 4, 6, 8, 9), (0, 3, 9))}),
+    "qwen-image-128": Table(
+        "qwen-image", 128, 2, {**BASE, **AHEAD, **blocks((0, 1, 2, 3, 4, 5), (0, 2, 5))}
+    ),
+    "flux2-klein-128": Table(
+        "flux2-klein", 128, 2, {**BASE, **FUSED, **blocks((0, 1, 3, 4, 6, 7), (0, 3, 7))}
+    ),
+    "z-image-128": Table(
+        "z-image", 128, 2, {**BASE, **FUSED, **blocks((0, 2, 4, 6, 8, 9), (0, 3, 9))}
+    ),
     "wan-2.1-64": Table(
         "wan-2.1",
         64,
@@ -109,7 +117,9 @@ def workload_for(table: Table) -> Workload:
 
 
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
-    """All combinations that do not conflict and that leave the last block alone, in an order drawn at random."""
+    """All combinations that do not conflict and that leave the last block alone, in an order
+    drawn at random.
+    """
     context = TuningContext(hardware, FAMILIES[table.family], workload)
     usual = build_search_space(context).candidates[0]
     rows = itertools.product(*table.values.values())
@@ -117,7 +127,8 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
     kept = [
         one
         for one in combined
-        if one.recomputed_blocks < workload.model.num_blocks and not any(knob.conflict(one, context) for knob in KNOBS)
+        if one.recomputed_blocks < workload.model.num_blocks
+        and not any(knob.conflict(one, context) for knob in KNOBS)
     ]
     random.Random(0).shuffle(kept)
     return kept
@@ -125,7 +136,9 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
 
 @dataclass(frozen=True)
 class Reference:
-    """Steps that run beside those that are measured, so that a slow minute of the machine meets both."""
+    """Steps that run beside those that are measured, so that a slow minute of the machine meets
+    both.
+    """
 
     steps: RealSteps
     seconds: float
@@ -139,20 +152,34 @@ class Reference:
 class Bench:
     """Measures configurations of one table."""
 
-    def __init__(self, table: Table, workload: Workload, reference_seconds: Mapping[str, float]) -> None:
-        """`reference_seconds`, by precision: what an earlier part of the table was measured by, if there is one."""
+    def __init__(
+        self, table: Table, workload: Workload, reference_seconds: Mapping[str, float]
+    ) -> None:
+        """`reference_seconds`, by precision: what an earlier part of the table was measured by,
+        if there is one.
+        """
         self.table, self.workload = table, workload
         self.references: dict[str, Reference] = {}
         for precision in table.values["precision"]:
-            steps = self._steps(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=str(precision)))
+            steps = self._steps(
+                Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=str(precision))
+            )
             usual = statistics.median(steps.timed()[0] for _ in range(NUM_REFERENCE_STEPS))
-            self.references[str(precision)] = Reference(steps, reference_seconds.get(str(precision), usual))
+            self.references[str(precision)] = Reference(
+                steps, reference_seconds.get(str(precision), usual)
+            )
 
     def _steps(self, candidate: Candidate) -> RealSteps:
-        return RealSteps(FAMILIES[self.table.family], MID[self.table.family], self.workload, candidate)
+        return RealSteps(
+            FAMILIES[self.table.family], MID[self.table.family], self.workload, candidate
+        )
 
-    def measured(self, candidate: Candidate, best_seconds: float, known: TrialResult | None) -> TrialResult:
-        """One measurement; memory, which does not vary, only if `known`, an earlier one, does not tell it."""
+    def measured(
+        self, candidate: Candidate, best_seconds: float, known: TrialResult | None
+    ) -> TrialResult:
+        """One measurement; memory, which does not vary, only if `known`, an earlier one, does
+        not tell it.
+        """
         steps, reference = self._steps(candidate), self.references[candidate.precision]
         steps.take()
         if known:
@@ -170,7 +197,12 @@ class Bench:
             before = after
             if number and min(seconds) > CLEARLY_SLOWER * best_seconds:
                 break
-        return TrialResult(candidate=candidate, outcome="ok", step_seconds=tuple(seconds), peak_memory_bytes=peak_bytes)
+        return TrialResult(
+            candidate=candidate,
+            outcome="ok",
+            step_seconds=tuple(seconds),
+            peak_memory_bytes=peak_bytes,
+        )
 
 
 def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
@@ -179,9 +211,19 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     known_head = json.loads(path.open().readline()) if path.exists() else {}
     bench = Bench(table, workload, known_head.get("reference_seconds", {}))
     if not path.exists():
-        asked = {"hardware": hardware.model_dump(mode="json"), "workload": workload.model_dump(mode="json")}
-        told = {"reference_seconds": {precision: one.seconds for precision, one in bench.references.items()}}
-        path.write_text(json.dumps({**asked, "family": table.family, "config": MID[table.family], **told}) + "\n")
+        asked = {
+            "hardware": hardware.model_dump(mode="json"),
+            "workload": workload.model_dump(mode="json"),
+        }
+        told = {
+            "reference_seconds": {
+                precision: one.seconds for precision, one in bench.references.items()
+            }
+        }
+        path.write_text(
+            json.dumps({**asked, "family": table.family, "config": MID[table.family], **told})
+            + "\n"
+        )
     trials = [TrialResult.model_validate_json(line) for line in path.read_text().splitlines()[1:]]
 
     def add(candidates: Sequence[Candidate], count: int) -> None:
@@ -190,7 +232,9 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
             known = [trial for trial in trials if trial.candidate == candidate]
             if len(known) >= count:
                 continue
-            best = min((trial.median_step_seconds or math.inf for trial in trials), default=math.inf)
+            best = min(
+                (trial.median_step_seconds or math.inf for trial in trials), default=math.inf
+            )
             trials.append(bench.measured(candidate, best, known[0] if known else None))
             with path.open("a") as file:
                 file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
@@ -203,14 +247,20 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     while True:
         runs = Counter(trial.candidate for trial in trials)
         fastest = fastest_under_caps(merged(trials), lambda number: NUM_FASTEST)
-        doubtful = [candidate for candidate in candidates if candidate in fastest and runs[candidate] < NUM_RUNS]
+        doubtful = [
+            candidate
+            for candidate in candidates
+            if candidate in fastest and runs[candidate] < NUM_RUNS
+        ]
         if not doubtful:
             return
         for candidate in doubtful:
             add([candidate], runs[candidate] + 1)
 
 
-def fastest_under_caps(trials: Sequence[TrialResult], count: Callable[[int], int]) -> set[Candidate]:
+def fastest_under_caps(
+    trials: Sequence[TrialResult], count: Callable[[int], int]
+) -> set[Candidate]:
     """The fastest of those that fit under each cap, and without: `count` of how many fit."""
     found: set[Candidate] = set()
     for share in (*CAPS, 1.0):

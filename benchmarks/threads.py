@@ -1,4 +1,5 @@
-"""What do threads that wait busily cost beside another program? Steps of a small network, alone and two at once.
+"""What do threads that wait busily cost beside another program? Steps of a small network, alone and
+two at once.
 
 python benchmarks/threads.py [--turns default 12000 6000 3000 1000]
 """
@@ -36,13 +37,16 @@ def measured(turns: str, rows: int, processes: int) -> str:
     own = {} if turns == "default" else {"GOMP_SPINCOUNT": turns}
     command = [sys.executable, __file__, "--rows", str(rows)]
     running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | own) for _ in range(processes)
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | own)
+        for _ in range(processes)
     ]
     return " ".join(process.communicate()[0].strip() for process in running)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", nargs="+", default=["default", "12000", "6000", "3000", "1000"])
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -50,7 +54,9 @@ def main() -> None:
         steps(options.rows, 4.0)
         return
     for turns in options.turns:
-        alone, small, beside = (measured(turns, rows, processes) for rows, processes in ((512, 1), (64, 1), (512, 2)))
+        alone, small, beside = (
+            measured(turns, rows, processes) for rows, processes in ((512, 1), (64, 1), (512, 2))
+        )
         print(f"{turns}: alone {alone} ms, 64 rows {small} ms, two at once {beside} ms", flush=True)
 
 

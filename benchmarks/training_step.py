@@ -4,12 +4,13 @@
     PYTHONPATH=. python benchmarks/training_step.py planned [--size demo|mid] [--steps N]
     PYTHONPATH=. python benchmarks/training_step.py memory [--steps 2000]
 
-The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything encoded once and
-kept in memory, the model with a LoRA, fused AdamW, gradient clipping, accumulation, one read of the loss per step.
-It gets the same settings, data order and shapes. Both run in this process, interleaved A B A B, so that other load
-on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbor.
-`planned` lets autotune plan the job and compares its settings with that loop's as the README of diffusers' Qwen-Image
-script runs it: one image at a time, four accumulated, gradient checkpointing.
+The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything
+encoded once and kept in memory, the model with a LoRA, fused AdamW, gradient clipping,
+accumulation, one read of the loss per step. It gets the same settings, data order and shapes. Both
+run in this process, interleaved A B A B, so that other load on the machine meets both alike; the
+overhead is the median, over all pairs, of our step over its neighbor. `planned` lets autotune plan
+the job and compares its settings with that loop's as the README of diffusers' Qwen-Image script
+runs it: one image at a time, four accumulated, gradient checkpointing.
 """
 
 import argparse
@@ -42,7 +43,12 @@ from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
 
 BATCH, MICRO_BATCH, RANK, SHIFT = 4, 2, 2, 2.2
-MID_SIZE = {"num_layers": 8, "attention_head_dim": 64, "num_attention_heads": 12, "axes_dims_rope": (16, 24, 24)}
+MID_SIZE = {
+    "num_layers": 8,
+    "attention_head_dim": 64,
+    "num_attention_heads": 12,
+    "axes_dims_rope": (16, 24, 24),
+}
 
 
 def make_model(folder: Path, size: str) -> tuple[Path, Path]:
@@ -78,9 +84,13 @@ class PlainLoop:
         with torch.no_grad():
             for path in sorted(images.glob("*.png")):
                 image = Image.open(path).convert("RGB").resize((resolution_px, resolution_px))
-                encoded = pipeline.vae.encode(pixels.preprocess(image)[:, :, None]).latent_dist.mode()
+                encoded = pipeline.vae.encode(
+                    pixels.preprocess(image)[:, :, None]
+                ).latent_dist.mode()
                 self.latents.append((encoded - mean) / std)
-                self.prompts.append(pipeline.encode_prompt(prompt=[path.with_suffix(".txt").read_text().strip()])[0])
+                self.prompts.append(
+                    pipeline.encode_prompt(prompt=[path.with_suffix(".txt").read_text().strip()])[0]
+                )
         del pipeline
         self.transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
         self.transformer.requires_grad_(False)
@@ -97,13 +107,17 @@ class PlainLoop:
     def step(self, number: int) -> float:
         total = torch.zeros(())
         for start in range(0, BATCH, self.micro_batch):
-            chosen = [(number * BATCH + start + i) % len(self.latents) for i in range(self.micro_batch)]
+            chosen = [
+                (number * BATCH + start + i) % len(self.latents) for i in range(self.micro_batch)
+            ]
             clean = torch.cat([self.latents[index] for index in chosen])
             longest = max(self.prompts[index].shape[1] for index in chosen)
             lengths = [self.prompts[index].shape[1] for index in chosen]
             prompt = torch.cat(
                 [
-                    torch.nn.functional.pad(self.prompts[i], (0, 0, 0, longest - self.prompts[i].shape[1]))
+                    torch.nn.functional.pad(
+                        self.prompts[i], (0, 0, 0, longest - self.prompts[i].shape[1])
+                    )
                     for i in chosen
                 ]
             )
@@ -116,7 +130,11 @@ class PlainLoop:
             share = sigma.view(-1, 1, 1, 1, 1)
             noisy = (1 - share) * clean + share * noise
             b, c, _, h, w = noisy.shape
-            packed = noisy.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, c * 4)
+            packed = (
+                noisy.view(b, c, h // 2, 2, w // 2, 2)
+                .permute(0, 2, 4, 1, 3, 5)
+                .reshape(b, h * w // 4, c * 4)
+            )
             out = self.transformer(
                 hidden_states=packed,
                 encoder_hidden_states=prompt,
@@ -125,8 +143,16 @@ class PlainLoop:
                 img_shapes=[[(1, h // 2, w // 2)]] * b,
                 return_dict=False,
             )[0]
-            velocity = out.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(b, c, 1, h, w)
-            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) * len(chosen) / BATCH
+            velocity = (
+                out.view(b, h // 2, w // 2, c, 2, 2)
+                .permute(0, 3, 1, 4, 2, 5)
+                .reshape(b, c, 1, h, w)
+            )
+            loss = (
+                torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
+                * len(chosen)
+                / BATCH
+            )
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -136,7 +162,9 @@ class PlainLoop:
 
 
 class Interleaved:
-    """Called after each of our steps: notes what it took, then takes and times a step of the plain loop."""
+    """Called after each of our steps: notes what it took, then takes and times a step of the
+    plain loop.
+    """
 
     def __init__(self, plain: PlainLoop) -> None:
         self.plain = plain
@@ -159,7 +187,9 @@ class Interleaved:
 
 
 def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dict[str, Any]:
-    """Each of our steps is followed by one of the plain loop; the first three of a round warm up."""
+    """Each of our steps is followed by one of the plain loop; the first three of a round warm
+    up.
+    """
     hardware = machine()
     ours: list[float] = []
     theirs: list[float] = []
@@ -180,7 +210,9 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
                 resolution_px=resolution_px,
                 num_steps=steps,
                 output=str(folder / f"out{number}"),
-                settings=Candidate(micro_batch_size=MICRO_BATCH, checkpointed_blocks=0, precision="fp32"),
+                settings=Candidate(
+                    micro_batch_size=MICRO_BATCH, checkpointed_blocks=0, precision="fp32"
+                ),
                 checkpointing_steps=max(5, steps // 3),
                 report_to="tensorboard",
             )
@@ -192,11 +224,16 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
             waits += both.waits[3:]
             starts.append((both.start_seconds, plain_start))
     return {
-        "what": f"step, {size}, {resolution_px} px, batch {BATCH} in micro-batches of {MICRO_BATCH}, fp32",
+        "what": (
+            f"step, {size}, {resolution_px} px, batch {BATCH} in micro-batches of "
+            f"{MICRO_BATCH}, "
+            "fp32"
+        ),
         "num_steps": len(ours),
         "autotune_step_seconds": statistics.median(ours),
         "plain_step_seconds": statistics.median(theirs),
-        "overhead": statistics.median(our / their for our, their in zip(ours, theirs, strict=True)) - 1,
+        "overhead": statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+        - 1,
         "quartiles_autotune": statistics.quantiles(ours, n=4),
         "quartiles_plain": statistics.quantiles(theirs, n=4),
         "data_wait_share": sum(waits) / sum(ours),
@@ -206,13 +243,18 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
 
 
 def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]:
-    """Settings that a search finds against those of the README; both accumulate to the same effective batch."""
+    """Settings that a search finds against those of the README; both accumulate to the same
+    effective batch.
+    """
     hardware = cached_profile()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, images = make_model(folder, size)
         workload_overrides = WorkloadOverrides(
-            size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact"
+            size_px=(resolution_px, resolution_px),
+            rank=RANK,
+            effective_batch_size=BATCH,
+            quality="exact",
         )
         request = PlanRequest(
             str(model),
@@ -228,7 +270,11 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
         report = train(plan, hardware, folder / "cache", steps_to(both))
     ours, theirs = both.ours[3:], both.theirs[3:]
     return {
-        "what": f"planned settings against the README's, {size}, {resolution_px} px, effective batch {BATCH}, fp32",
+        "what": (
+            f"planned settings against the README's, {size}, {resolution_px} px, effective "
+            "batch "
+            f"{BATCH}, fp32"
+        ),
         "num_steps": len(ours),
         "planned": plan.frozen.settings.label(),
         "trials": len(plan.frozen.trials),
@@ -245,8 +291,15 @@ def long_run(steps: int) -> dict[str, Any]:
     hardware, held = machine(), []
     with tempfile.TemporaryDirectory() as name:
         model, images = make_model(Path(name), "demo")
-        plan = make_plan(model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100)
-        train(plan, hardware, Path(name) / "cache", steps_to(lambda event: held.append(resident_bytes())))
+        plan = make_plan(
+            model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100
+        )
+        train(
+            plan,
+            hardware,
+            Path(name) / "cache",
+            steps_to(lambda event: held.append(resident_bytes())),
+        )
     early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
     return {
         "what": f"memory over {steps} steps, demo, checkpoint every 100",
@@ -257,7 +310,9 @@ def long_run(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("which", choices=["step", "planned", "memory"])
     parser.add_argument("--size", choices=["demo", "mid"], default="demo")
     parser.add_argument("--resolution", type=int, default=64)
@@ -270,13 +325,19 @@ def main() -> None:
     silence_progress_bars()
     assert get_family("qwen-image").defaults.timestep_shift == SHIFT
     if options.which == "step":
-        result = compare_steps(options.size, options.steps or 40, options.rounds, options.resolution)
+        result = compare_steps(
+            options.size, options.steps or 40, options.rounds, options.resolution
+        )
     elif options.which == "planned":
         result = compare_planned(options.size, options.steps or 40, options.resolution)
     else:
         result = long_run(options.steps or 2000)
-    machine_text = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    print(json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine_text, **result}, indent=1))
+    machine_text = (
+        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print(
+        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine_text, **result}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What a trial costs beyond its own work: from asking to answer, less loading and steps, cold and warm.
+"""What a trial costs beyond its own work: from asking to answer, less loading and steps, cold and
+warm.
 
     python benchmarks/trial_overhead.py [--trials 6] [--side-px 64]
 
-Cold is a command's first trial: the fork server imports the libraries. A reload starts a fresh child from it; a shared
-child has the model in memory already. `left` is what a user waits for nothing: starting, sending, measuring, ending.
+Cold is a command's first trial: the fork server imports the libraries. A reload starts a fresh
+child from it; a shared child has the model in memory already. `left` is what a user waits for
+nothing: starting, sending, measuring, ending.
 """
 
 import argparse
@@ -23,14 +25,18 @@ from autotune.trials.runner import ProcessTrialRunner
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--trials", type=int, default=6, help="of each kind")
     arguments.add_argument("--side-px", type=int, default=64)
     options = arguments.parse_args()
     silence_libraries()
     silence_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        get_family("qwen-image").write_small_pipeline(Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0)
+        get_family("qwen-image").write_small_pipeline(
+            Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0
+        )
         model = str(Path(folder) / "model")
         machine = cached_profile()
         rows: dict[str, list[tuple[float, float]]] = {"cold": [], "reload": [], "shared": []}
@@ -46,13 +52,19 @@ def main() -> None:
                         raise SystemExit(f"a trial failed: {result.message}")
                     steps = sum(result.step_seconds) + sum(result.warmup_seconds)
                     work = steps + ((result.load_seconds or 0.0) if kind == "reload" else 0.0)
-                    rows["cold" if number == 0 and kind == "reload" else kind].append((whole, whole - work))
-    print(f"{machine.device.name}, {machine.host.logical_cores} cores; small Qwen-Image at {options.side_px} px")
+                    rows["cold" if number == 0 and kind == "reload" else kind].append(
+                        (whole, whole - work)
+                    )
+    print(
+        f"{machine.device.name}, {machine.host.logical_cores} cores; small Qwen-Image at "
+        f"{options.side_px} px"
+    )
     for kind, times in rows.items():
         left = sorted(over for _, over in times)
         if left:
             whole = statistics.median(whole for whole, _ in times)
-            print(f"{kind:<8} n={len(left)}  whole {whole:.2f} s  left {statistics.median(left):.3f} s"
+            print(f"{kind:<8} n={len(left)}  whole {whole:.2f} s  left "
+                  f"{statistics.median(left):.3f} s"
                   f"  (from {left[0]:.3f} to {left[-1]:.3f})")  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""What reading a clip of a large video takes in memory, whether the file is brief or long. On the CPU, with PyAV.
+"""What reading a clip of a large video takes in memory, whether the file is brief or long. On the
+CPU, with PyAV.
 
     PYTHONPATH=. python benchmarks/video_memory.py
 
-Writes videos of 3840 x 2160 and 640 x 360 px, and reads clips from their head and their end as encoding does, each in a
-fresh process, whose sampler takes the memory.
+Writes videos of 3840 x 2160 and 640 x 360 px, and reads clips from their head and their end as
+encoding does, each in a fresh process, whose sampler takes the memory.
 """
 
 import argparse
@@ -26,7 +27,9 @@ def write(queue, path, size, seconds):
     noise = np.random.default_rng(0).integers(0, 255, (size[1] // 8, size[0] // 8, 3), np.uint8)
     picture = np.kron(noise, np.ones((8, 8, 1), np.uint8))
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND, options={"preset": "ultrafast"})
+        stream = container.add_stream(
+            "libx264", rate=FRAMES_PER_SECOND, options={"preset": "ultrafast"}
+        )
         stream.width, stream.height = size
         for number in range(seconds * FRAMES_PER_SECOND):
             frame = av.VideoFrame.from_ndarray(np.roll(picture, 8 * number, axis=1), format="rgb24")
@@ -40,13 +43,17 @@ def read(queue, path, start_seconds):
     from autotune.data.video import ClipSpan
 
     with MemorySampler() as memory:
-        pixels = open_pixels([path], SIDE_PX, SIDE_PX, ClipSpan(start_seconds, NUM_FRAMES, FRAMES_PER_SECOND))
+        pixels = open_pixels(
+            [path], SIDE_PX, SIDE_PX, ClipSpan(start_seconds, NUM_FRAMES, FRAMES_PER_SECOND)
+        )
     assert pixels.shape == (3, NUM_FRAMES, SIDE_PX, SIDE_PX)
     queue.put((memory.peaks, pixels.numel() * pixels.element_size()))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
@@ -61,8 +68,10 @@ def main():
             for place, start in (("head", 0.0), ("end", seconds - 1.0)):
                 peaks, clip_bytes = in_fresh_process(context, read, path, start)
                 lines.append(
-                    f"{name}, {seconds:2} s, {path.stat().st_size / MIB:5.1f} MiB, clip at its {place:4}: peak "
-                    f"{peaks['peak_anonymous_bytes'] / MIB:4.0f} MiB anonymous, the clip itself {clip_bytes / MIB:.0f}"
+                    f"{name}, {seconds:2} s, {path.stat().st_size / MIB:5.1f} MiB, clip at its "
+                    f"{place:4}: peak "
+                    f"{peaks['peak_anonymous_bytes'] / MIB:4.0f} MiB anonymous, the clip itself "
+                    f"{clip_bytes / MIB:.0f}"
                 )
                 print(lines[-1], flush=True)
     (options.output / f"video-memory-{machine['date']}.txt").write_text("\n".join(lines) + "\n")

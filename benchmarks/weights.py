@@ -1,16 +1,20 @@
-"""How fast and with how much memory do weights load and save? Each loader against plain `from_pretrained`, paired.
+"""How fast and with how much memory do weights load and save? Each loader against plain
+`from_pretrained`, paired.
 
-    PYTHONPATH=. python benchmarks/weights.py --gigabytes 1 4 --repetitions 5 --output benchmarks/results
+    PYTHONPATH=. python benchmarks/weights.py --gigabytes 1 4 --repetitions 5 --output
+    benchmarks/results
 
-Rows are added to the file of the day and size, so a long measurement can be made in pieces (`--cases`, `--keep`).
+Rows are added to the file of the day and size, so a long measurement can be made in pieces
+(`--cases`, `--keep`).
 
-Every load runs in a fresh process, forked from a server that has only imported the libraries. All methods take turns
-within a repetition, so that drift of a shared machine meets them alike. The clock covers building the model, loading,
-and reading one byte of every page of its weights, or a memory map would count as loaded before a byte was read.
-Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes (shared anonymous
-memory included), `mapped` is file pages that the system can drop, `resident` the most of both at one time. A load
-that is not counted goes before each case. Cold means that the files were dropped from the page cache (posix_fadvise)
-just before.
+Every load runs in a fresh process, forked from a server that has only imported the libraries. All
+methods take turns within a repetition, so that drift of a shared machine meets them alike. The
+clock covers building the model, loading, and reading one byte of every page of its weights, or a
+memory map would count as loaded before a byte was read. Memory is sampled every 2 ms from
+/proc/self/status: `anonymous` is what the process really takes (shared anonymous memory included),
+`mapped` is file pages that the system can drop, `resident` the most of both at one time. A load
+that is not counted goes before each case. Cold means that the files were dropped from the page
+cache (posix_fadvise) just before.
 """
 
 import argparse
@@ -33,7 +37,9 @@ from unittest import mock
 CASES = ("bf16-cold", "bf16-warm", "int8-warm", "nf4-warm", "save")
 QUANTIZED = {"int8": "torchao-int8", "nf4": "bnb-nf4"}
 METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
-THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantized model
+THEN_QUANTIZE = (
+    "from_pretrained, quantize_"  # the other way by which people come to a quantized model
+)
 SAVERS = ("save_pretrained", "save_shards")
 BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
 PEAKS = ("peak_anonymous_bytes", "peak_mapped_bytes", "peak_resident_bytes")
@@ -74,7 +80,9 @@ def build(num_layers):
 
     from autotune.weights.building import build_empty
 
-    return build_empty(lambda: QwenImageTransformer2DModel(**config(num_layers)), dtype=torch.bfloat16)
+    return build_empty(
+        lambda: QwenImageTransformer2DModel(**config(num_layers)), dtype=torch.bfloat16
+    )
 
 
 def config(num_layers):
@@ -96,7 +104,13 @@ def save(folder, model):
     state = model.state_dict()
     sizes = {name: tensor.nbytes for name, tensor in state.items()}
     stem = "diffusion_pytorch_model"
-    save_shards(folder, sizes, lambda names: {n: state[n] for n in names}, stem=stem, max_shard_bytes=2 * 10**9)
+    save_shards(
+        folder,
+        sizes,
+        lambda names: {n: state[n] for n in names},
+        stem=stem,
+        max_shard_bytes=2 * 10**9,
+    )
 
 
 def load(method, storage, folder, num_layers):
@@ -127,7 +141,9 @@ def load(method, storage, folder, num_layers):
 
 
 def plain_load(folder, storage):
-    """With diffusers' own quantization. It refuses bitsandbytes without an accelerator; only that check is left out."""
+    """With diffusers' own quantization. It refuses bitsandbytes without an accelerator; only
+    that check is left out.
+    """
     import torch
     from diffusers import BitsAndBytesConfig, QwenImageTransformer2DModel, TorchAoConfig
     from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
@@ -213,12 +229,18 @@ def measure(context, folder, gigabytes, repetitions, cases):
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for case in cases:
         storage, _, cache = case.partition("-")
-        methods = SAVERS if case == "save" else METHODS + ((THEN_QUANTIZE,) if storage == "int8" else ())
+        methods = (
+            SAVERS if case == "save" else METHODS + ((THEN_QUANTIZE,) if storage == "int8" else ())
+        )
         what = {"action": "load", "storage": storage, "cache": cache}
         target: Callable[..., Any] = run_load
         of_case: tuple[str, ...] = (storage, cache)
         if case == "save":
-            what, target, of_case = {"action": "save", "storage": "bf16", "cache": "-"}, run_save, ()
+            what, target, of_case = (
+                {"action": "save", "storage": "bf16", "cache": "-"},
+                run_save,
+                (),
+            )
         in_fresh_process(context, target, methods[0], *of_case, folder, num_layers)
         for repetition in repetitions:
             for method in in_turn(methods, repetition):
@@ -228,7 +250,9 @@ def measure(context, folder, gigabytes, repetitions, cases):
 
 
 def in_turn(methods, repetition):
-    """Each method comes in each place, after another one forwards than backwards: none always meets the same rest."""
+    """Each method comes in each place, after another one forwards than backwards: none always
+    meets the same rest.
+    """
     by = repetition // 2 % len(methods)
     turned = methods[by:] + methods[:by]
     return turned[::-1] if repetition % 2 else turned
@@ -242,14 +266,25 @@ def write_and_answer(queue, folder, num_layers):
 def summary(rows, machine):
     lines = [f"# Loading and saving weights, {machine['date']}", ""]
     lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
-    lines += ["", __doc__.split("\n\n")[3].replace("\n", " "), "", "Median (smallest to largest).", ""]
-    lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped | resident |", "|" + "---|" * 8]
+    lines += [
+        "",
+        __doc__.split("\n\n")[3].replace("\n", " "),
+        "",
+        "Median (smallest to largest).",
+        "",
+    ]
+    lines += [
+        "| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped | resident |",
+        "|" + "---|" * 8,
+    ]
     groups: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
     for row in rows:
         key = (row["checkpoint_bytes"], row["action"], row["storage"], row["cache"])
         groups.setdefault(key, {}).setdefault(row["method"], []).append(row)
     for (size, action, storage, cache), methods in sorted(groups.items()):
-        reference = [row["seconds"] for row in methods[(METHODS if action == "load" else SAVERS)[0]]]
+        reference = [
+            row["seconds"] for row in methods[(METHODS if action == "load" else SAVERS)[0]]
+        ]
         for method, found in sorted(
             methods.items(), key=lambda item: (*METHODS, THEN_QUANTIZE, *SAVERS).index(item[0])
         ):
@@ -258,19 +293,26 @@ def summary(rows, machine):
             ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
             anonymous, mapped, resident = ([row[key] / MIB for row in found] for key in PEAKS)
             lines.append(
-                f"| {size / 1e9:.1f} | {action} {storage} {cache} | {method} | {spread(seconds, 2)} | {ratio:.2f} "
-                f"| {spread(anonymous, 0)} | {statistics.median(mapped):.0f} | {statistics.median(resident):.0f} |"
+                f"| {size / 1e9:.1f} | {action} {storage} {cache} | {method} | "
+                f"{spread(seconds, 2)} | {ratio:.2f} "
+                f"| {spread(anonymous, 0)} | {statistics.median(mapped):.0f} | "
+                f"{statistics.median(resident):.0f} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def spread(values, digits):
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return (
+        f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to "
+        f"{max(values):.{digits}f})"
+    )
 
 
 def describe_machine():
     cpu = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
     ]
     versions = ("torch", "diffusers", "safetensors", "fastsafetensors", "torchao", "bitsandbytes")
     return {
@@ -284,17 +326,30 @@ def describe_machine():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--cases", choices=CASES, nargs="+", default=CASES)
-    parser.add_argument("--first", type=int, default=0, help="number of the first repetition, where earlier ones exist")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next piece")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first repetition, where earlier ones exist",
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the checkpoint for the next piece"
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "diffusers.models.transformers.transformer_qwenimage", "torchao"])
+    context.set_forkserver_preload(
+        ["torch", "diffusers.models.transformers.transformer_qwenimage", "torchao"]
+    )
     machine = describe_machine()
     options.output.mkdir(parents=True, exist_ok=True)
     repetitions = range(options.first, options.first + options.repetitions)
@@ -307,7 +362,14 @@ def main():
             for row in measure(context, folder, gigabytes, repetitions, options.cases):
                 with results.open("a") as log:
                     log.write(json.dumps(row) + "\n")
-                print(row["action"], row["method"], row["storage"], row["cache"], row["seconds"], flush=True)
+                print(
+                    row["action"],
+                    row["method"],
+                    row["storage"],
+                    row["cache"],
+                    row["seconds"],
+                    flush=True,
+                )
         finally:
             if not options.keep:
                 shutil.rmtree(folder.parent)

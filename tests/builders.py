@@ -17,20 +17,29 @@ from autotune.schema.workload import Bucket, ModelSpec, Workload
 GIB = 2**30
 
 
-BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+BITSANDBYTES = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 
 
 def storages() -> list[Any]:
-    """Every way to quantize weights, for `parametrize`; what needs a package that is not installed is skipped."""
+    """Every way to quantize weights, for `parametrize`; what needs a package that is not
+    installed is skipped.
+    """
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
-        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].needs.library == "bitsandbytes" else name
+        pytest.param(name, marks=BITSANDBYTES)
+        if WEIGHT_FORMATS[name].needs.library == "bitsandbytes"
+        else name
         for name in names
     ]
 
 
 def hardware(
-    *capabilities: str, kind: str = "cuda", budget_bytes: int = 24 * GIB, compute_capability: tuple[int, int] = (8, 9)
+    *capabilities: str,
+    kind: str = "cuda",
+    budget_bytes: int = 24 * GIB,
+    compute_capability: tuple[int, int] = (8, 9),
 ) -> HardwareProfile:
     """A GPU machine on which the named capabilities are available."""
     names = capabilities or (
@@ -62,20 +71,25 @@ def hardware(
                 system="Linux 6.1",
                 memory_model="linux",
             ),
-            "versions": Versions(python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"),
-            "capabilities": tuple(Capability(name=name, available=True, reason="test") for name in names),
+            "versions": Versions(
+                python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"
+            ),
+            "capabilities": tuple(
+                Capability(name=name, available=True, reason="test") for name in names
+            ),
             "rates": attention_rates(names),
         }
     )
 
 
 def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
-    """Speeds that make every backend worth a trial, in a dtype that nothing trains in: knobs see them, predictions
-    do not."""
+    """Speeds that make every backend worth a trial, in a dtype that nothing trains in: knobs see
+    them, predictions do not."""
     names = [name for name in capabilities if name.startswith("attention.")]
     fast = [(name, 1e14 if name == "attention.native" else 1.1e14) for name in names]
     return tuple(
-        Rate(name=f"{name}.fp16.4096", value=value, unit="FLOP/s", spread=0.0, num_samples=3) for name, value in fast
+        Rate(name=f"{name}.fp16.4096", value=value, unit="FLOP/s", spread=0.0, num_samples=3)
+        for name, value in fast
     )
 
 
@@ -83,7 +97,11 @@ def workload(**changes: object) -> Workload:
     """Qwen-Image at 512 px, with whatever is said otherwise."""
     values: dict[str, object] = {
         "model": ModelSpec(
-            family="qwen-image", architecture="sha256:0", num_parameters=20_430_401_088, num_blocks=60, name="q"
+            family="qwen-image",
+            architecture="sha256:0",
+            num_parameters=20_430_401_088,
+            num_blocks=60,
+            name="q",
         ),
         "resolution_px": 512,
         "buckets": (Bucket(width_px=512, height_px=512, num_frames=1, num_items=20),),
@@ -108,7 +126,9 @@ def candidate(**changes: object) -> Candidate:
     return Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 59, **changes})
 
 
-def trial(run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object) -> TrialResult:
+def trial(
+    run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object
+) -> TrialResult:
     """A trial that ran in `seconds`, or one that did not."""
     values: dict[str, object] = {
         "candidate": run,

@@ -1,4 +1,6 @@
-"""What several parts share: caches of their own, and one real journey made by the commands as a user runs them."""
+"""What several parts share: caches of their own, and one real journey made by the commands as a
+user runs them.
+"""
 
 import gc
 import json
@@ -14,22 +16,31 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads; children inherit this
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny tensors gain nothing from threads; children inherit this
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell starts background jobs with SIGINT ignored
 
 from autotune.runtime.quiet import silence_libraries
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 
 silence_libraries()
-hypothesis.settings.register_profile("same everywhere", derandomize=True, deadline=None, max_examples=50)
-hypothesis.settings.register_profile("drawn anew", deadline=None, print_blob=True)  # `make test-all` looks further
+hypothesis.settings.register_profile(
+    "same everywhere", derandomize=True, deadline=None, max_examples=50
+)
+hypothesis.settings.register_profile(
+    "drawn anew", deadline=None, print_blob=True
+)  # `make test-all` looks further
 hypothesis.settings.load_profile("same everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of a test that is marked `quick(value, ...)`, what has none of these values among its parameters is slow.
+    """Of a test that is marked `quick(value, ...)`, what has none of these values among its
+    parameters is slow.
 
     A value that is a tuple is several, all of which have to be there.
     """
@@ -58,7 +69,9 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _imports_are_no_garbage() -> None:
-    """Runs and trials collect garbage between phases, and look at all that lives: half a million objects of imports."""
+    """Runs and trials collect garbage between phases, and look at all that lives: half a million
+    objects of imports.
+    """
     if len(sys.modules) > _num_frozen_modules[0] + 200:
         gc.collect()
         gc.freeze()
@@ -70,7 +83,9 @@ _num_frozen_modules = [0]
 
 
 def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, in a process that imports everything anew; see also `tests.forked`."""
+    """Run the command as a user would, in a process that imports everything anew; see also
+    `tests.forked`.
+    """
     return subprocess.run(
         [sys.executable, "-m", "autotune", *map(str, arguments)],
         capture_output=True,
@@ -82,15 +97,21 @@ def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedPr
     )
 
 
-def autotune_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process: what it prints and exits with, without paying for the imports again."""
+def autotune_here(
+    capfd: pytest.CaptureFixture[str], *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """The command in this process: what it prints and exits with, without paying for the imports
+    again.
+    """
     import autotune
     from autotune.cli.app import main
 
     capfd.readouterr()
     prepare = autotune.prepare_process
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotune, "prepare_process", lambda **_: prepare())  # other tests need what it would hide
+        patch.setattr(
+            autotune, "prepare_process", lambda **_: prepare()
+        )  # other tests need what it would hide
         patch.setattr(sys, "argv", ["autotune", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -143,5 +164,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
         if not told.exists():
             with pytest.MonkeyPatch.context() as patch:  # each worker has a store of its own
                 patch.setenv("XDG_DATA_HOME", str(folder / "data"))
-                told.write_text(json.dumps(vars(autotune("demo", "--no-profiles", "--output", folder / "demo"))))
+                told.write_text(
+                    json.dumps(vars(autotune("demo", "--no-profiles", "--output", folder / "demo")))
+                )
     return Journey(folder / "demo", subprocess.CompletedProcess(**json.loads(told.read_text())))

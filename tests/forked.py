@@ -1,7 +1,9 @@
-"""`autotune` commands in processes that a fork server starts: processes of their own, whose imports are paid for.
+"""`autotune` commands in processes that a fork server starts: processes of their own, whose imports
+are paid for.
 
-For what is proved about signals, kills, exit statuses and output. What a start proves (imports, streams, installed
-distributions) needs a real one: `tests.conftest.autotune`. Importing this loads no torch, so children start at once.
+For what is proved about signals, kills, exit statuses and output. What a start proves (imports,
+streams, installed distributions) needs a real one: `tests.conftest.autotune`. Importing this loads
+no torch, so children start at once.
 """
 
 import importlib
@@ -25,14 +27,23 @@ def start_forked(
     environment: Mapping[str, str] | None = None,
     step_wait_seconds: float | None = None,
 ) -> ForkServerProcess:
-    """Start `autotune ARGUMENTS`; what it prints is appended to `output`, and to `errors` if that is another file.
+    """Start `autotune ARGUMENTS`; what it prints is appended to `output`, and to `errors` if that
+    is another file.
 
     `environment` is added to this process's own.
     """
     words = [str(argument) for argument in arguments]
     surroundings = {**os.environ, **(environment or {})}
     started = fork_server_context().Process(
-        target=_run, args=(words, surroundings, str(Path.cwd()), str(output), str(errors or output), step_wait_seconds)
+        target=_run,
+        args=(
+            words,
+            surroundings,
+            str(Path.cwd()),
+            str(output),
+            str(errors or output),
+            step_wait_seconds,
+        ),
     )
     started.start()
     return started
@@ -49,7 +60,9 @@ def autotune_forked(
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"autotune {arguments}: {errors.read_text()}")
-        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(
+            arguments, process.exitcode, output.read_text(), errors.read_text()
+        )
 
 
 def _run(
@@ -70,7 +83,9 @@ def _run(
 
     torch.set_num_threads(1)
     if step_wait_seconds:
-        importlib.import_module("autotune.training.processes").MAX_STEP_WAIT = timedelta(seconds=step_wait_seconds)
+        importlib.import_module("autotune.training.processes").MAX_STEP_WAIT = timedelta(
+            seconds=step_wait_seconds
+        )
     sys.argv = ["autotune", *words]
     from autotune.cli import main
 

@@ -1,4 +1,6 @@
-"""The demo of every family, start to end, as a user runs it: a minute each, so only when asked for."""
+"""The demo of every family, start to end, as a user runs it: a minute each, so only when asked
+for.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +13,9 @@ from tests.conftest import autotune
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen-image"])  # which the journey walks
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name != "qwen-image"]
+)  # which the journey walks
 def test_every_family_walks_the_whole_journey(tmp_path: Path, family: str) -> None:
     process = autotune("demo", "--model", family, "--output", tmp_path / "demo")
     assert process.returncode == 0, process.stderr

@@ -1,4 +1,6 @@
-"""Limits on the size of what a reader has to take in at once, and on imports that hide in functions."""
+"""Limits on the size of what a reader has to take in at once, and on imports that hide in
+functions.
+"""
 
 import ast
 import re
@@ -10,16 +12,23 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_HIDDEN_IMPORTS = 100
-"""Libraries that must not load early are named at the top by `lazy_module`; what is left costs a command its start."""
+"""Libraries that must not load early are named at the top by `lazy_module`; what is left costs a
+command its start.
+"""
 
 
 @cache
 def _sources() -> dict[Path, str]:
-    return {file.relative_to(ROOT): file.read_text() for file in sorted((ROOT / "autotune").rglob("*.py"))}
+    return {
+        file.relative_to(ROOT): file.read_text()
+        for file in sorted((ROOT / "autotune").rglob("*.py"))
+    }
 
 
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def test_no_file_is_long() -> None:
@@ -49,14 +58,24 @@ def test_few_imports_hide_in_functions() -> None:
 
 
 def test_every_room_has_a_place_and_is_closed_to_the_command_line() -> None:
-    """A room that is added to no contract would be checked by none. Doors have all rooms in one pattern."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    packages = {f"autotune.{file.parent.name}" for file in (ROOT / "autotune").glob("*/__init__.py")}
+    """A room that is added to no contract would be checked by none. Doors have all rooms in one
+    pattern.
+    """
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    packages = {
+        f"autotune.{file.parent.name}" for file in (ROOT / "autotune").glob("*/__init__.py")
+    }
     modules = {"autotune.errors", "autotune.__main__"}
-    layers = {name for each in contracts for line in each.get("layers", ()) for name in line.split(" | ")}
+    layers = {
+        name for each in contracts for line in each.get("layers", ()) for name in line.split(" | ")
+    }
     assert layers == packages | modules
     (thin,) = (each for each in contracts if each.get("source_modules") == ["autotune.cli"])
-    assert set(thin["forbidden_modules"]) == packages - {"autotune.cli", "autotune.reporting"} | {"autotune.errors"}
+    assert set(thin["forbidden_modules"]) == packages - {"autotune.cli", "autotune.reporting"} | {
+        "autotune.errors"
+    }
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
@@ -66,9 +85,20 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 
 def test_the_drawing_of_the_house_has_every_room_in_the_order_of_the_layers() -> None:
-    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
-    ranks = {name.partition(".")[2]: rank for rank, line in enumerate(layers) for name in line.split(" | ")}
-    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("\nImports")[0]
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ][0]["layers"]
+    ranks = {
+        name.partition(".")[2]: rank
+        for rank, line in enumerate(layers)
+        for name in line.split(" | ")
+    }
+    house = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .partition("## The house")[2]
+        .partition("\nImports")[0]
+    )
     drawn = re.findall(r"^    (?!autotune/)([a-z]+)(?:/|\.py)", house, re.MULTILINE)
     assert {*drawn, "__main__", "errors"} == ranks.keys()
     assert [ranks[room] for room in drawn] == sorted(ranks[room] for room in drawn)

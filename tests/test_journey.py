@@ -1,4 +1,6 @@
-"""The product as a user meets it: the demo, then each command as a process with its exit status and output."""
+"""The product as a user meets it: the demo, then each command as a process with its exit status
+and output.
+"""
 
 import contextlib
 import json
@@ -34,7 +36,16 @@ def last_line_error(process: subprocess.CompletedProcess[str]) -> str:
 def test_demo_succeeds_and_prints_nothing_that_is_not_ours(journey: Journey) -> None:
     assert journey.process.returncode == 0, journey.process.stderr
     everything = journey.process.stdout + journey.process.stderr
-    for foreign in ("Warning", "warning:", "Traceback", "UserWarning", "W1", "Loading", "torchao", "USDT"):
+    for foreign in (
+        "Warning",
+        "warning:",
+        "Traceback",
+        "UserWarning",
+        "W1",
+        "Loading",
+        "torchao",
+        "USDT",
+    ):
         if foreign == "torchao":
             continue  # a storage is called torchao-int8
         assert foreign not in everything
@@ -51,7 +62,11 @@ def test_demo_writes_a_small_genuine_pipeline_and_captioned_images(journey: Jour
     assert index["scheduler"][1] == "FlowMatchEulerDiscreteScheduler"
     assert sum(path.stat().st_size for path in journey.model.rglob("*") if path.is_file()) < 8e6
     assert len(list(journey.images.glob("*.png"))) == len(list(journey.images.glob("*.txt"))) == 12
-    assert len(list(journey.images.glob("known/*.png"))) == len(list(journey.images.glob("known/*.txt"))) == 48
+    assert (
+        len(list(journey.images.glob("known/*.png")))
+        == len(list(journey.images.glob("known/*.txt")))
+        == 48
+    )
 
 
 def test_plan_holds_at_least_six_real_trials_over_several_knobs(journey: Journey) -> None:
@@ -59,24 +74,41 @@ def test_plan_holds_at_least_six_real_trials_over_several_knobs(journey: Journey
     assert len(tried) >= 6
     assert not [trial.message for trial in tried if trial.outcome != "ok"]
     assert all(trial.step_seconds and trial.peak_memory_bytes for trial in tried)
-    assert len(min(tried, key=lambda t: t.median_step_seconds or 0).step_seconds) >= 3  # the hopeless end early
+    assert (
+        len(min(tried, key=lambda t: t.median_step_seconds or 0).step_seconds) >= 3
+    )  # the hopeless end early
     assert len({trial.candidate for trial in tried}) == len(tried)
-    # Which knobs are searched how far goes by what is measured, and so by what else the machine does.
-    varied = {knob for knob in Candidate.model_fields if len({getattr(trial.candidate, knob) for trial in tried}) > 1}
-    assert len(varied & {"micro_batch_size", "checkpointed_blocks", "quantization", "attention"}) >= 2
+    # Which knobs are searched how far goes by what is measured, and so by what else the machine
+    # does.
+    varied = {
+        knob
+        for knob in Candidate.model_fields
+        if len({getattr(trial.candidate, knob) for trial in tried}) > 1
+    }
+    assert (
+        len(varied & {"micro_batch_size", "checkpointed_blocks", "quantization", "attention"}) >= 2
+    )
 
 
 def test_training_left_a_page_about_the_run_and_says_where(journey: Journey) -> None:
     page = (journey.result / "report.html").read_text()
     assert "finished: " in page
     assert "Limited by" in page
-    assert page.count('<img src="data:image/') >= 3, "a preview, and pictures without and with the adapter"
+    assert page.count('<img src="data:image/') >= 3, (
+        "a preview, and pictures without and with the adapter"
+    )
     assert f"report         {journey.result / 'report.html'}" in journey.process.stdout
 
 
-def test_plan_chose_the_fastest_trial_or_one_that_ties_with_it_and_says_why(journey: Journey) -> None:
+def test_plan_chose_the_fastest_trial_or_one_that_ties_with_it_and_says_why(
+    journey: Journey,
+) -> None:
     frozen = journey.plan.frozen
-    confirmed = {t.candidate: t.median_step_seconds or 0 for t in frozen.trials if t.outcome == "ok" and t.confirms}
+    confirmed = {
+        t.candidate: t.median_step_seconds or 0
+        for t in frozen.trials
+        if t.outcome == "ok" and t.confirms
+    }
     assert confirmed[frozen.settings] <= (1 + TIE) * min(confirmed.values())
     assert frozen.expected.step_seconds == confirmed[frozen.settings]
     assert {reason.knob for reason in frozen.reasons} == {*Candidate.model_fields, "caching"}
@@ -92,14 +124,21 @@ def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
         names = set(file.keys())
         ups = [file.get_tensor(name) for name in names if ".lora_B." in name]
     layer = r"(attn\.(to_|add_)\w+(\.0)?|(img|txt)_mlp\.net\.(0\.proj|2))"
-    assert all(re.fullmatch(rf"transformer\.transformer_blocks\.\d+\.{layer}\.lora_[AB]\.weight", n) for n in names)
+    assert all(
+        re.fullmatch(rf"transformer\.transformer_blocks\.\d+\.{layer}\.lora_[AB]\.weight", n)
+        for n in names
+    )
     assert len(names) == 4 * 12 * 2
     assert all(torch.isfinite(up).all() for up in ups)
-    assert sum(up.abs().max() == 0 for up in ups) == 4  # the last block's output for text leads nowhere
+    assert (
+        sum(up.abs().max() == 0 for up in ups) == 4
+    )  # the last block's output for text leads nowhere
 
 
 def test_samples_with_and_without_the_adapter_differ(journey: Journey) -> None:
-    first, second = (Image.open(journey.result / f"sample_{word}_adapter.png") for word in ("with", "without"))
+    first, second = (
+        Image.open(journey.result / f"sample_{word}_adapter.png") for word in ("with", "without")
+    )
     assert first.size == second.size == (64, 64)
     assert first.tobytes() != second.tobytes()
 
@@ -118,24 +157,30 @@ def test_report_compares_promise_and_reality(journey: Journey) -> None:
     report = json.loads((journey.result / "report.json").read_text())
     assert report["plan_digest"] == journey.plan.digest
     assert report["num_steps"] == journey.plan.job.num_steps
-    assert report["measured_peak_memory_bytes"] == pytest.approx(report["expected_peak_memory_bytes"], rel=0.02)
+    assert report["measured_peak_memory_bytes"] == pytest.approx(
+        report["expected_peak_memory_bytes"], rel=0.02
+    )
     # On the same fresh noise: the losses of steps differ mostly by their noise.
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
 def test_every_phase_takes_what_the_plan_promises(journey: Journey) -> None:
-    """Here within a tenth: promise and run each swing by 20 of these 480 MiB with what threads happen to free late when
-    other tests run. `benchmarks/run_memory.py` holds quiet runs to 5%, and to 3% under."""
+    """Here within a tenth: promise and run each swing by 20 of these 480 MiB with what threads
+    happen to free late when other tests run. `benchmarks/run_memory.py` holds quiet runs to 5%,
+    and to 3% under."""
     report = json.loads((journey.result / "report.json").read_text())
     promised, taken = (
-        {phase["name"]: phase["host_bytes"] for phase in report[key]} for key in ("expected_phases", "phases")
+        {phase["name"]: phase["host_bytes"] for phase in report[key]}
+        for key in ("expected_phases", "phases")
     )
     assert set(promised) == set(taken) == {"caching", "loading", "training", "previews", "saving"}
     ratios = {name: round(promised[name] / taken[name], 3) for name in taken}
     assert all(0.9 <= ratio <= 1.12 for ratio in ratios.values()), ratios
 
 
-def test_check_says_that_the_plan_fits_here(capfd: pytest.CaptureFixture[str], journey: Journey) -> None:
+def test_check_says_that_the_plan_fits_here(
+    capfd: pytest.CaptureFixture[str], journey: Journey
+) -> None:
     process = autotune_here(capfd, "check", journey.plan_file, "--json")
     assert process.returncode == 0
     assert json.loads(process.stdout) == {"fits": True, "misfits": []}
@@ -150,23 +195,32 @@ def test_check_looks_at_other_machines_or_at_the_file_alone(
     for card in cards[1::2]:
         assert f"does not fit {card}: kind of device: the plan was made with cpu" in process.stdout
     alone = autotune_here(capfd, "check", journey.plan_file, "--file-only")
-    assert (alone.returncode, alone.stdout.endswith("is a valid plan; no machine was looked at\n")) == (0, True)
+    assert (
+        alone.returncode,
+        alone.stdout.endswith("is a valid plan; no machine was looked at\n"),
+    ) == (0, True)
 
 
 def test_job_can_be_overridden_without_a_new_plan(
     capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
 ) -> None:
     output = tmp_path / "other"
-    process = autotune_here(capfd, "train", journey.plan_file, "--steps", 3, "--output", output, "--json")
+    process = autotune_here(
+        capfd, "train", journey.plan_file, "--steps", 3, "--output", output, "--json"
+    )
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["num_steps"] == 3
     assert (output / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_train_refuses_the_output_folder_of_another_run(capfd: pytest.CaptureFixture[str], journey: Journey) -> None:
+def test_train_refuses_the_output_folder_of_another_run(
+    capfd: pytest.CaptureFixture[str], journey: Journey
+) -> None:
     process = autotune_here(capfd, "train", journey.plan_file)
     assert process.returncode == 2
-    assert f"this very run, finished after {journey.plan.job.num_steps} steps" in last_line_error(process)
+    assert f"this very run, finished after {journey.plan.job.num_steps} steps" in last_line_error(
+        process
+    )
 
 
 def test_train_refuses_data_outside_the_planned_class(
@@ -176,7 +230,9 @@ def test_train_refuses_data_outside_the_planned_class(
     data.mkdir()
     (data / "long.txt").write_text("word " * 300)
     Image.new("RGB", (64, 64)).save(data / "long.png")
-    process = autotune_here(capfd, "train", journey.plan_file, "--data", data, "--output", tmp_path / "out")
+    process = autotune_here(
+        capfd, "train", journey.plan_file, "--data", data, "--output", tmp_path / "out"
+    )
     assert process.returncode == 4
     assert "longer than the planned" in last_line_error(process)
 
@@ -206,12 +262,16 @@ def test_plan_that_needs_more_memory_than_here_is_refused(
     assert "run memory: the plan needs" in process.stdout
 
 
-def test_the_real_model_without_a_gpu_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_real_model_without_a_gpu_says_what_is_missing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     process = autotune_here(capfd, "plan", "--model", "qwen-image", "--rank", "4")
     assert process.returncode == 3
     lines = process.stderr.strip().splitlines()
     assert lines[0] == "error: Qwen/Qwen-Image cannot be tried here: this machine has no GPU"
-    assert lines[1].startswith("hint: plan for a GPU by name: autotune plan --model qwen-image --rank 4 --hardware ")
+    assert lines[1].startswith(
+        "hint: plan for a GPU by name: autotune plan --model qwen-image --rank 4 --hardware "
+    )
     assert len(lines) == 2
 
 
@@ -220,12 +280,20 @@ def test_the_real_model_without_a_gpu_says_what_is_missing(capfd: pytest.Capture
     [
         (("plan", "--model", "no-such-model"), 2, "neither a folder nor a known model"),
         (("plan", "--model", "{model}", "--data", "/nowhere"), 2, "/nowhere"),
-        (("plan", "--model", "{model}", "--data", "{images}", "--resolution", "65"), 2, "multiples of 16 px"),
+        (
+            ("plan", "--model", "{model}", "--data", "{images}", "--resolution", "65"),
+            2,
+            "multiples of 16 px",
+        ),
         (("train", "no-such-plan.yaml"), 2, "there is no plan at"),
     ],
 )
 def test_wrong_input_is_an_error_with_a_hint(
-    capfd: pytest.CaptureFixture[str], journey: Journey, arguments: tuple[str, ...], status: int, words: str
+    capfd: pytest.CaptureFixture[str],
+    journey: Journey,
+    arguments: tuple[str, ...],
+    status: int,
+    words: str,
 ) -> None:
     filled = [argument.format(model=journey.model, images=journey.images) for argument in arguments]
     process = autotune_here(capfd, *filled)
@@ -241,13 +309,17 @@ def test_model_folder_without_weights_is_refused_before_any_trial(
     (tmp_path / "model_index.json").write_text((journey.model / "model_index.json").read_text())
     config = (journey.model / "transformer" / "config.json").read_text()
     (tmp_path / "transformer" / "config.json").write_text(config)
-    process = autotune_here(capfd, "plan", "--model", tmp_path, "--data", journey.images, "--resolution", 64)
+    process = autotune_here(
+        capfd, "plan", "--model", tmp_path, "--data", journey.images, "--resolution", 64
+    )
     assert process.returncode == 2
     assert "weights" in last_line_error(process) or "safetensors" in last_line_error(process)
 
 
 @pytest.mark.slow
-def test_interrupted_search_leaves_its_best_plan_and_no_child_behind(journey: Journey, tmp_path: Path) -> None:
+def test_interrupted_search_leaves_its_best_plan_and_no_child_behind(
+    journey: Journey, tmp_path: Path
+) -> None:
     asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64)
     # The demo's own record would end the search with its first trial.
     command = ["plan", *asked, "--no-profiles", "--search-time", 600, "-o", tmp_path / "p.yaml"]

@@ -1,4 +1,6 @@
-"""Plans and estimates for machines that are not here: predictions alone, said to be so, nothing downloaded."""
+"""Plans and estimates for machines that are not here: predictions alone, said to be so, nothing
+downloaded.
+"""
 
 import errno
 import json
@@ -34,7 +36,10 @@ SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
     request = PlanRequest(
-        model="kandinsky5-image-lite", workload_overrides=SMALL, pins=(("quantization", "none"),), is_local=False
+        model="kandinsky5-image-lite",
+        workload_overrides=SMALL,
+        pins=(("quantization", "none"),),
+        is_local=False,
     )
     return make_plan(request, hardware_named("nvidia-rtx-4090"))
 
@@ -46,18 +51,33 @@ def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -
     needed = frozen.expected.peak_memory_bytes + frozen.expected.process_memory_bytes
     assert needed <= frozen.hardware.budget_bytes
     assert frozen.hardware.device_name == "NVIDIA GeForce RTX 4090"
-    assert {reason.knob for reason in frozen.reasons} == {*type(frozen.settings).model_fields, "caching"}
+    assert {reason.knob for reason in frozen.reasons} == {
+        *type(frozen.settings).model_fields,
+        "caching",
+    }
 
 
 def test_a_plan_that_the_disk_no_longer_takes_is_printed(
-    predicted: TrainingPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    predicted: TrainingPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
+    monkeypatch.setattr(
+        "autotune.planning.planner.make_plan", lambda *asked: PlanningResult(predicted, asked[1])
+    )
     monkeypatch.setattr("autotune.api.plans.write_plan", full)
-    asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
+    asked = (
+        "--model",
+        "kandinsky5-image-lite",
+        "--hardware",
+        "nvidia-rtx-4090",
+        "-o",
+        tmp_path / "plan.yaml",
+    )
     process = autotune_here(capfd, "plan", *asked)
     assert process.returncode == 1
     assert "the plan is printed instead" in process.stderr
@@ -66,7 +86,15 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
 
 
 def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json")
+    asked = (
+        "--model",
+        "qwen-image",
+        "--hardware",
+        "nvidia-rtx-4090",
+        "--resolution",
+        "512x768",
+        "--json",
+    )
     process = autotune_here(capfd, "estimate", *asked)
     assert process.returncode == 0, process.stderr
     assert process.stderr == "tracing the model\n"
@@ -83,24 +111,28 @@ def test_a_card_without_bf16_is_planned_for_in_fp16() -> None:
     card = hardware_for("T4", on_event=events.append)
     told = [event.text for event in events if isinstance(event, Notice)]
     assert told[0] == "planning for nvidia-t4"
-    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16")
-    space = ResolvedRequest.build(PlanRequest(model="wan-2.1", workload_overrides=SMALL), needs_weights=False).space(
-        card
+    assert told[1].startswith(
+        "this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16"
     )
+    space = ResolvedRequest.build(
+        PlanRequest(model="wan-2.1", workload_overrides=SMALL), needs_weights=False
+    ).space(card)
     assert space.choices["precision"] == ("fp16", "fp32")
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
 
 
 def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
     card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
-    space = ResolvedRequest.build(PlanRequest(model="kandinsky5-image-lite", **overrides), needs_weights=False).space(
-        card
-    )
+    space = ResolvedRequest.build(
+        PlanRequest(model="kandinsky5-image-lite", **overrides), needs_weights=False
+    ).space(card)
     assert space.choices["precision"] == ("fp32",)
     reasons = {str(r.choice): r.reason for r in space.rejected["precision"]}
     assert "ComfyUI runs it in bf16 or fp32 alone" in reasons["fp16"]
     pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
-    assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == ("fp16",)
+    assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == (
+        "fp16",
+    )
 
 
 @pytest.mark.slow
@@ -109,8 +141,16 @@ def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_bl
     card: str, quantization: str
 ) -> None:
     exact = {"modulation": "ahead", "norm_rope": "compiled", "offloaded_inputs": 59}
-    settings = {"hardware": card, "quantization": quantization, "checkpointed_blocks": 59, "resolution": "1024"}
-    found = [estimate("qwen-image", **settings, **levers).fits for levers in (exact, {"modulation": "resident"})]
+    settings = {
+        "hardware": card,
+        "quantization": quantization,
+        "checkpointed_blocks": 59,
+        "resolution": "1024",
+    }
+    found = [
+        estimate("qwen-image", **settings, **levers).fits
+        for levers in (exact, {"modulation": "resident"})
+    ]
     assert found == [True, False]
 
 
@@ -118,11 +158,16 @@ def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_bl
 @pytest.mark.parametrize(("card", "model"), [("t4", "wan-2.1"), ("2080 ti", "sdxl")])
 def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: str) -> None:
     hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    pins = tuple((name, str(value)) for name, value in plain if name not in ("precision", "checkpointed_blocks"))
+    pins = tuple(
+        (name, str(value))
+        for name, value in plain
+        if name not in ("precision", "checkpointed_blocks")
+    )
     request = PlanRequest(model=model, workload_overrides=SMALL, is_local=False, pins=pins)
     assert make_plan(request, hardware).frozen.settings.precision == "fp16"
     half, whole = (
-        estimate(model, hardware=hardware, precision=precision, resolution=512) for precision in ("fp16", "fp32")
+        estimate(model, hardware=hardware, precision=precision, resolution=512)
+        for precision in ("fp16", "fp32")
     )
     assert half.step_seconds < whole.step_seconds
     assert half.run_memory_bytes < whole.run_memory_bytes
@@ -166,7 +211,8 @@ main()
 def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Path) -> None:
     plan, told = tmp_path / "plan.yaml", tmp_path / "told.json"
     asked = (
-        "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution", "256",
+        "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution",
+        "256",
         "--batch", "1", "--pin", "quantization=none", "-o", str(plan),
     )  # fmt: skip
     command = [sys.executable, "-c", COUNTING, *asked, str(told)]
@@ -177,8 +223,12 @@ def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Pa
     assert all(len(line) <= 80 for line in process.stdout.splitlines() if str(plan) not in line)
     found = json.loads(told.read_text())
     assert found["traces"] <= 13
-    assert found["mib"] < 1e9 / 2**20  # CUDA's build of torch alone takes 604, most of it pages of its files
-    assert not {"bitsandbytes", "scipy", "triton", "torch._inductor.compile_fx"} & {*found["modules"]}
+    assert (
+        found["mib"] < 1e9 / 2**20
+    )  # CUDA's build of torch alone takes 604, most of it pages of its files
+    assert not {"bitsandbytes", "scipy", "triton", "torch._inductor.compile_fx"} & {
+        *found["modules"]
+    }
     assert len(found["modules"]) < 4400
 
 
@@ -221,7 +271,9 @@ def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
     assert reasons["torchao-fp8"] == "excluded by the user"
 
 
-@pytest.mark.parametrize("pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)])
+@pytest.mark.parametrize(
+    "pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)]
+)
 def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
     request = PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, pins=pins)
     with pytest.raises(InvalidInput):
@@ -230,14 +282,21 @@ def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_message_says_what_would_help() -> None:
-    workload_overrides = WorkloadOverrides(size_px=(512, 512), quality="high", effective_batch_size=1)
+    workload_overrides = WorkloadOverrides(
+        size_px=(512, 512), quality="high", effective_batch_size=1
+    )
     request = PlanRequest(
-        model="qwen-image", workload_overrides=workload_overrides, is_local=False, pins=(("swapped_blocks", "0"),)
+        model="qwen-image",
+        workload_overrides=workload_overrides,
+        is_local=False,
+        pins=(("swapped_blocks", "0"),),
     )
     with pytest.raises(NothingFits) as caught:
         make_plan(request, hardware_named("nvidia-rtx-3060"))
     assert "weights alone need 12." in caught.value.message
-    assert "without --pin (" in caught.value.hint, "a smaller quality would not be enough with all blocks on the device"
+    assert "without --pin (" in caught.value.hint, (
+        "a smaller quality would not be enough with all blocks on the device"
+    )
 
 
 @pytest.mark.slow
@@ -247,7 +306,11 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))
     request = PlanRequest(
-        model="kandinsky5-image-lite", workload_overrides=workload_overrides, pins=pins, is_local=False, num_processes=4
+        model="kandinsky5-image-lite",
+        workload_overrides=workload_overrides,
+        pins=pins,
+        is_local=False,
+        num_processes=4,
     )
     small = replace(request, memory_budget=MemoryBudget(num_bytes=10 << 30))
     whole, shared = make_plan(request, card).frozen, make_plan(small, card).frozen
@@ -258,8 +321,14 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     assert shared.expected.peak_memory_bytes < 10 << 30
     with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
         make_plan(replace(request, num_processes=3), card)
-    sparks = make_plan(replace(small, num_processes=2, num_nodes=2), hardware_named("nvidia-gb10")).frozen.hardware
-    assert (sparks.match_keys["memory_kind"], sparks.strategy, sparks.num_nodes) == ("integrated", "fsdp2", 2)
+    sparks = make_plan(
+        replace(small, num_processes=2, num_nodes=2), hardware_named("nvidia-gb10")
+    ).frozen.hardware
+    assert (sparks.match_keys["memory_kind"], sparks.strategy, sparks.num_nodes) == (
+        "integrated",
+        "fsdp2",
+        2,
+    )
 
 
 def test_each_process_needs_a_gpu() -> None:
@@ -267,13 +336,18 @@ def test_each_process_needs_a_gpu() -> None:
     assert device_misfits(1, card) == ()
     assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
     with pytest.raises(NothingFits, match="2 need a GPU each"):
-        make_plan(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2), card)
+        make_plan(
+            PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2),
+            card,
+        )
 
 
 @pytest.mark.slow
 def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_else() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; in 16 bits it fits an H200."""
-    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=1, quality="compact")
+    workload_overrides = WorkloadOverrides(
+        size_px=(512, 512), effective_batch_size=1, quality="compact"
+    )
     request = PlanRequest(model="qwen-image", workload_overrides=workload_overrides, is_local=False)
     tight = replace(request, memory_budget=MemoryBudget(num_bytes=21 << 29))
     small = make_plan(tight, hardware_named("nvidia-rtx-3060")).frozen.settings

@@ -1,4 +1,6 @@
-"""The functions behind `import autotune`: everything that a command does, for notebooks and programs.
+"""The functions behind `import autotune`: everything that a command does, for notebooks and
+programs.
 
-The command line is thin over exactly these. What long work tells goes to `on_event`; errors are `AutotuneError`s.
+The command line is thin over exactly these. What long work tells goes to `on_event`; errors are
+`AutotuneError`s.
 """

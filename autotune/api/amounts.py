@@ -22,7 +22,9 @@ def memory_bytes(amount: MemoryAmount) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", amount)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
-        raise InvalidInput(f"{amount!r} is not an amount of memory", hint="write it like 20GiB or 900MiB")
+        raise InvalidInput(
+            f"{amount!r} is not an amount of memory", hint="write it like 20GiB or 900MiB"
+        )
     return int(float(match.group(1)) * unit)
 
 
@@ -40,7 +42,9 @@ def link_bytes_per_second(rate: LinkRate) -> float:
         return float(rate)
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*([MG])(bps|bit/s|b/s|B/s)\s*", rate)
     if match is None or float(match.group(1)) == 0:
-        raise InvalidInput(f"{rate!r} is not the rate of a link", hint="write it like 400Gbps or 25GB/s")
+        raise InvalidInput(
+            f"{rate!r} is not the rate of a link", hint="write it like 400Gbps or 25GB/s"
+        )
     num_bytes = 1.0 if match.group(3) == "B/s" else 1 / 8
     return float(match.group(1)) * {"M": 1e6, "G": 1e9}[match.group(2)] * num_bytes
 

@@ -37,10 +37,11 @@ def audit(
     measure: bool = False,
     on_event: OnEvent = ignore_event,
 ) -> Audit:
-    """Predict another trainer's configuration on a card as it is written, and the fastest plan that learns the same.
+    """Predict another trainer's configuration on a card as it is written, and the fastest plan that
+    learns the same.
 
-    Settings are compared as autotune's executor takes them; `in_trainer` is the file in its own program, by what that
-    keeps on the card and how it holds the adapter.
+    Settings are compared as autotune's executor takes them; `in_trainer` is the file in its own
+    program, by what that keeps on the card and how it holds the adapter.
 
     Args:
         config: from `import_config`, or the configuration's file.
@@ -56,17 +57,23 @@ def audit(
         >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
     """
     if measure and hardware is not None:
-        raise InvalidInput("only this machine can be measured", hint="leave out --measure, or --hardware")
+        raise InvalidInput(
+            "only this machine can be measured", hint="leave out --measure, or --hardware"
+        )
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     profile = hardware_for(hardware, on_event=on_event)
     options: PlanOptions = {**read.options, "hardware": profile}  # type: ignore[typeddict-item]
     on_event(StatusChanged(text="predicting the file as written"))
-    resolved = ResolvedRequest.build(request_for(read.model, read_folder(read.data), options), needs_weights=measure)
+    resolved = ResolvedRequest.build(
+        request_for(read.model, read_folder(read.data), options), needs_weights=measure
+    )
     model, workload = resolved.model, resolved.workload
     cost = CostModel.build(profile, workload, model.family, model.config, read_parts(model))
     made = None
     with suppress(NothingFits):
-        made = plan(read.model, read_folder(read.data), on_event=on_event, **options).frozen.settings
+        made = plan(
+            read.model, read_folder(read.data), on_event=on_event, **options
+        ).frozen.settings
     written, breaks = _as_written(read, cost.context, made)
     steps = resolved.job.num_steps
     as_written = estimate_candidate(cost, written, num_steps=steps)
@@ -77,14 +84,21 @@ def audit(
     fastest = None if made is None else estimate_candidate(cost, made, num_steps=steps)
     worth = () if made is None else _worth(cost, as_written, made)
     found = Audit(
-        config=read, as_written=as_written, in_trainer=in_trainer, breaks=breaks, fastest=fastest, worth=worth
+        config=read,
+        as_written=as_written,
+        in_trainer=in_trainer,
+        breaks=breaks,
+        fastest=fastest,
+        worth=worth,
     )
     return _measured(found, resolved.request.model, cost, on_event) if measure else found
 
 
 def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
     """How the trainer encodes captions: as the file says, else as they are."""
-    written = {name.removeprefix(PIN): value for name, value in config.pins.items() if name.startswith(PIN)}
+    written = {
+        name.removeprefix(PIN): value for name, value in config.pins.items() if name.startswith(PIN)
+    }
     streamed = written.pop("text_encoder_streamed", "") == "True"
     caching = CachingSettings.model_validate({**written, "text_encoder_streamed": streamed})
     return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
@@ -109,15 +123,25 @@ def _as_written(
 ) -> tuple[Candidate, tuple[str, ...]]:
     """The settings of a file, and what of them does not work on the card.
 
-    What the file does not name, and no other trainer tunes, is as in the plan that was made, if one was.
+    What the file does not name, and no other trainer tunes, is as in the plan that was made, if one
+    was.
     """
     total, hardware = context.workload.model.num_blocks, context.hardware
     usual = Candidate(micro_batch_size=1, checkpointed_blocks=total)
-    written, breaks = usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}), []
+    written, breaks = (
+        usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}),
+        [],
+    )
     for knob in KNOBS:
         if (value := config.pins.get(knob.name)) is None:
             continue
-        choice = count_blocks(value, total) if knob.name in BLOCKS else value if knob.names else int(value)
+        choice = (
+            count_blocks(value, total)
+            if knob.name in BLOCKS
+            else value
+            if knob.names
+            else int(value)
+        )
         here = knob.choices(context)
         pointless = here.rejected.get(choice) if len(here.admitted) == 1 else None
         why = knob.unusable_reason(choice, hardware) or pointless
@@ -133,7 +157,9 @@ def _as_written(
 
 
 def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
-    """Each setting that differs, changed alone; those that cannot go without another are left out."""
+    """Each setting that differs, changed alone; those that cannot go without another are left
+    out.
+    """
     written = as_written.prediction.candidate
     found = []
     for name, value in better:
@@ -141,7 +167,9 @@ def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[Se
         if own == value:
             continue
         with suppress(InvalidInput):
-            changed = estimate_candidate(cost, written.changed(**{name: value}), num_steps=as_written.num_steps)
+            changed = estimate_candidate(
+                cost, written.changed(**{name: value}), num_steps=as_written.num_steps
+            )
             before, after = as_written.prediction, changed.prediction
             found.append(
                 SettingWorth(

@@ -1,4 +1,6 @@
-"""`check`: whether a plan fits a machine. What is wrong with its file is told before any library is loaded."""
+"""`check`: whether a plan fits a machine. What is wrong with its file is told before any library
+is loaded.
+"""
 
 from pathlib import Path
 
@@ -11,12 +13,15 @@ from autotune.schema import CheckResult, HardwareProfile, TrainingPlan
 from autotune.training import hardware_misfits
 
 
-def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None) -> CheckResult:
+def check(
+    plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None
+) -> CheckResult:
     """Tell whether a plan fits this machine or another, without training.
 
     Args:
         plan: a plan, or its file.
-        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a profile.
+        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a
+            profile.
 
     Raises:
         InvalidPlan: the file is not a valid plan.

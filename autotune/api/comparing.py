@@ -23,14 +23,36 @@ from autotune.planning import (
     select_gpus,
 )
 from autotune.runtime import read_bounded
-from autotune.schema import TEXT_TAG, BoundedLoader, DataPlace, Frozen, OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import (
+    TEXT_TAG,
+    BoundedLoader,
+    DataPlace,
+    Frozen,
+    OnEvent,
+    Progressed,
+    StatusChanged,
+    ignore_event,
+)
 
 DOWNLOAD_RATE = "100MB"
-"""Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
+"""Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A
+round figure.
+"""
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
 LOCAL = {
-    *("hardware", "host_memory", "assume", "path", "record", "replay", "join", "study", "fresh", "price_per_hour"),
+    *(
+        "hardware",
+        "host_memory",
+        "assume",
+        "path",
+        "record",
+        "replay",
+        "join",
+        "study",
+        "fresh",
+        "price_per_hour",
+    ),
     *("num_gpus", "num_nodes", "interconnect"),
 }
 """Arguments of `plan` that make no sense for several GPUs that are not here."""
@@ -58,9 +80,11 @@ def compare(
     on_event: OnEvent = ignore_event,
     **options: object,
 ) -> Comparison:
-    """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the finished adapter.
+    """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the
+    finished adapter.
 
-    Hours and cost count everything from an empty machine on: download, search, loading, caching, steps, previews.
+    Hours and cost count everything from an empty machine on: download, search, loading, caching,
+    steps, previews.
 
     Args:
         model: as for `plan`.
@@ -69,7 +93,8 @@ def compare(
         prices: price of an hour by GPU, or a YAML file with `currency`, `date` and `per_hour`.
         max_cost: leave out GPUs on which it costs more.
         max_hours: leave out GPUs on which it takes longer.
-        order: `cost`, `hours` or `name`; by default the cheapest first, if there are prices, else the fastest.
+        order: `cost`, `hours` or `name`; by default the cheapest first, if there are prices, else
+            the fastest.
         download_rate: bytes a second at which the model's files arrive; a folder needs no download.
         on_event: listener to progress.
         options: as documented in `PlanOptions`, but for those of one machine.
@@ -93,9 +118,15 @@ def compare(
         try:
             made = plan(model, data, **{**asked, "hardware": profile_of_gpu(gpu)})
         except NothingFits as error:
-            found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
+            found.append(
+                ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message)
+            )
             continue
-        found.append(compared_gpu(gpu, made, download_seconds=download_seconds, price_per_hour=price_of.get(gpu.id)))
+        found.append(
+            compared_gpu(
+                gpu, made, download_seconds=download_seconds, price_per_hour=price_of.get(gpu.id)
+            )
+        )
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
     selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
     return Comparison(
@@ -111,11 +142,16 @@ def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
     """Until the model's files are here; none if they are."""
     num_bytes_per_second = memory_bytes(rate)
     if num_bytes_per_second <= 0:
-        raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
+        raise InvalidInput(
+            "nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB"
+        )
     if model.folder is not None:
         return 0.0
     transformers = 1 + len(model.family.other_denoisers)
-    return download_bytes(transformers * model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
+    return (
+        download_bytes(transformers * model.spec.num_parameters, read_parts(model) or Parts())
+        / num_bytes_per_second
+    )
 
 
 def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:
@@ -135,10 +171,14 @@ def _prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
     try:
         content = yaml.load(read_bounded(path, MAX_PRICE_FILE_BYTES), Loader=PriceLoader)
     except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}", hint="name a YAML file of prices") from error
+        raise InvalidInput(
+            f"{path}: {error.strerror or error}", hint="name a YAML file of prices"
+        ) from error
     except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InvalidInput(f"{path} is not YAML that a list of prices may use: {reason}", hint=PRICE_HINT) from error
+        raise InvalidInput(
+            f"{path} is not YAML that a list of prices may use: {reason}", hint=PRICE_HINT
+        ) from error
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} holds no list of prices", hint=PRICE_HINT)
     return _price_list(content, str(path))
@@ -163,7 +203,9 @@ def _price_by_gpu(listed: PriceList, prices: object) -> dict[str, float]:
         except InvalidInput as error:
             raise InvalidInput(f"{source}: {error.message}", hint=error.hint) from error
         if gpu in found:
-            raise InvalidInput(f"{source}: {name!r} is a second price of {gpu}", hint="leave one of them out")
+            raise InvalidInput(
+                f"{source}: {name!r} is a second price of {gpu}", hint="leave one of them out"
+            )
         found[gpu] = price
     return found
 

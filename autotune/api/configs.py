@@ -11,18 +11,21 @@ from autotune.trainers import ExportedConfig, ImportedConfig, export_plan, get_t
 
 
 def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
-    """Read another trainer's configuration: what carries over, what becomes a pin, and what does not carry over.
+    """Read another trainer's configuration: what carries over, what becomes a pin, and what does
+    not carry over.
 
-    Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and command lines of
-    diffusers' scripts. Runs nothing of what the file names, and needs none of these programs.
+    Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
+    command lines of diffusers' scripts. Runs nothing of what the file names, and needs none of
+    these programs.
 
     Args:
         path: the configuration; files that it names are read, too.
-        trainer: whose it is, if its content does not tell: `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`,
-            `sd-scripts`, `onetrainer`, or one that another package adds.
+        trainer: whose it is, if its content does not tell: `ai-toolkit`, `musubi`, `simpletuner`,
+            `diffusers`, `sd-scripts`, `onetrainer`, or one that another package adds.
 
     Raises:
-        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does not know.
+        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
+            not know.
 
     Example:
         >>> config = autotune.import_config("train_lora.yaml")
@@ -41,23 +44,26 @@ def export_config(
     overwrite: bool = False,
     hardware: str | None = None,
 ) -> ExportedConfig:
-    """Turn a plan into the files of another trainer: its configuration, its data sets, and the script that starts it.
+    """Turn a plan into the files of another trainer: its configuration, its data sets, and the
+    script that starts it.
 
-    What that trainer lacks goes to its nearest setting that needs no more memory; the head of the files says so.
+    What that trainer lacks goes to its nearest setting that needs no more memory; the head of the
+    files says so.
 
     Args:
         plan: a plan, or its file.
-        to: `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`, `sd-scripts`, `onetrainer`, or one that another package
-            adds.
+        to: `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`, `sd-scripts`, `onetrainer`, or one
+            that another package adds.
         output: folder to write the files to; None to write none.
         strict: refuse if anything would differ that changes learning or memory.
         overwrite: replace files that are there.
-        hardware: of a file with variants for several machines, whose to take; None for this machine's.
+        hardware: of a file with variants for several machines, whose to take; None for this
+            machine's.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
-        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or anything with `strict`; or
-            a file is there already.
+        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
+            anything with `strict`; or a file is there already.
 
     Example:
         >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
@@ -66,22 +72,33 @@ def export_config(
     made = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=hardware)
     if (nodes := made.frozen.hardware.num_nodes) > 1:
         raise InvalidInput(
-            f"the plan is for {nodes} machines, and files for other trainers start the processes of one",
+            f"the plan is for {nodes} machines, and files for other trainers start the processes "
+            "of one",
             hint="plan for one: autotune plan --from PLAN --nodes 1 --gpus NUMBER",
         )
     if made.job.data is not None and is_list(made.job.data):
         raise InvalidInput(
-            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can be exported",
+            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "
+            "be exported",
             hint="name one folder as the plan's data, export, and add the others to the files",
         )
-    folders = {name: folder for name in ("data", "control") if (folder := getattr(made.job, name)) is not None}
-    places = {name: str(Path(one).absolute()) if Path(one).is_dir() else one for name, one in folders.items()}
+    folders = {
+        name: folder
+        for name in ("data", "control")
+        if (folder := getattr(made.job, name)) is not None
+    }
+    places = {
+        name: str(Path(one).absolute()) if Path(one).is_dir() else one
+        for name, one in folders.items()
+    }
     exported = export_plan(with_job(made, **places), get_trainer(to), strict=strict)
     if output is not None:
         folder = Path(output)
         there = next((folder / name for name in exported.files if (folder / name).exists()), None)
         if there is not None and not overwrite:
-            raise InvalidInput(f"{there} is there already", hint="name another folder, or allow it: --overwrite")
+            raise InvalidInput(
+                f"{there} is there already", hint="name another folder, or allow it: --overwrite"
+            )
         for name, text in exported.files.items():
             write_text_atomic(folder / name, text)
     return exported

@@ -31,9 +31,11 @@ class PlanFromConfig:
 def plan_from_config(
     config: ImportedConfig, *, on_event: OnEvent = ignore_event, **options: Unpack[PlanOptions]
 ) -> PlanFromConfig:
-    """Plan the training that a configuration describes, with its own settings pinned where the machine has them.
+    """Plan the training that a configuration describes, with its own settings pinned where the
+    machine has them.
 
-    `autotune.plan(config.model, config.data, **config.options)` plans the same training with the fastest settings.
+    `autotune.plan(config.model, config.data, **config.options)` plans the same training with the
+    fastest settings.
 
     Args:
         config: from `import_config`.
@@ -51,15 +53,26 @@ def plan_from_config(
     remarks = []
     data = config.data
     if data is not None and not Path(data).expanduser().is_dir():
-        remarks.append(f"there is no folder {data} here: name the data with `autotune train --data`")
+        remarks.append(
+            f"there is no folder {data} here: name the data with `autotune train --data`"
+        )
         data = None
     pins, impossible = _possible_pins(config, asked)
-    made = plan(config.model, data, on_event=on_event, **{**asked, "pins": {**pins, **dict(asked.get("pins", {}))}})
-    remarks += [f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()]
+    made = plan(
+        config.model,
+        data,
+        on_event=on_event,
+        **{**asked, "pins": {**pins, **dict(asked.get("pins", {}))}},
+    )
+    remarks += [
+        f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()
+    ]
     return PlanFromConfig(made, tuple(remarks))
 
 
-def _possible_pins(config: ImportedConfig, options: Any) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+def _possible_pins(
+    config: ImportedConfig, options: Any
+) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """The settings of a configuration that can be pinned here, and why the others cannot."""
     limits = ("path", "record", "max_trials", "search_seconds", "pins")
     asked = {name: value for name, value in options.items() if name not in limits}
@@ -86,8 +99,12 @@ def _possible_pins(config: ImportedConfig, options: Any) -> tuple[dict[str, str]
 
 
 def _nearest(space: SearchSpace, name: str, value: str) -> tuple[str, str]:
-    """A value that can be pinned, and why there is none: of numbers of blocks the next that needs no more memory."""
-    usable: Mapping[str, Any] = {str(choice): choice for choice in (*space.choices[name], *space.on_request[name])}
+    """A value that can be pinned, and why there is none: of numbers of blocks the next that
+    needs no more memory.
+    """
+    usable: Mapping[str, Any] = {
+        str(choice): choice for choice in (*space.choices[name], *space.on_request[name])
+    }
     if value in usable:
         return value, ""
     if name in BLOCKS:

@@ -27,7 +27,9 @@ from autotune.schema import (
 from autotune.training import WorkloadOverrides, check_overrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
-"""Settings whose default is the first choice for the machine and the work rather than the field's default."""
+"""Settings whose default is the first choice for the machine and the work rather than the
+field's default.
+"""
 
 
 @collect_rarely()
@@ -59,16 +61,21 @@ def estimate(
 
     Args:
         model: name of a known model, or a folder in the diffusers layout.
-        hardware, host_memory, assume: a card of the catalog and what it lies in, as for `plan`; None for this one.
-        resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay, optimizer,
+        hardware, host_memory, assume: a card of the catalog and what it lies in, as for `plan`;
+            None for this one.
+        resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay,
+        optimizer,
             optimizer_options, effective_batch_size: as for `plan`.
-        micro_batch_size, checkpointed_blocks: images per forward pass; blocks that recompute activations (None: all).
-        num_steps, price_per_hour: of the job in optimizer steps, of the machine in the currency of the answer.
+        micro_batch_size, checkpointed_blocks: images per forward pass; blocks that recompute
+            activations (None: all).
+        num_steps, price_per_hour: of the job in optimizer steps, of the machine in the currency of
+            the answer.
         on_event: listener to progress.
         settings: other fields of `Candidate`, e.g. `quantization="torchao-int8"`.
 
     Raises:
-        InvalidInput: the model, the hardware or a setting does not exist, or settings do not go together.
+        InvalidInput: the model, the hardware or a setting does not exist, or settings do not go
+            together.
 
     Example:
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
@@ -78,9 +85,12 @@ def estimate(
     if effective_batch_size is None:
         effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
-        size_px=None if resolution is None else image_size(resolution), num_frames=num_frames, text_tokens=text_tokens,
-        rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter, ema_decay=ema_decay,
-        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options), effective_batch_size=effective_batch_size,
+        size_px=None if resolution is None else image_size(resolution), num_frames=num_frames,
+        text_tokens=text_tokens,
+        rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter,
+        ema_decay=ema_decay,
+        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
+        effective_batch_size=effective_batch_size,
     )  # fmt: skip
     for name, value in settings.items():
         require_choice(name, value)
@@ -88,17 +98,29 @@ def estimate(
     require_divisor(micro_batch_size, effective_batch_size)
     profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
-    candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
-    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
+    candidate = _candidate(
+        context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings
+    )
+    cost = CostModel.build(
+        profile, context.workload, resolved.family, resolved.config, read_parts(resolved)
+    )
     return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
 
 
-def _candidate(context: TuningContext, checkpointed_blocks: int | None, **settings: str | int) -> Candidate:
-    preferred = {k.name: k.choices_for_family(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
+def _candidate(
+    context: TuningContext, checkpointed_blocks: int | None, **settings: str | int
+) -> Candidate:
+    preferred = {
+        k.name: k.choices_for_family(context).admitted[0]
+        for k in KNOBS
+        if k.name in CHOSEN_BY_MACHINE
+    }
     total = context.workload.model.num_blocks
     preferred["checkpointed_blocks"] = total if checkpointed_blocks is None else checkpointed_blocks
     try:
         return Candidate.model_validate({**preferred, **settings})
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidInput(f"{first['loc'][0]}: {first['msg'].lower()}", hint="give another value") from error
+        raise InvalidInput(
+            f"{first['loc'][0]}: {first['msg'].lower()}", hint="give another value"
+        ) from error

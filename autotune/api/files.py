@@ -45,12 +45,15 @@ def check_data(
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> DataReport:
-    """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
+    """Look at every file of a data folder as training would, and name what is broken, tiny,
+    duplicate or captionless.
 
     Args:
-        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders; or several of these.
+        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders; or
+            several of these.
         model: name of the model family whose sizes count.
-        resolution_px: side of the square whose area every image is resized to; the family's by default.
+        resolution_px: side of the square whose area every image is resized to; the family's by
+            default.
         max_upscaling: factor per side above which enlarged images are counted.
         max_crop: share of an image's area above which cropped images are named.
         sheet: PNG file to write, with every image as it is cropped, and its caption.
@@ -90,13 +93,19 @@ def check_data(
 
 
 def _require_apart(sheet: Path, data: DataPlace) -> None:
-    """Raise InvalidInput if the sheet would lie in a folder of the data, over an image or as one more."""
+    """Raise InvalidInput if the sheet would lie in a folder of the data, over an image or as one
+    more.
+    """
     for place in list_places(data):
         if Path(os.path.realpath(sheet)).is_relative_to(os.path.realpath(place)):
-            raise InvalidInput(f"the sheet {sheet} would lie in the data folder {place}", hint="write it elsewhere")
+            raise InvalidInput(
+                f"the sheet {sheet} would lie in the data folder {place}", hint="write it elsewhere"
+            )
 
 
-def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event) -> FileSummary:
+def inspect_weights(
+    path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event
+) -> FileSummary:
     """Keys, shapes, dtypes, metadata and size of weights, and how many values are NaN or infinite.
 
     Args:
@@ -123,7 +132,8 @@ def convert_weights(
     model: str | None = None,
     max_shard_size: MemoryAmount = "10GB",
 ) -> tuple[Path, ...]:
-    """Write an adapter under the names that another program loads, or a model in shards; returns the files.
+    """Write an adapter under the names that another program loads, or a model in shards; returns
+    the files.
 
     Values, dtypes and alphas stay the same.
 
@@ -143,10 +153,15 @@ def convert_weights(
     """
     source, target = Path(source), Path(target)
     if to not in get_args(AdapterFormat):
-        raise InvalidInput(f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat)))
+        raise InvalidInput(
+            f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
+        )
     if is_model_path(source):
         if to != "diffusers":
-            raise InvalidInput(f"only adapters are written for {to}", hint="leave the format out, or name an adapter")
+            raise InvalidInput(
+                f"only adapters are written for {to}",
+                hint="leave the format out, or name an adapter",
+            )
         return weights.reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
     read_header(source)
     named = resolve_model(model) if model else None

@@ -47,34 +47,40 @@ def job_script(
     claim: str = "",
     path: str | Path | None = None,
 ) -> str:
-    """A plan's run as a job file: GPUs, host memory and time as the plan predicts, stopped and resumed by checkpoints.
+    """A plan's run as a job file: GPUs, host memory and time as the plan predicts, stopped and
+    resumed by checkpoints.
 
     Relative paths of the job count from the current folder, which the job must find on every node.
 
     Args:
         plan, cluster: the plan's file, and what the job is for.
         hardware: of a file with variants, the machine that the job will run on: as for `load_plan`.
-        model, data, control, output: as for `train`; data, and control images of models that edit, are needed if the
-            plan names none.
+        model, data, control, output: as for `train`; data, and control images of models that edit,
+            are needed if the plan names none.
         optimizer: the plan's `package:Class`, without which the job would not load such code.
-        over: file that lists subjects, each of which one job of an array trains, into a folder of its own in `output`.
-        nodes: number of machines that share the plan's processes; by default those that it was made for.
+        over: file that lists subjects, each of which one job of an array trains, into a folder of
+            its own in `output`.
+        nodes: number of machines that share the plan's processes; by default those that it was made
+            for.
         hours: time limit of one start; by default half more than predicted.
-        image, claim: container image with autotune in it, for Kubernetes and Docker; Kubernetes' persistent volume
-            claim that holds the current folder.
+        image, claim: container image with autotune in it, for Kubernetes and Docker; Kubernetes'
+            persistent volume claim that holds the current folder.
         path: file to write the text to as well, in a folder that is there.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
         DoesNotFit: none of several variants is for the hardware.
-        InvalidInput: the cluster is unknown or needs more than was given, the job would lack data or folders, the nodes
-            or the hours are too few, or `path` is the plan or cannot be written.
+        InvalidInput: the cluster is unknown or needs more than was given, the job would lack data
+            or folders, the nodes or the hours are too few, or `path` is the plan or cannot be
+            written.
 
     Example:
         >>> print(autotune.job_script("plan.yaml", "slurm", nodes=2))
     """
     if cluster not in get_args(Cluster):
-        raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
+        raise InvalidInput(
+            f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster))
+        )
     file, given = Path(plan), {"model": model, "control": control, "output": output}
     overrides: Overrides = {name: str(value) for name, value in given.items() if value is not None}
     overrides |= {} if data is None else {"data": as_job_data(data)}
@@ -85,7 +91,9 @@ def job_script(
     job = _job_file(made, file, overrides, image, claim)
     if over is not None:  # the list's path as written, links and all
         job = replace(job, over=PurePosixPath(os.path.abspath(over)), num_subjects=len(subjects))  # noqa: PTH100
-    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
+    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[
+        cluster
+    ]
     text = write(JobNeeds.of_plan(longest, num_nodes=nodes, hours=hours), job)
     if path is not None:
         _write(Path(path), text, file)
@@ -113,7 +121,9 @@ def _longest(plans: Sequence[TrainingPlan]) -> TrainingPlan:
 
 
 def _in_steps(plan: TrainingPlan) -> TrainingPlan:
-    """The plan with the steps that its epochs take: of the data, or of as many images as planned if it is not here."""
+    """The plan with the steps that its epochs take: of the data, or of as many images as planned
+    if it is not here.
+    """
     job, work = plan.job, plan.frozen.workload
     if job.num_train_epochs is None or job.data is None:
         return plan
@@ -127,7 +137,9 @@ def _in_steps(plan: TrainingPlan) -> TrainingPlan:
 
 def _variant(file: Path, hardware: str | HardwareProfile | None) -> TrainingPlan:
     variants = load_variants(file)
-    if len(variants) > 1 and hardware is None:  # this machine, such as a login node, is not where the job will run
+    if (
+        len(variants) > 1 and hardware is None
+    ):  # this machine, such as a login node, is not where the job will run
         names = ", ".join(variant.frozen.hardware.device_name for variant in variants)
         raise InvalidInput(
             f"{file} has variants for several machines: {names}",
@@ -138,7 +150,10 @@ def _variant(file: Path, hardware: str | HardwareProfile | None) -> TrainingPlan
 
 def _require_folders(plan: TrainingPlan) -> None:
     if plan.job.data is None:
-        raise InvalidInput("the plan names no data folder", hint="name the one that the job shall read: --data FOLDER")
+        raise InvalidInput(
+            "the plan names no data folder",
+            hint="name the one that the job shall read: --data FOLDER",
+        )
     if plan.frozen.workload.num_control_images and plan.job.control is None:
         raise InvalidInput(
             "the plan's model edits images, but the plan names no folder of control images",
@@ -146,7 +161,9 @@ def _require_folders(plan: TrainingPlan) -> None:
         )
 
 
-def _job_file(plan: TrainingPlan, file: Path, overrides: Overrides, image: str, claim: str) -> JobFile:
+def _job_file(
+    plan: TrainingPlan, file: Path, overrides: Overrides, image: str, claim: str
+) -> JobFile:
     """The job with all places that it needs."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
@@ -188,15 +205,23 @@ def _option(name: str, value: str | tuple[str, ...]) -> list[str]:
 
 def _places(names: Sequence[str]) -> tuple[PurePosixPath, ...]:
     """Absolute paths: as they are named, and where links lead to."""
-    return tuple(PurePosixPath(find(name)) for name in names for find in (os.path.abspath, os.path.realpath))
+    return tuple(
+        PurePosixPath(find(name)) for name in names for find in (os.path.abspath, os.path.realpath)
+    )
 
 
 def _write(path: Path, text: str, plan: Path) -> None:
     if path.exists() and path.samefile(plan):
-        raise InvalidInput(f"{path} is the plan itself", hint="name another file for the job: -o FILE")
+        raise InvalidInput(
+            f"{path} is the plan itself", hint="name another file for the job: -o FILE"
+        )
     if not path.parent.is_dir():
-        raise InvalidInput(f"there is no folder {path.parent}", hint="make it first, or name another file: -o FILE")
+        raise InvalidInput(
+            f"there is no folder {path.parent}", hint="make it first, or name another file: -o FILE"
+        )
     try:
         write_text_atomic(path, text)
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror}", hint="name another file: -o FILE") from error
+        raise InvalidInput(
+            f"{path} cannot be written: {error.strerror}", hint="name another file: -o FILE"
+        ) from error

@@ -21,7 +21,14 @@ from autotune.hardware import (
 )
 from autotune.hardware import probe as read_machine
 from autotune.planning import NoGpu
-from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, StatusChanged, ignore_event
+from autotune.schema import (
+    HardwareProfile,
+    MemoryBudget,
+    Notice,
+    OnEvent,
+    StatusChanged,
+    ignore_event,
+)
 from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
@@ -37,12 +44,15 @@ def list_gpus() -> tuple[CatalogGpu, ...]:
     return load_catalog()
 
 
-def probe(*, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event) -> HardwareProfile:
+def probe(
+    *, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event
+) -> HardwareProfile:
     """Find out what this machine can do, and keep the measured rates for later plans.
 
     Args:
         quick: read facts only; measure nothing and keep nothing.
-        device: index of the GPU, if there are several; by default the one with the most memory, on which plans train.
+        device: index of the GPU, if there are several; by default the one with the most memory, on
+            which plans train.
         on_event: listener to progress.
 
     Raises:
@@ -61,7 +71,8 @@ def probe(*, quick: bool = False, device: int | None = None, on_event: OnEvent =
 
 
 def require_gpu(model: str) -> None:
-    """Tell at once if `model` is a published one that needs a GPU and this machine certainly has none.
+    """Tell at once if `model` is a published one that needs a GPU and this machine certainly has
+    none.
 
     Loads no library; `plan` finds out as well, but later.
 
@@ -87,8 +98,8 @@ def hardware_for(
     """The profile to plan with: of this machine, or the one that is named.
 
     Args:
-        hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a saved probe's file
-            or a record's name.
+        hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a
+            saved probe's file or a record's name.
         host_memory: of the host that a card of the catalog is taken to be in; 64 GiB by default.
         assume: packages of attention backends that a card of the catalog is taken to have.
         on_event: listener to progress.
@@ -115,14 +126,20 @@ def hardware_for(
 
 
 def require_named(
-    hardware: str | HardwareProfile | None, host_memory: MemoryAmount | None, assume: Collection[str]
+    hardware: str | HardwareProfile | None,
+    host_memory: MemoryAmount | None,
+    assume: Collection[str],
 ) -> None:
     """Raise InvalidInput if this machine is described, which needs no description."""
     if hardware is None and host_memory is not None:
-        raise InvalidInput("this machine's host memory is known", hint="to describe another machine, add --hardware")
+        raise InvalidInput(
+            "this machine's host memory is known",
+            hint="to describe another machine, add --hardware",
+        )
     if hardware is None and assume:
         raise InvalidInput(
-            "what is installed on this machine is known", hint="to describe another machine, add --hardware"
+            "what is installed on this machine is known",
+            hint="to describe another machine, add --hardware",
         )
 
 
@@ -138,7 +155,8 @@ def memory_budget_for(
 
     Args:
         profile: of the machine, with one of its devices.
-        num_devices: GPUs of this machine that train together; the one with the least memory decides.
+        num_devices: GPUs of this machine that train together; the one with the least memory
+            decides.
         max_memory: the most that a run may use, its libraries included.
         reserve_memory: memory to leave to other programs.
         cap_memory: rehearse a device that has only so much memory.
@@ -152,7 +170,10 @@ def memory_budget_for(
     own = profile.device
     others = [index for index in range(count) if index != own.index] if count > 1 else []
     devices = [own, *(read_machine(index=index).device for index in others)]
-    return min((limited_budget(device, **limits) for device in devices), key=lambda budget: budget.num_bytes)
+    return min(
+        (limited_budget(device, **limits) for device in devices),
+        key=lambda budget: budget.num_bytes,
+    )
 
 
 def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfile:
@@ -162,8 +183,14 @@ def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfil
         file, record = user_store().find(hardware)
         return hardware_from_record(file.name, record)
     profile = hardware_named(hardware)
-    if profile.origin == "catalog" and profile.datasheet and profile.datasheet.id != hardware.lower():
-        on_event(Notice(text=f"planning for {profile.datasheet.id}"))  # a part of the name was enough
+    if (
+        profile.origin == "catalog"
+        and profile.datasheet
+        and profile.datasheet.id != hardware.lower()
+    ):
+        on_event(
+            Notice(text=f"planning for {profile.datasheet.id}")
+        )  # a part of the name was enough
     return profile
 
 

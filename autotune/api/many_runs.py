@@ -1,4 +1,6 @@
-"""`train_many`: one plan, many data sets or rates, each trained in a process of its own on its own device."""
+"""`train_many`: one plan, many data sets or rates, each trained in a process of its own on its
+own device.
+"""
 
 import os
 import sys
@@ -31,14 +33,22 @@ from autotune.schema import (
     with_job,
     write_plan,
 )
-from autotune.training import finished_as_planned, hardware_misfits, is_in_use, read_report, require_fit
+from autotune.training import (
+    finished_as_planned,
+    hardware_misfits,
+    is_in_use,
+    read_report,
+    require_fit,
+)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_ERROR_BYTES = 1 << 16
 """Bytes at the end of a log that are searched for the error that it ends with."""
 
 
-def subject_job(plan: TrainingPlan | str | Path, over: str | Path, subject: str, output: str = "") -> dict[str, Any]:
+def subject_job(
+    plan: TrainingPlan | str | Path, over: str | Path, subject: str, output: str = ""
+) -> dict[str, Any]:
     """The arguments with which `train` trains one subject of a file: for a task of an array.
 
     Args:
@@ -68,10 +78,12 @@ def train_many(
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> tuple[SubjectRun, ...]:
-    """Train one plan over many subjects: as many at once as this machine has GPUs for, on a CPU one after the other.
+    """Train one plan over many subjects: as many at once as this machine has GPUs for, on a CPU one
+    after the other.
 
-    Called again it goes on: what is done is recognized, and what was interrupted is resumed. A run that fails does not
-    stop the others. A predicted plan is tried once on this machine first, as by `train`.
+    Called again it goes on: what is done is recognized, and what was interrupted is resumed. A run
+    that fails does not stop the others. A predicted plan is tried once on this machine first, as by
+    `train`.
 
     Args:
         plan: a plan for this machine alone, or its file.
@@ -80,8 +92,8 @@ def train_many(
         data: data folder of subjects that name none.
         optimizer: as for `train`.
         on_event: listener to progress.
-        job: fields of the plan's job to replace; what a subject says counts more. Each has a folder in `output`, and
-            beside it a log.
+        job: fields of the plan's job to replace; what a subject says counts more. Each has a folder
+            in `output`, and beside it a log.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of a job is out of range.
@@ -104,11 +116,14 @@ def train_many(
     on_event(StatusChanged(text="reading the machine"))
     hardware = probe()
     common = measure_predicted(training.fetch_weights(common, hardware), hardware, file, on_event)
-    return _run_all([subject.plan(common) for subject in subjects], find_places(common, hardware), on_event)
+    return _run_all(
+        [subject.plan(common) for subject in subjects], find_places(common, hardware), on_event
+    )
 
 
 def find_places(plan: TrainingPlan, hardware: HardwareProfile) -> list[dict[str, str]]:
-    """For each run that can go at once, the environment that gives it GPUs of its own; without GPUs only one can.
+    """For each run that can go at once, the environment that gives it GPUs of its own; without GPUs
+    only one can.
 
     Raises:
         DoesNotFit: not even one run has GPUs that suit the plan.
@@ -116,7 +131,9 @@ def find_places(plan: TrainingPlan, hardware: HardwareProfile) -> list[dict[str,
     device, number = hardware.device, plan.frozen.hardware.num_processes
     if device.kind != "cuda" or plan.frozen.caching.other_gpu:
         return [{}]
-    cards = [hardware if index == device.index else probe(index=index) for index in range(device.count)]
+    cards = [
+        hardware if index == device.index else probe(index=index) for index in range(device.count)
+    ]
     misfits = {card.device.index: hardware_misfits(plan, card) for card in cards}
     fitting = [index for index, why in misfits.items() if not why]
     if len(fitting) < number:
@@ -124,7 +141,9 @@ def find_places(plan: TrainingPlan, hardware: HardwareProfile) -> list[dict[str,
     if (needed := (plan.frozen.expected.host_memory_bytes or 0) * number) > 0:
         fitting = fitting[: number * max(1, hardware.host.available_memory_bytes // needed)]
     names = (os.environ.get(VISIBLE) or ",".join(map(str, range(device.count)))).split(",")
-    groups = [fitting[first : first + number] for first in range(0, len(fitting) - number + 1, number)]
+    groups = [
+        fitting[first : first + number] for first in range(0, len(fitting) - number + 1, number)
+    ]
     return [{VISIBLE: ",".join(names[index] for index in group)} for group in groups] or [{}]
 
 
@@ -132,7 +151,10 @@ def _require_one_machine(plan: TrainingPlan) -> None:
     if plan.frozen.hardware.num_nodes > 1 or started_by_launcher():
         raise InvalidInput(
             "several machines, or processes of a launcher, cannot share a queue of runs",
-            hint="write an array of jobs: autotune job-script PLAN --over FILE --for slurm; or train one: --subject K",
+            hint=(
+                "write an array of jobs: autotune job-script PLAN --over FILE --for slurm; or "
+                "train one: --subject K"
+            ),
         )
 
 
@@ -158,7 +180,11 @@ def _run_all(
 
     def tell_end(command: QueuedCommand, status: int) -> None:
         run = runs[command.name] = _outcome(named[command.name], command, status)
-        on_event(Notice(text=f"{run.name}: {run.error or 'done'}", level="warning" if run.error else "note"))
+        on_event(
+            Notice(
+                text=f"{run.name}: {run.error or 'done'}", level="warning" if run.error else "note"
+            )
+        )
 
     with make_scratch_folder("many") as folder:
         commands = [_command(name, named[name], Path(folder), on_event) for name in waiting]
@@ -166,7 +192,8 @@ def _run_all(
     if signal:
         done = sum(run.report is not None for run in runs.values())
         raise Preempted(
-            f"stopped by {signal}: {done} of {len(runs)} runs are done, those that ran have written a checkpoint",
+            f"stopped by {signal}: {done} of {len(runs)} runs are done, those that ran have "
+            "written a checkpoint",
             hint="run the same command again to continue",
         )
     return tuple(runs.values())

@@ -1,4 +1,6 @@
-"""Serves the numbers of a run in Prometheus' format while it trains, on this machine's loopback address alone."""
+"""Serves the numbers of a run in Prometheus' format while it trains, on this machine's loopback
+address alone.
+"""
 
 import threading
 from contextlib import AbstractContextManager
@@ -47,25 +49,33 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
     def __init__(self, port: int, on_event: OnEvent) -> None:
         if find_spec("prometheus_client") is None:
             raise InvalidInput(
-                "serving metrics needs prometheus_client", hint="install it: pip install 'lora-autotune[metrics]'"
+                "serving metrics needs prometheus_client",
+                hint="install it: pip install 'lora-autotune[metrics]'",
             )
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self.on_event, registry = on_event, CollectorRegistry()
         self._make: Any = lambda name, text: Gauge(name, text, registry=registry)
-        self._gauges: dict[str, Any] = {}  # each from its first value on: what is unknown is absent, not 0
+        self._gauges: dict[
+            str, Any
+        ] = {}  # each from its first value on: what is unknown is absent, not 0
         try:
             self._server, self._thread = start_http_server(port, addr=ADDRESS, registry=registry)
         except (OSError, OverflowError) as error:
             raise InvalidInput(
-                f"metrics cannot be served at port {port}: {error}", hint="name another: --metrics-port PORT"
+                f"metrics cannot be served at port {port}: {error}",
+                hint="name another: --metrics-port PORT",
             ) from error
 
     def __call__(self, event: Event) -> None:
         """Pass the event on, and keep its numbers."""
         self.on_event(event)
         if isinstance(event, RunStarted):
-            self._set(PROMISED, "Memory that the plan promised.", event.plan.frozen.expected.run_memory_bytes)
+            self._set(
+                PROMISED,
+                "Memory that the plan promised.",
+                event.plan.frozen.expected.run_memory_bytes,
+            )
         elif isinstance(event, StepFinished):
             for name, text in GAUGES.items():
                 if (value := getattr(event, name)) is not None:
@@ -77,7 +87,10 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         self._gauges[name].set(value)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._server.shutdown()
         self._server.server_close()

@@ -7,16 +7,21 @@ from autotune.hardware import gpu_named
 from autotune.planning import ModelSummary, summarize_models
 
 
-def list_models(hardware: str | None = None, *, file: str | Path | None = None) -> tuple[ModelSummary, ...]:
-    """Every published model that autotune knows by name, or those whose DiT or UNet a single file may be.
+def list_models(
+    hardware: str | None = None, *, file: str | Path | None = None
+) -> tuple[ModelSummary, ...]:
+    """Every published model that autotune knows by name, or those whose DiT or UNet a single file
+    may be.
 
     Args:
-        hardware: a GPU of the catalog, to tell what it is predicted to do with each; `4090` and the like.
-        file: a file of ComfyUI, Kohya or Civitai. Models of one architecture differ in nothing that is in it; the one
-            that its name fits best, for which it is taken, comes first.
+        hardware: a GPU of the catalog, to tell what it is predicted to do with each; `4090` and the
+            like.
+        file: a file of ComfyUI, Kohya or Civitai. Models of one architecture differ in nothing that
+            is in it; the one that its name fits best, for which it is taken, comes first.
 
     Raises:
-        InvalidInput: the catalog has no such GPU, or the file holds no known model; the message says what it is.
+        InvalidInput: the catalog has no such GPU, or the file holds no known model; the message
+            says what it is.
 
     Example:
         >>> {model.name: model.num_parameters for model in autotune.list_models()}

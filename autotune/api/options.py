@@ -1,4 +1,6 @@
-"""The keyword arguments of `plan` and `estimate`, each documented below its name. None is needed."""
+"""The keyword arguments of `plan` and `estimate`, each documented below its name. None is
+needed.
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,7 +27,8 @@ KnobValues = Mapping[str, str | int]
 
 
 class WorkloadOptions(TypedDict, total=False):
-    """What is trained, as far as it decides memory and speed. What is left out has the family's default.
+    """What is trained, as far as it decides memory and speed. What is left out has the family's
+    default.
 
     Example:
         >>> work: autotune.WorkloadOptions = {"hardware": "4090", "rank": 32, "adapter": "dora"}
@@ -33,13 +36,13 @@ class WorkloadOptions(TypedDict, total=False):
     """
 
     hardware: str | HardwareProfile
-    """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's file, a record's name,
-    or a profile."""
+    """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's
+    file, a record's name, or a profile."""
     host_memory: MemoryAmount
     """Memory of the host that a card of the catalog is taken to be in; 64 GiB by default."""
     assume: Collection[str]
-    """Packages of attention backends that such a card is taken to have: `flash-attn`, `flash-attn-3`, `flash-attn-4`,
-    `xformers`. Their speed is then taken from publications."""
+    """Packages of attention backends that such a card is taken to have: `flash-attn`,
+    `flash-attn-3`, `flash-attn-4`, `xformers`. Their speed is then taken from publications."""
     resolution: ImageSize
     """Side of a square in pixels, (width, height) in pixels, or text such as `512x768`."""
     num_frames: int
@@ -47,17 +50,20 @@ class WorkloadOptions(TypedDict, total=False):
     rank: int
     """Rank of the adapter."""
     targets: str
-    """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`; of SDXL also
-    `attention+mlp+proj`, which sd-scripts adapts. Or patterns of names or their ends: `to_q,ff.net.*`."""
+    """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`; of
+    SDXL also `attention+mlp+proj`, which sd-scripts adapts. Or patterns of names or their ends:
+    `to_q,ff.net.*`."""
     adapted_blocks: str
     """Numbers of the blocks that these layers lie in: `10-30`, `0-4,18`; `all` by default."""
     adapter: AdapterKind
     """`lora` (default), `rslora` or `dora`."""
     ema_decay: float
-    """Decay of an average of the adapter over steps, which is saved in place of the last; 0 by default: none."""
+    """Decay of an average of the adapter over steps, which is saved in place of the last; 0 by
+    default: none.
+    """
     optimizer: str
-    """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or `package:Class`, which is
-    imported: a subclass of torch.optim.Optimizer."""
+    """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or
+    `package:Class`, which is imported: a subclass of torch.optim.Optimizer."""
     optimizer_options: Mapping[str, OptionValue]
     """Its keyword arguments beside learning rate and weight decay, which are the job's."""
     effective_batch_size: int
@@ -85,26 +91,32 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     quality: Quality
     """Least fidelity of the base weights: `exact`, `high` (default) or `compact`."""
     objective: Objective
-    """What to optimize: `throughput` (default), `memory`, or `energy`, which the GPU here must tell."""
+    """What to optimize: `throughput` (default), `memory`, or `energy`, which the GPU here must
+    tell.
+    """
     pins: KnobValues
     """The only value to choose, for some knobs."""
     exclusions: KnobValues | tuple[tuple[str, str], ...]
     """A value never to choose, for some knobs; pairs if one knob has several."""
     for_trainer: str
-    """Another trainer, as `export_config` names it: choose only what it can express, predicted as it takes memory."""
+    """Another trainer, as `export_config` names it: choose only what it can express, predicted
+    as it takes memory.
+    """
     num_gpus: int
     """GPUs that train together, one process each."""
     num_nodes: int
     """Machines that these GPUs are in, as many in each; 1 by default."""
     interconnect: LinkRate
-    """What two machines send each other in one direction: bytes per second, or text such as `400Gbps`; 10 Gbps unless
-    given."""
+    """What two machines send each other in one direction: bytes per second, or text such as
+    `400Gbps`; 10 Gbps unless given."""
     max_memory: MemoryAmount
-    """The most memory that a run may take in any of its phases, its libraries included: of the GPU or, without one, of
-    the host's memory, where pages of files that can be dropped and read again do not count."""
+    """The most memory that a run may take in any of its phases, its libraries included: of the
+    GPU or, without one, of the host's memory, where pages of files that can be dropped and read
+    again do not count."""
     reserve_memory: MemoryAmount
-    """Memory to leave to a display and other programs, instead of the usual reserve: 1 GiB if the card drives a
-    display, an eighth of memory that is shared with the host. A card of the catalog is taken to drive none."""
+    """Memory to leave to a display and other programs, instead of the usual reserve: 1 GiB if
+    the card drives a display, an eighth of memory that is shared with the host. A card of the
+    catalog is taken to drive none."""
     cap_memory: MemoryAmount
     """Rehearse a device that has only so much memory."""
     use_records: bool
@@ -118,8 +130,8 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     study: str
     """Name under which trials and the plan are kept."""
     join: str
-    """URL of a database in which several machines share one search, or a file `NAME.journal` on a folder that they
-    share."""
+    """URL of a database in which several machines share one search, or a file `NAME.journal` on
+    a folder that they share."""
     record: str | Path
     """File to write everything to that the search met, for `replay`."""
     replay: str | Path
@@ -130,13 +142,16 @@ def require_known(names: Collection[str], known: Collection[str], kind: str) -> 
     """Raise InvalidInput if any of the names is not known; `kind` says what the names are."""
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise InvalidInput(f"there is no {kind} {unknown[0]!r}", hint=suggest_nearest(unknown[0], known))
+        raise InvalidInput(
+            f"there is no {kind} {unknown[0]!r}", hint=suggest_nearest(unknown[0], known)
+        )
 
 
 def choose_optimizer(
     base: OptimizerChoice, name: str | None, options: Mapping[str, OptionValue] | None
 ) -> OptimizerChoice:
-    """What the user asks for, on top of `base`; a `package:Class` that the user names may be loaded.
+    """What the user asks for, on top of `base`; a `package:Class` that the user names may be
+    loaded.
 
     Raises:
         InvalidInput: it is no name of an optimizer, or an option has no such value.
@@ -149,7 +164,11 @@ def choose_optimizer(
         made = OptimizerChoice(name=chosen, options=tuple({**kept, **(options or {})}.items()))
     except ValidationError as error:
         first = error.errors()[0]
-        why = "neither a name nor package:Class" if first["loc"] == ("name",) else first["msg"].lower()
+        why = (
+            "neither a name nor package:Class"
+            if first["loc"] == ("name",)
+            else first["msg"].lower()
+        )
         message = f"{chosen!r} is not an optimizer with such options: {why}"
         raise InvalidInput(
             message, hint="give --optimizer NAME or package:Class, --optimizer-option name=value"
@@ -168,5 +187,7 @@ def require_optimizer(plan: TrainingPlan, named: str | None) -> None:
     planned = plan.frozen.workload.optimizer
     if named not in (None, planned.name):
         hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
-        raise InvalidInput(f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint)
+        raise InvalidInput(
+            f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint
+        )
     choose_optimizer(planned, named, None)

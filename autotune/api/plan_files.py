@@ -1,4 +1,6 @@
-"""Reading and writing plan files, which needs neither torch nor, for a file with a single plan, a machine."""
+"""Reading and writing plan files, which needs neither torch nor, for a file with a single plan,
+a machine.
+"""
 
 from pathlib import Path
 
@@ -6,14 +8,17 @@ from autotune.schema import HardwareProfile, TrainingPlan, load_variants, write_
 
 
 def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None) -> TrainingPlan:
-    """Read and validate a plan file. Says nothing about whether its only plan fits this machine: `check` does.
+    """Read and validate a plan file. Says nothing about whether its only plan fits this machine:
+    `check` does.
 
     Args:
         path: the file.
-        hardware: of a file with variants, which machine's to take: as for `plan`; None for this machine's.
+        hardware: of a file with variants, which machine's to take: as for `plan`; None for this
+            machine's.
 
     Raises:
-        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is frozen.
+        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is
+            frozen.
         DoesNotFit: none of several variants is for the machine.
 
     Example:
@@ -23,7 +28,9 @@ def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None
     plans = load_variants(path)
     if len(plans) == 1:
         return plans[0]
-    from autotune.api.machines import hardware_for  # reading a single plan takes none of what a machine does
+    from autotune.api.machines import (
+        hardware_for,
+    )  # reading a single plan takes none of what a machine does
     from autotune.hardware import probe as read_machine
     from autotune.training import choose_variant
 

@@ -74,11 +74,13 @@ def plan(
 ) -> TrainingPlan:
     """Search the fastest settings with short real trials, and freeze them into a plan.
 
-    On this machine trials run in child processes, and what they measured is kept for later searches. For `hardware`
-    that is named instead, the cost model answers alone, and the plan says that it is predicted.
+    On this machine trials run in child processes, and what they measured is kept for later
+    searches. For `hardware` that is named instead, the cost model answers alone, and the plan says
+    that it is predicted.
 
     Args:
-        model: folder in the diffusers layout, name of a known model, or hub id. Needed unless `earlier` is given.
+        model: folder in the diffusers layout, name of a known model, or hub id. Needed unless
+            `earlier` is given.
         data: folder of images with same-stem `.txt` captions.
         on_event: listener to progress.
         options: as documented in `PlanOptions`; fields of `Job` are among them.
@@ -87,7 +89,8 @@ def plan(
         InvalidInput: an argument, the model or the data cannot be used.
         NothingFits: no settings run on this hardware.
         PlanNotWritten: the plan was made, but not written to `path`.
-        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The same call goes on.
+        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The
+            same call goes on.
         AutotuneError: something else failed; the message says what.
 
     Example:
@@ -131,7 +134,8 @@ def plan_variants(
 ) -> tuple[TrainingPlan, ...]:
     """Predict plans of one job for several GPUs of the catalog, and write them to one file.
 
-    `train` and `check` take the variant for the machine where they run. All variants learn the same.
+    `train` and `check` take the variant for the machine where they run. All variants learn the
+    same.
 
     Args:
         model: as for `plan`.
@@ -151,8 +155,13 @@ def plan_variants(
     path = options.pop("path", None)
     if path is not None:
         require_writable(Path(path))
-    if alone := next((name for name in ("record", "replay", "join", "study") if options.get(name)), None):
-        raise InvalidInput(f"{alone} is about the search on one machine", hint="leave it out, or name one --hardware")
+    if alone := next(
+        (name for name in ("record", "replay", "join", "study") if options.get(name)), None
+    ):
+        raise InvalidInput(
+            f"{alone} is about the search on one machine",
+            hint="leave it out, or name one --hardware",
+        )
     profiles = {profile.device.name: profile for profile in map(hardware_for, hardware)}
     plans = []
     for name, profile in profiles.items():
@@ -173,13 +182,16 @@ def list_choices(
     on_event: OnEvent = ignore_event,
     **options: Unpack[PlanOptions],
 ) -> SearchSpace:
-    """What `plan` with the same arguments could choose, and what it could not and why. Tries nothing.
+    """What `plan` with the same arguments could choose, and what it could not and why. Tries
+    nothing.
 
     Example:
         >>> space = autotune.list_choices("qwen-image", hardware="4090")
         >>> space.choices["quantization"], space.rejected["quantization"]
     """
-    resolved, profile = _resolve_on_hardware(request_for(model, data, options), options, on_event, tries=False)
+    resolved, profile = _resolve_on_hardware(
+        request_for(model, data, options), options, on_event, tries=False
+    )
     return resolved.space(profile)
 
 
@@ -191,14 +203,17 @@ def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:
 def _resolve_on_hardware(
     request: PlanRequest, options: PlanOptions, on_event: OnEvent, *, tries: bool = True
 ) -> tuple[ResolvedRequest, HardwareProfile]:
-    """The request on the machine that the options name: what can be wrong is looked at before a rate is measured, and
-    as far as it can be before torch is imported. `tries`: whether trials are to follow."""
+    """The request on the machine that the options name: what can be wrong is looked at before a
+    rate is measured, and as far as it can be before torch is imported. `tries`: whether trials
+    are to follow."""
     amounts: Mapping[str, Any] = {name: options.get(name) for name in LIMITS}
     limits = {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
     named, on_sound = options.get("hardware"), lambda: None
     host_memory, assume, profile = options.get("host_memory"), options.get("assume"), None
     if named is not None:
-        profile = hardware_for(named, host_memory=host_memory, assume=assume or (), on_event=on_event)
+        profile = hardware_for(
+            named, host_memory=host_memory, assume=assume or (), on_event=on_event
+        )
         if assume is None and profile.origin == "catalog":
             profile = _as_assumed_earlier(profile, options.get("earlier"), on_event)
     if profile is None and tries:
@@ -213,7 +228,9 @@ def _resolve_on_hardware(
             planning.require_devices(resolved, facts)
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
-    budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
+    budget = memory_budget_for(
+        profile, num_devices=request.processes_per_node if request.is_local else 1, **limits
+    )
     limited = replace(request, memory_budget=None if budget == profile.device.budget else budget)
     resolved = replace(resolved, request=limited)
     return replace(resolved, request=_suited_to_trainer(resolved, profile, options)), profile
@@ -222,7 +239,9 @@ def _resolve_on_hardware(
 def _as_assumed_earlier(
     profile: HardwareProfile, earlier: TrainingPlan | str | Path | None, on_event: OnEvent
 ) -> HardwareProfile:
-    """The card with those packages that an earlier plan's card was taken to have, and that it can run."""
+    """The card with those packages that an earlier plan's card was taken to have, and that it
+    can run.
+    """
     kept = []
     for name in _any_variant(earlier).frozen.hardware.assumed if earlier is not None else ():
         try:
@@ -233,15 +252,24 @@ def _as_assumed_earlier(
     return with_assumed_packages(profile, kept) if kept else profile
 
 
-def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:
-    """The request without what the trainer that the options name cannot express, and with what its program takes."""
+def _suited_to_trainer(
+    resolved: ResolvedRequest, profile: HardwareProfile, options: PlanOptions
+) -> PlanRequest:
+    """The request without what the trainer that the options name cannot express, and with what
+    its program takes.
+    """
     request = resolved.request
     if (name := options.get("for_trainer")) is None:
         return request
     trainer, spec, space = get_trainer(name), resolved.model.spec, resolved.space(profile)
-    possible = {name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()}
+    possible = {
+        name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()
+    }
     lacking = inexpressible(
-        trainer, spec.family, spec.num_blocks, {**possible, **caching_choices(resolved.context(profile))}
+        trainer,
+        spec.family,
+        spec.num_blocks,
+        {**possible, **caching_choices(resolved.context(profile))},
     )
     overheads = overheads_for(trainer, resolved.job, resolved.workload, possible)
     return replace(request, exclusions=(*request.exclusions, *lacking), overheads=overheads)
@@ -252,15 +280,21 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
     require_known(options, PlanOptions.__annotations__, "argument of plan")
     earlier = options.get("earlier")
     if earlier is None and model is None:
-        raise InvalidInput("no model is named", hint="name a model, or an earlier plan: earlier=, --from")
+        raise InvalidInput(
+            "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
+        )
     live = ("hardware", "host_memory", "assume", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
-        raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
+        raise InvalidInput(
+            "a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}"
+        )
     require_named(options.get("hardware"), options.get("host_memory"), options.get("assume") or ())
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {
-        name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"
+        name: value
+        for name, value in asked.items()
+        if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     study, join = options.get("study"), options.get("join")
     name, parts = split_reference(base.model if model is None else str(model))
@@ -272,7 +306,10 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         raise InvalidInput(message, hint="leave them out: a folder has them all")
     parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
     earlier_expert = split_reference(base.model)[1].get("expert")
-    if earlier_expert and earlier_expert in resolve_model(model_reference(name, parts)).family.experts:
+    if (
+        earlier_expert
+        and earlier_expert in resolve_model(model_reference(name, parts)).family.experts
+    ):
         parts.setdefault("expert", earlier_expert)
     request = replace(
         base,
@@ -288,16 +325,24 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         max_trials=asked.get("max_trials", base.max_trials),
         search_seconds=asked.get("search_seconds", base.search_seconds),
         study=StudyLocation(study or "search", join) if study or join else None,
-        interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
+        interrupted="ignored"
+        if "replay" in asked
+        else ("forgotten" if asked.get("fresh") else "resumed"),
     )
     return _with_expressible_targets(request, asked)
 
 
 def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) -> PlanRequest:
-    """The request with a set of adapted layers that the trainer named can adapt, if the user named none."""
+    """The request with a set of adapted layers that the trainer named can adapt, if the user
+    named none.
+    """
     if (name := asked.get("for_trainer")) is None:
         return request
-    trainer, family, overrides = get_trainer(name), resolve_model(request.model).family, request.workload_overrides
+    trainer, family, overrides = (
+        get_trainer(name),
+        resolve_model(request.model).family,
+        request.workload_overrides,
+    )
     possible = expressible_targets(trainer, family.name)
     if overrides.targets in possible or not possible:
         return request
@@ -309,7 +354,10 @@ def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) ->
 
 def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
     """GPUs, the nodes that they are in, and what links these."""
-    number, nodes = asked.get("num_gpus", base.num_processes), asked.get("num_nodes", base.num_nodes)
+    number, nodes = (
+        asked.get("num_gpus", base.num_processes),
+        asked.get("num_nodes", base.num_nodes),
+    )
     if nodes < 1 or number % nodes:
         raise InvalidInput(
             f"{number} GPU(s) cannot be shared evenly by {nodes} nodes",
@@ -317,20 +365,28 @@ def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
         )
     given = asked.get("interconnect")
     if given is not None and nodes == 1:
-        raise InvalidInput("one node needs no interconnect", hint="add --nodes, or leave --interconnect out")
+        raise InvalidInput(
+            "one node needs no interconnect", hint="add --nodes, or leave --interconnect out"
+        )
     earlier = base.interconnect_bytes_per_second if nodes > 1 else None
     rate = earlier if given is None else link_bytes_per_second(given)
     return {"num_processes": number, "num_nodes": nodes, "interconnect_bytes_per_second": rate}
 
 
 def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:
-    """What the arguments say of the workload; another rank brings its own alpha, if none is given."""
-    named = {field.name: asked[field.name] for field in fields(WorkloadOverrides) if field.name in asked}
+    """What the arguments say of the workload; another rank brings its own alpha, if none is
+    given.
+    """
+    named = {
+        field.name: asked[field.name] for field in fields(WorkloadOverrides) if field.name in asked
+    }
     if "resolution" in asked:
         named["size_px"] = image_size(asked["resolution"])
     if "rank" in asked:
         named.setdefault("lora_alpha", None)
-    named["optimizer"] = choose_optimizer(base.optimizer, asked.get("optimizer"), asked.get("optimizer_options"))
+    named["optimizer"] = choose_optimizer(
+        base.optimizer, asked.get("optimizer"), asked.get("optimizer_options")
+    )
     return replace(base, **named)
 
 
@@ -339,7 +395,9 @@ def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(value)) for name, value in pairs)
 
 
-def _remember(result: "planning.PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
+def _remember(
+    result: "planning.PlanningResult", profile: HardwareProfile, on_event: OnEvent
+) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return
@@ -356,7 +414,11 @@ def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> No
         _write(plan, Path(path))
         number = len(plan.frozen.trials)
         tried = f"the best of {number} trials" if number > 1 else "what the only trial ran"
-        on_event(Notice(text=f"stopped: {tried} is written to {path}, and can be trained", level="warning"))
+        on_event(
+            Notice(
+                text=f"stopped: {tried} is written to {path}, and can be trained", level="warning"
+            )
+        )
 
 
 def _write(plan: TrainingPlan, path: Path) -> None:
@@ -364,4 +426,6 @@ def _write(plan: TrainingPlan, path: Path) -> None:
         write_plan(path, plan)
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
-        raise PlanNotWritten(message, hint="write it elsewhere: it is the error's `plan`", plan=plan) from error
+        raise PlanNotWritten(
+            message, hint="write it elsewhere: it is the error's `plan`", plan=plan
+        ) from error

@@ -12,9 +12,11 @@ from autotune.weights import upload
 
 
 def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
-    """Upload a run's adapter, its samples and a model card written from plan and report; returns the address.
+    """Upload a run's adapter, its samples and a model card written from plan and report; returns
+    the address.
 
-    Neither images of the data nor captions nor paths leave this machine; prompts of previews do, in the card.
+    Neither images of the data nor captions nor paths leave this machine; prompts of previews do, in
+    the card.
 
     Args:
         run: output folder of a finished training run.
@@ -31,8 +33,13 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
     folder = Path(run)
     found = read_run(folder)
     if found.report is None or not (folder / found.report.adapter).is_file():
-        raise InvalidInput(f"{folder} holds no finished run", hint="finish it first: autotune train --resume")
-    named = [(prompt, comparison_file("with", at)) for at, prompt in enumerate(found.plan.job.preview_prompts)]
+        raise InvalidInput(
+            f"{folder} holds no finished run", hint="finish it first: autotune train --resume"
+        )
+    named = [
+        (prompt, comparison_file("with", at))
+        for at, prompt in enumerate(found.plan.job.preview_prompts)
+    ]
     shown = [(prompt, name) for prompt, name in named if (folder / name).is_file()]
     family = get_family(found.plan.frozen.workload.model.family).with_expert(found.plan.job.expert)
     base_model, license_name = _base_of(found.plan)
@@ -49,7 +56,11 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
         pictures=shown,
     )
     adapters = dict.fromkeys((found.report.adapter, ADAPTER_FILE))
-    files = {name: folder / name for name in (*adapters, *(name for _, name in shown)) if (folder / name).is_file()}
+    files = {
+        name: folder / name
+        for name in (*adapters, *(name for _, name in shown))
+        if (folder / name).is_file()
+    }
     return upload(repo, {"README.md": card.encode(), **files}, private=private)
 
 

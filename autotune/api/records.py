@@ -1,6 +1,7 @@
 """Shared records: what machines measured, kept in the user's own store and exchanged with teams.
 
-A store is a folder, a git checkout, or an address such as `s3://bucket/path`; None stands for the user's own.
+A store is a folder, a git checkout, or an address such as `s3://bucket/path`; None stands for the
+user's own.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ class RecordList(Frozen):
 
 
 def shipped_profiles() -> Path:
-    """The folder that ships with autotune: the catalog of GPUs, and a store of records that every search reads.
+    """The folder that ships with autotune: the catalog of GPUs, and a store of records that every
+    search reads.
 
     Example:
         >>> autotune.verify_records(str(autotune.shipped_profiles()))
@@ -90,7 +92,9 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
     """
     team = open_store(url)
     if team.is_missing_folder and not create:
-        raise NoSuchFolder(f"there is no folder {team.address}", hint="check the name; --create makes it")
+        raise NoSuchFolder(
+            f"there is no folder {team.address}", hint="check the name; --create makes it"
+        )
     return merge_stores(user_store(), team)
 
 
@@ -106,13 +110,15 @@ def pull_records(url: str) -> Transfer:
     merged = merge_stores(team := open_store(url), user_store())
     if not (merged.num_new or merged.num_present or merged.refused):
         raise InvalidInput(
-            f"there are no records at {team.address}", hint="check the address; `push` fills a new store"
+            f"there are no records at {team.address}",
+            hint="check the address; `push` fills a new store",
         )
     return merged
 
 
 def list_records(store: str | None = None, *, compare_here: bool = False) -> RecordList:
-    """The sound records of a store, newest first; with `compare_here`, whether each counts on this machine.
+    """The sound records of a store, newest first; with `compare_here`, whether each counts on this
+    machine.
 
     Example:
         >>> [(record.device_name, record.step_seconds) for record in autotune.list_records().records]
@@ -120,7 +126,9 @@ def list_records(store: str | None = None, *, compare_here: bool = False) -> Rec
     chosen = _store(store)
     found = summarize_records(chosen)
     verdicts = _verdicts(chosen) if compare_here else {}
-    return RecordList(records=found, verdicts=verdicts, num_damaged=len(chosen.sizes()) - len(found))
+    return RecordList(
+        records=found, verdicts=verdicts, num_damaged=len(chosen.sizes()) - len(found)
+    )
 
 
 def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
@@ -168,9 +176,14 @@ def import_records(path: str | Path) -> Transfer:
 
 
 def prune_records(
-    names: Sequence[str] = (), store: str | None = None, *, older_than_days: int | None = None, dry_run: bool = False
+    names: Sequence[str] = (),
+    store: str | None = None,
+    *,
+    older_than_days: int | None = None,
+    dry_run: bool = False,
 ) -> tuple[str, ...]:
-    """Delete the named records, or those that are superseded, damaged, impossible or of an older trial protocol.
+    """Delete the named records, or those that are superseded, damaged, impossible or of an older
+    trial protocol.
 
     Returns:
         one line for each record, with the reason.
@@ -178,11 +191,14 @@ def prune_records(
     Example:
         >>> autotune.prune_records(older_than_days=180, dry_run=True)
     """
-    return tuple(prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run))
+    return tuple(
+        prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run)
+    )
 
 
 def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
-    """Check that every record is whole, unaltered and possible: their number, and a line for each that is not.
+    """Check that every record is whole, unaltered and possible: their number, and a line for each
+    that is not.
 
     Example:
         >>> count, bad = autotune.verify_records("s3://team/records")

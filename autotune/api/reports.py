@@ -1,4 +1,6 @@
-"""`report`: one HTML page about plans, records and runs. Reading needs neither torch nor a machine."""
+"""`report`: one HTML page about plans, records and runs. Reading needs neither torch nor a
+machine.
+"""
 
 import re
 import shlex
@@ -35,24 +37,29 @@ MAX_STEP = 10**9
 PICTURE_BYTES = 3 << 19
 """Encoded pictures of all runs on a page, of which plotly takes 4.8 MB."""
 PAGE_SHARE = 0.01
-"""Share of a run's time that may go into pages of the run as it stands; the page at its end comes on top."""
+"""Share of a run's time that may go into pages of the run as it stands; the page at its end
+comes on top.
+"""
 RECORD_NAME = re.compile(r"[0-9a-fA-F]{4,64}")
 
 
 def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None) -> Path:
-    """Write one HTML page about plans, runs or records: it opens from disk and asks for nothing from a network.
+    """Write one HTML page about plans, runs or records: it opens from disk and asks for nothing
+    from a network.
 
     Args:
-        subjects: plan files or plans, output folders of runs, and files or names of shared records. Several are
-            shown side by side.
-        path: where to write it; by default `report.html` in the folder of a single run, else in this folder.
+        subjects: plan files or plans, output folders of runs, and files or names of shared records.
+            Several are shown side by side.
+        path: where to write it; by default `report.html` in the folder of a single run, else in
+            this folder.
 
     Returns:
         the file.
 
     Raises:
-        InvalidInput: the extra `report` is not installed, nothing is named, something is neither of the three, or the
-            page cannot be written, or only in place of what it shows or of another file of a run.
+        InvalidInput: the extra `report` is not installed, nothing is named, something is neither of
+            the three, or the page cannot be written, or only in place of what it shows or of
+            another file of a run.
         InvalidPlan: a file is no valid plan.
 
     Example:
@@ -64,10 +71,18 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
             f"a report shows 1 to {MAX_SUBJECTS} plans, runs or records, not {len(subjects)}",
             hint="name a plan file, the output folder of a run, or a record",
         )
-    only = Path(subjects[0]) if len(subjects) == 1 and not isinstance(subjects[0], TrainingPlan) else None
-    target = Path(path) if path is not None else (only if only and only.is_dir() else Path()) / PAGE_FILE
+    only = (
+        Path(subjects[0])
+        if len(subjects) == 1 and not isinstance(subjects[0], TrainingPlan)
+        else None
+    )
+    target = (
+        Path(path) if path is not None else (only if only and only.is_dir() else Path()) / PAGE_FILE
+    )
     _require_free(target, subjects)
-    found = [one for each in subjects for one in _read_subject(each, PICTURE_BYTES // len(subjects))]
+    found = [
+        one for each in subjects for one in _read_subject(each, PICTURE_BYTES // len(subjects))
+    ]
     if len(found) > MAX_SUBJECTS:
         raise InvalidInput(
             f"a report shows at most {MAX_SUBJECTS} plans, and these files hold {len(found)}",
@@ -83,12 +98,16 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     try:
         write_text_atomic(target, page)
     except OSError as error:
-        raise InvalidInput(f"cannot write {target}: {error.strerror}", hint="write it elsewhere: -o FILE") from error
+        raise InvalidInput(
+            f"cannot write {target}: {error.strerror}", hint="write it elsewhere: -o FILE"
+        ) from error
     return target
 
 
 def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -> None:
-    """Raise InvalidInput if the page would replace one of the subjects, or a file of a run that is no page."""
+    """Raise InvalidInput if the page would replace one of the subjects, or a file of a run that
+    is no page.
+    """
     hint = "write it elsewhere: -o FILE.html"
     for path in (Path(subject) for subject in subjects if not isinstance(subject, TrainingPlan)):
         if path.is_file() and target.exists() and target.samefile(path):
@@ -99,7 +118,9 @@ def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -
 
 def _folder_of_run(file: Path) -> Path | None:
     """The output folder in which this file lies, at whatever depth; None if it lies in none."""
-    return next((folder for folder in file.absolute().parents if (folder / RUN_PLAN_FILE).is_file()), None)
+    return next(
+        (folder for folder in file.absolute().parents if (folder / RUN_PLAN_FILE).is_file()), None
+    )
 
 
 def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> list[Subject]:
@@ -116,7 +137,10 @@ def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> lis
         return [_record_subject(name[:12], record)]
     raise InvalidInput(
         f"there is neither a plan, a run's folder nor a record at {path}",
-        hint="name a plan file, the output folder of `autotune train`, or a record of `autotune profiles list`",
+        hint=(
+            "name a plan file, the output folder of `autotune train`, or a record of `autotune "
+            "profiles list`"
+        ),
     )
 
 
@@ -138,14 +162,19 @@ def _read_file(path: Path) -> list[Subject]:
         raise
     if len(plans) == 1:
         return [PlanSubject.of_plan(path.name, plans[0])]
-    return [PlanSubject.of_plan(f"{path.name}, {plan.frozen.hardware.device_name}", plan) for plan in plans]
+    return [
+        PlanSubject.of_plan(f"{path.name}, {plan.frozen.hardware.device_name}", plan)
+        for plan in plans
+    ]
 
 
 def _read_record_file(path: Path) -> PlanSubject:
     try:
         content = read_bounded(path, MAX_RECORD_BYTES)
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint="name the file of a record") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror}", hint="name the file of a record"
+        ) from error
     name = path.stem if re.fullmatch("[0-9a-f]{64}", path.stem) else name_of(content)
     return _record_subject(path.name[:24], parse_record(content, name))
 
@@ -200,10 +229,14 @@ def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
         notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
         return []
     steps = read_metrics(path, notes.append)
-    possible = [step for step in steps if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP]
+    possible = [
+        step for step in steps if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP
+    ]
     possible = [step for step in possible if step.seconds > 0]
     if number := len(steps) - len(possible):
-        notes.append(f"{path.name} holds {number} steps with impossible numbers, which were left out.")
+        notes.append(
+            f"{path.name} holds {number} steps with impossible numbers, which were left out."
+        )
     return possible
 
 
@@ -218,17 +251,23 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
 
 
 class RunPage:
-    """Keeps the page of a run up to date while it trains: a listener to its events. A failure never costs the run.
+    """Keeps the page of a run up to date while it trains: a listener to its events. A failure never
+    costs the run.
 
-    A page of many steps takes seconds, in which the run waits, so pages together take `PAGE_SHARE` of its time.
+    A page of many steps takes seconds, in which the run waits, so pages together take `PAGE_SHARE`
+    of its time.
     """
 
-    def __init__(self, folder: Path, on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, on_event: OnEvent, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.folder, self.on_event, self.clock = folder, on_event, clock
         self.has_trained = False
         self.next_at = clock()
         if not has_plotly():
-            install = "plotly, which draws it, is not installed: pip install 'lora-autotune[report]'"
+            install = (
+                "plotly, which draws it, is not installed: pip install 'lora-autotune[report]'"
+            )
             on_event(Notice(text=f"no {PAGE_FILE}: {install}", level="warning"))
 
     def __call__(self, event: Event) -> None:
@@ -241,10 +280,14 @@ class RunPage:
             self.next_at = ended_at + (ended_at - started_at) / PAGE_SHARE
 
     def write(self) -> None:
-        """Write the page; if that fails tell why, but of missing plotly it was told at the start."""
+        """Write the page; if that fails tell why, but of missing plotly it was told at the
+        start.
+        """
         if not has_plotly():
             return
         try:
             report(self.folder, path=self.folder / PAGE_FILE)
-        except Exception as error:  # whatever a file in the folder holds, the run is worth more than its page
+        except (
+            Exception
+        ) as error:  # whatever a file in the folder holds, the run is worth more than its page
             self.on_event(Notice(text=f"no {PAGE_FILE}: {first_line(error)}", level="warning"))

@@ -1,5 +1,5 @@
-"""Reads the pictures of a run for its page: within bounds, made small and encoded anew, so that no byte of a file goes
-into the page as it is."""
+"""Reads the pictures of a run for its page: within bounds, made small and encoded anew, so that
+no byte of a file goes into the page as it is."""
 
 import io
 from collections.abc import Sequence
@@ -46,8 +46,12 @@ def read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[Previ
     return tuple(pictures)
 
 
-def read_comparisons(folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]) -> tuple[Comparison, ...]:
-    """Pictures of the same noise without and with the adapter, as far as the run has ended with them."""
+def read_comparisons(
+    folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
+) -> tuple[Comparison, ...]:
+    """Pictures of the same noise without and with the adapter, as far as the run has ended with
+    them.
+    """
     pairs = []
     for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]

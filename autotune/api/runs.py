@@ -35,7 +35,13 @@ from autotune.schema import (
     load_variants,
     with_job,
 )
-from autotune.training import RunInputs, SampleRequest, check_folder, read_inputs, read_sample_inputs
+from autotune.training import (
+    RunInputs,
+    SampleRequest,
+    check_folder,
+    read_inputs,
+    read_sample_inputs,
+)
 
 ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""
@@ -58,40 +64,53 @@ def train(
 ) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
-    Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan is taken. A
-    predicted plan is tried once on this machine first; the measured plan is written beside its file. If torchrun,
-    `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's; else it starts them.
+    Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
+    is taken. A predicted plan is tried once on this machine first; the measured plan is written
+    beside its file. If torchrun, `accelerate launch`, srun or a PyTorchJob started this process, it
+    is one of the plan's; else it starts them.
 
     Args:
         plan: a plan, or its file.
         model: another folder or hub id of the same architecture; without a plan, as for `plan`.
         data: another data folder.
-        optimizer: the plan's `package:Class`, without which such code is not loaded; without a plan, as for `plan`.
+        optimizer: the plan's `package:Class`, without which such code is not loaded; without a
+            plan, as for `plan`.
         resume: go on from the newest checkpoint, if there is one.
         trace: write torch.profiler's trace of a few steps to `trace.json` in the output folder.
         nodes: number of machines that share the plan's processes; call this on each of them.
-        node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1 on the other of two.
-        rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes the output.
-        metrics_port: port of this machine alone at which Prometheus finds the run's numbers meanwhile.
+        node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1
+            on the other of two.
+        rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes
+            the output.
+        metrics_port: port of this machine alone at which Prometheus finds the run's numbers
+            meanwhile.
         on_event: listener to progress.
         job: fields of the plan's job to replace, e.g. `output="other"`.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
         DoesNotFit: the plan was made for another machine, model or class of data.
-        InvalidInput: model, data or output folder cannot be used, or a launcher started another number of processes.
+        InvalidInput: model, data or output folder cannot be used, or a launcher started another
+            number of processes.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no longer finite.
+        AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no
+            longer finite.
 
     Example:
         >>> autotune.train("plan.yaml", output="first-run").final_loss
         >>> autotune.train(model="qwen-image", data="photos")
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
-    changes: dict[str, Any] = {"model": model, "data": None if data is None else as_job_data(data), **job}
+    changes: dict[str, Any] = {
+        "model": model,
+        "data": None if data is None else as_job_data(data),
+        **job,
+    }
     if plan is None:
         is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3 and not started_by_launcher()
-        plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone)
+        plan = _plan_first(
+            {**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone
+        )
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
     require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
@@ -104,7 +123,13 @@ def train(
 
 
 def _train_here(
-    chosen: TrainingPlan, file: Path | None, place: Place, on_event: OnEvent, *, resume: bool, trace: bool
+    chosen: TrainingPlan,
+    file: Path | None,
+    place: Place,
+    on_event: OnEvent,
+    *,
+    resume: bool,
+    trace: bool,
 ) -> RunReport:
     """Everything after the arguments are understood; `file` as `measure_predicted` takes it."""
     on_event(StatusChanged(text="reading model and data"))
@@ -112,7 +137,9 @@ def _train_here(
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
     hardware = place.read_machine()
-    chosen = measure_predicted(training.fetch_weights(chosen, hardware, place.nodes), hardware, file, on_event)
+    chosen = measure_predicted(
+        training.fetch_weights(chosen, hardware, place.nodes), hardware, file, on_event
+    )
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(hardware.device, place.num_devices, lambda text: on_event(Notice(text=text))):
@@ -122,8 +149,12 @@ def _train_here(
     return report
 
 
-def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, is_alone: bool) -> TrainingPlan:
-    """The plan of the run in the output folder that is resumed, else a new one for what the arguments say."""
+def _plan_first(
+    changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, is_alone: bool
+) -> TrainingPlan:
+    """The plan of the run in the output folder that is resumed, else a new one for what the
+    arguments say.
+    """
     output = Path(changes.get("output") or Job.model_fields["output"].default)
     if (file := output / RUN_PLAN_FILE).exists():
         earlier = load_plan(file)
@@ -131,15 +162,23 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, 
             return with_job(earlier, output=str(output))
         check_folder(with_job(earlier, output=str(output)), resume=False)  # before a search
     if not is_alone:
-        hint = "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
+        hint = (
+            "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
+        )
         raise InvalidInput("processes that train together need a plan file", hint=hint)
     if changes["data"] is None:
-        raise InvalidInput("there is no data to train on", hint="name a folder with --data, or a plan that has one")
-    return plans.plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
+        raise InvalidInput(
+            "there is no data to train on", hint="name a folder with --data, or a plan that has one"
+        )
+    return plans.plan(
+        **{name: value for name, value in changes.items() if value is not None}, on_event=on_event
+    )
 
 
 def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
-    """The plan of a file for this machine, and the file beside which it is written once it is measured."""
+    """The plan of a file for this machine, and the file beside which it is written once it is
+    measured.
+    """
     if len(load_variants(file)) == 1:
         return load_plan(file), file
     chosen = load_plan(file)
@@ -150,7 +189,9 @@ def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
 def measure_predicted(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
-    """The plan, whose weights are here: tried on this machine if it was predicted, else as it is."""
+    """The plan, whose weights are here: tried on this machine if it was predicted, else as it
+    is.
+    """
     if plan.frozen.expected.evidence != "predicted":
         return plan
     return planning.measured_here(plan, hardware, file, on_event)
@@ -168,10 +209,14 @@ def _train(
 ) -> RunReport:
     cache = cache_path(ENCODED)
     if not place.starts_processes:
-        return training.train(plan, hardware, cache, on_event, resume=resume, trace=trace, inputs=inputs)
+        return training.train(
+            plan, hardware, cache, on_event, resume=resume, trace=trace, inputs=inputs
+        )
     # So that what is wrong is reported once, before any process starts:
     training.prepare(plan, hardware, resume=resume, nodes=place.nodes, inputs=inputs).lock.release()
-    return training.train_in_processes(plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes)
+    return training.train_in_processes(
+        plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes
+    )
 
 
 def sample(
@@ -188,15 +233,16 @@ def sample(
     """Sample pictures from a trained adapter through the model's stock pipeline; returns the files.
 
     Args:
-        run: output folder of a training run; or a plan, of several variants that of this machine, whose model is shown
-            without an adapter, which makes images for prior preservation.
+        run: output folder of a training run; or a plan, of several variants that of this machine,
+            whose model is shown without an adapter, which makes images for prior preservation.
         prompt: what to show.
         count: number of pictures, each from another seed.
         seed: seed of the first picture.
         num_steps: denoising steps; the job's by default.
         control: control images, for edit models.
-        path: file to write, with a number added if there are several; in or beside `run` by default. A video model
-            writes an mp4; a name that ends otherwise gets the first frame as a PNG.
+        path: file to write, with a number added if there are several; in or beside `run` by
+            default. A video model writes an mp4; a name that ends otherwise gets the first frame as
+            a PNG.
         on_event: listener to progress.
 
     Raises:
@@ -211,7 +257,12 @@ def sample(
     """
     on_event(StatusChanged(text="sampling"))
     wanted = SampleRequest(
-        prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
+        prompt,
+        count,
+        seed,
+        num_steps,
+        tuple(map(Path, control)),
+        None if path is None else Path(path),
     )
     machine = cache(read_machine)
 

@@ -1,4 +1,6 @@
-"""What happens to queries and keys before attention: norm, rotation and concatenation as one function."""
+"""What happens to queries and keys before attention: norm, rotation and concatenation as one
+function.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,17 @@
-"""RMSNorm, rotary positions and concatenation of queries and keys as one function with a backward pass of its own.
+"""RMSNorm, rotary positions and concatenation of queries and keys as one function with a backward
+pass of its own.
 
-Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several fp32 copies. Here
-the backward pass starts from the projections as they were before the norm and computes the rest again, so nothing else
-is kept; weights of norms are frozen and get no gradient. There are two sets of kernels: `fused`, which runs plain
-operations, in place where it can; and `compiled`, which torch.compile fuses into about one kernel per stream.
+Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several
+fp32 copies. Here the backward pass starts from the projections as they were before the norm and
+computes the rest again, so nothing else is kept; weights of norms are frozen and get no gradient.
+There are two sets of kernels: `fused`, which runs plain operations, in place where it can; and
+`compiled`, which torch.compile fuses into about one kernel per stream.
 
-With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the gradient of y is R^T g,
-and that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
+With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the
+gradient of y is R^T g, and that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
 
-Shapes: x (batch, tokens, heads, head size); a table of complex numbers broadcasts against (batch, tokens, heads, head
-size / 2), and turns pairs of neighboring channels. All arithmetic is in fp32.
+Shapes: x (batch, tokens, heads, head size); a table of complex numbers broadcasts against (batch,
+tokens, heads, head size / 2), and turns pairs of neighboring channels. All arithmetic is in fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +22,40 @@ import torch
 from torch import Tensor
 
 Tables = Sequence[Any]
-"""For each stream what turns it, in the form that the kernels take; None for one that is not turned."""
+"""For each stream what turns it, in the form that the kernels take; None for one that is not
+turned.
+"""
 
 
 class Kernels(NamedTuple):
-    """One way to compute it. Weights, tables and streams are in the order in which streams are joined."""
+    """One way to compute it. Weights, tables and streams are in the order in which streams are
+    joined.
+    """
 
     table: Callable[[Tensor], Any]
     """A complex table in the form that the others take."""
     forward: Callable[[Sequence[Tensor], Sequence[Tensor | None], Tables, float], Tensor]
     """(streams, weights, tables, epsilon) -> normed, turned and joined along the tokens."""
-    backward: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Tables, float], list[Tensor]]
+    backward: Callable[
+        [Tensor, Sequence[Tensor], Sequence[Tensor | None], Tables, float], list[Tensor]
+    ]
     """(gradient, streams, weights, tables, epsilon) -> gradient of each stream."""
 
 
 class NormRope(torch.autograd.Function):
-    """Joined streams of one kind, queries or keys; see `Kernels`. `rounds`: as `AttentionLayout.rounds_to_bf16`."""
+    """Joined streams of one kind, queries or keys; see `Kernels`. `rounds`: as
+    `AttentionLayout.rounds_to_bf16`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, weights: Any, tables: Any, epsilon: float, rounds: bool, *streams: Tensor
+        ctx: Any,
+        kernels: Kernels,
+        weights: Any,
+        tables: Any,
+        epsilon: float,
+        rounds: bool,
+        *streams: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*streams)
         ctx.how = kernels, weights, tables, epsilon, rounds
@@ -69,10 +85,16 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
 
 
-def _eager_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
+def _eager_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
     first, lengths = streams[0], _lengths(streams)
-    out = torch.empty(first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device)
-    for x, weight, table, target in zip(streams, weights, tables, torch.split(out, lengths, dim=1), strict=True):
+    out = torch.empty(
+        first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
+    )
+    for x, weight, table, target in zip(
+        streams, weights, tables, torch.split(out, lengths, dim=1), strict=True
+    ):
         y = x * _inverse_rms(x, epsilon)
         if weight is not None:
             y.mul_(weight)
@@ -110,8 +132,9 @@ def _eager_backward(
 
 
 def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the signs that a rotation gives them, of every channel: compiled code reads both in
-    order, where taking every second number of a table would keep it from using vector instructions."""
+    """Cosines, and sines with the signs that a rotation gives them, of every channel: compiled
+    code reads both in order, where taking every second number of a table would keep it from
+    using vector instructions."""
     real = torch.view_as_real(table)
     sines = real[..., 1]
     return real[..., 0].repeat_interleave(2, -1), torch.stack((-sines, sines), dim=-1).flatten(-2)
@@ -121,7 +144,9 @@ def _swap_pairs(x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
 
 
-def _wide_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
+def _wide_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
     outs = []
     for x, weight, table in zip(streams, weights, tables, strict=True):
         y = x.float()
@@ -158,7 +183,9 @@ def _compile(function: Any) -> Any:
     return torch.compile(function)  # when it is needed: torch's compiler takes seconds to import
 
 
-def _compiled_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
+def _compiled_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
     out: Tensor = _compile(_wide_forward)(streams, weights, tables, epsilon)
     return out
 
@@ -174,4 +201,6 @@ KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
     "compiled": Kernels(_wide, _compiled_forward, _compiled_backward),
 }
-"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again for other shapes."""
+"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again
+for other shapes.
+"""

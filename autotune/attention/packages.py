@@ -1,11 +1,12 @@
 """Attention by the packages FlashAttention 3 and 4, with their own backward passes.
 
-diffusers runs version 3 inside an operation that it gave no backward pass, and would fetch version 4 from the hub. Both
-functions here are called as diffusers calls its own backends: query, key and value of shape (batch, tokens, heads, head
-dimension) in bf16 or fp16, on a GPU; the result has the query's shape.
+diffusers runs version 3 inside an operation that it gave no backward pass, and would fetch version
+4 from the hub. Both functions here are called as diffusers calls its own backends: query, key and
+value of shape (batch, tokens, heads, head dimension) in bf16 or fp16, on a GPU; the result has the
+query's shape.
 
-What the packages return was read in their sources: `hopper/flash_attn_interface.py`, whose betas return log sums too,
-and `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36, which always does.
+What the packages return was read in their sources: `hopper/flash_attn_interface.py`, whose betas
+return log sums too, and `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36, which always does.
 """
 
 from functools import partial

@@ -1,13 +1,16 @@
-"""The attention backends and weight formats that autotune knows, one entry each. Every room reads these tables.
+"""The attention backends and weight formats that autotune knows, one entry each. Every room reads
+these tables.
 
-Entries are data: functions that need torch are named, as `package.module:function`, and looked up when first used. So
-this module imports no torch, and neither should a module that defines an entry. Other distributions add entries by
-entry points, which every process of autotune finds, a trial's too:
+Entries are data: functions that need torch are named, as `package.module:function`, and looked up
+when first used. So this module imports no torch, and neither should a module that defines an entry.
+Other distributions add entries by entry points, which every process of autotune finds, a trial's
+too:
 
     [project.entry-points."autotune.backends"]
     my-attention = "my_package.entries:MY_ATTENTION"
 
-Plans name entries by plain strings, so a plan from a machine with more entries than this one has still parses.
+Plans name entries by plain strings, so a plan from a machine with more entries than this one has
+still parses.
 """
 
 from autotune.backends.attention import (

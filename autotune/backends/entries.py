@@ -1,4 +1,6 @@
-"""What an entry of a table holds, and the tables' mechanism: entries of our own, then those of other distributions."""
+"""What an entry of a table holds, and the tables' mechanism: entries of our own, then those of
+other distributions.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +19,14 @@ ENTRY_POINTS = "autotune.backends"
 """Group of the entry points that name an `AttentionBackend` or a `WeightFormat` each."""
 Kernel = Literal["fused", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
 Library = Literal[
-    "torchao", "bitsandbytes", "flash_attn", "flash_attn_3", "flash_attn_4", "xformers", "kernels", "sageattention"
+    "torchao",
+    "bitsandbytes",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+    "xformers",
+    "kernels",
+    "sageattention",
 ]
 """Fields of `Versions` that not every entry needs."""
 SkipReason = Callable[[HardwareProfile], str | None]
@@ -39,7 +48,9 @@ class Requirements:
     compiles_on: tuple[DeviceKind, ...] = ()
     """Kinds of devices on which it needs torch.compile."""
     only_major: int | None = None
-    """Major compute capability of the CUDA devices that it is compiled for, if it is for no other."""
+    """Major compute capability of the CUDA devices that it is compiled for, if it is for no
+    other.
+    """
 
     def __post_init__(self) -> None:
         if self.library not in (None, *get_args(Library)):
@@ -58,8 +69,8 @@ class Entry:
     needs: Requirements = Requirements()
     _: KW_ONLY
     tolerance: float = 0.0
-    """Relative error of adapter gradients, against plain attention on unquantized random weights in fp32, up to which
-    it counts as the entry's own; 0 if there is none."""
+    """Relative error of adapter gradients, against plain attention on unquantized random weights
+    in fp32, up to which it counts as the entry's own; 0 if there is none."""
     tolerance_reason: str = ""
     """Where an error of that size comes from."""
     skip_reason: SkipReason = lambda hardware: None
@@ -73,13 +84,14 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend(Entry):
-    """One implementation of attention in diffusers' dispatcher, under diffusers' name or, with `function`, a new one in
-    lower case."""
+    """One implementation of attention in diffusers' dispatcher, under diffusers' name or, with
+    `function`, a new one in lower case."""
 
     knob = "attention"
     kernel: Kernel = "fused"
-    """Kernel whose memory and time the cost model charges on a GPU; `fused` is the one that torch's own dispatcher
-    picks. On a CPU all but `math` cost what torch's fused kernel costs there."""
+    """Kernel whose memory and time the cost model charges on a GPU; `fused` is the one that
+    torch's own dispatcher picks. On a CPU all but `math` cost what torch's fused kernel costs
+    there."""
     refuses_masks: bool = False
     """Whether it raises on any mask, even one that is all True."""
     is_probed: bool = True
@@ -87,20 +99,27 @@ class AttentionBackend(Entry):
     unusable_reason: str = ""
     """Why no machine can train with it; empty if some can."""
     function: str = ""
-    """Implementation to add to diffusers' dispatcher, if diffusers lacks it: `package.module:function`, called as
-    diffusers' native backend is, with query, key and value of shape (batch, tokens, heads, head dimension)."""
+    """Implementation to add to diffusers' dispatcher, if diffusers lacks it:
+    `package.module:function`, called as diffusers' native backend is, with query, key and value
+    of shape (batch, tokens, heads, head dimension)."""
     tolerance: float = 0.02
-    tolerance_reason: str = "another kernel sums in another order and rounds other intermediate results"
+    tolerance_reason: str = (
+        "another kernel sums in another order and rounds other intermediate results"
+    )
 
     def diffusers_name(self) -> "AttentionBackendName":
         """The member of diffusers' enumeration that selects this backend. Imports diffusers.
 
-        The enumeration is closed, so a backend with a `function` of its own is added to it through its internals.
+        The enumeration is closed, so a backend with a `function` of its own is added to it through
+        its internals.
 
         Raises:
             ValueError: this diffusers has no such backend.
         """
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+        from diffusers.models.attention_dispatch import (
+            AttentionBackendName,
+            _AttentionBackendRegistry,
+        )
 
         if self.function and self.name not in AttentionBackendName.__members__:
             member = str.__new__(AttentionBackendName, self.name)
@@ -121,33 +140,44 @@ class WeightFormat(Entry):
     bytes_per_parameter: float
     """Scales included."""
     quantize: str = ""
-    """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on its device. It changes
-    the layer in place, or returns the layer that takes its place: a Linear or another layer that peft adapts, with all
-    that it stores as frozen parameters. Empty if weights stay as they are."""
+    """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on
+    its device. It changes the layer in place, or returns the layer that takes its place: a
+    Linear or another layer that peft adapts, with all that it stores as frozen parameters. Empty
+    if weights stay as they are."""
     stand_in: str = ""
-    """`package.module:function` that makes a layer on the meta device store, keep for backward and compute as much as
-    `quantize` does, for the cost model's trace. It gets the layer, and `cuda` or `cpu`. Empty if `quantize` works on
-    the meta device itself."""
+    """`package.module:function` that makes a layer on the meta device store, keep for backward
+    and compute as much as `quantize` does, for the cost model's trace. It gets the layer, and
+    `cuda` or `cpu`. Empty if `quantize` works on the meta device itself."""
     stored_dtype: str = ""
-    """torch's name of the dtype that is converted before each product; the probe measures conversions by it."""
+    """torch's name of the dtype that is converted before each product; the probe measures
+    conversions by it.
+    """
     product_dtype: str = ""
-    """`int8` or `fp8` if products have factors of 8 bits, which the probe measures; empty if weights are converted."""
+    """`int8` or `fp8` if products have factors of 8 bits, which the probe measures; empty if
+    weights are converted.
+    """
     quantizing_slices: float | None = None
-    """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
-    if it does not work in slices and takes several times the layer."""
+    """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment
+    beside the layer; None if it does not work in slices and takes several times the layer."""
     storage_version: int = 1
-    """Another one stores other numbers: embeddings that text encoders made with the one before are made again."""
+    """Another one stores other numbers: embeddings that text encoders made with the one before
+    are made again.
+    """
     hides_dtype: bool = False
-    """Whether weights show another dtype than products are computed in: what casts its activations to the dtype of a
-    weight, as T5 does, would compute nonsense."""
+    """Whether weights show another dtype than products are computed in: what casts its
+    activations to the dtype of a weight, as T5 does, would compute nonsense."""
     can_offload: bool = True
-    """Whether weights can wait on the host and visit the device: all that belongs to them is in tensors."""
+    """Whether weights can wait on the host and visit the device: all that belongs to them is in
+    tensors.
+    """
     is_tried_for_encoders: bool = False
     """Whether text encoders that do not fit otherwise are stored in it without being asked for."""
 
     @property
     def can_shard(self) -> bool:
-        """Whether several processes can share its weights: FSDP2 takes plain tensors of one dtype."""
+        """Whether several processes can share its weights: FSDP2 takes plain tensors of one
+        dtype.
+        """
         return not self.quantize
 
     def meets(self, floor: Quality) -> bool:
@@ -188,7 +218,9 @@ class Registry(Mapping[str, E]):
 
     @staticmethod
     def load_extensions() -> Mapping[str, str]:
-        """Add the entries of other distributions, once; returns the version of each distribution that has any."""
+        """Add the entries of other distributions, once; returns the version of each distribution
+        that has any.
+        """
         if Registry._extensions is None:
             Registry._extensions = {}  # before an entry's own module reads a registry
             Registry._extensions |= load_entry_points(ENTRY_POINTS, register)
@@ -196,7 +228,8 @@ class Registry(Mapping[str, E]):
 
 
 def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
-    """Give each entry point of a group to `add`; returns the version of each distribution that added any.
+    """Give each entry point of a group to `add`; returns the version of each distribution that
+    added any.
 
     What is broken costs a warning, not the command.
     """
@@ -213,7 +246,8 @@ def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
 
 
 def register(entry: AttentionBackend | WeightFormat) -> None:
-    """Add an entry to this process. Trials run in others: what a plan is to choose needs an entry point.
+    """Add an entry to this process. Trials run in others: what a plan is to choose needs an entry
+    point.
 
     Raises:
         TypeError: it is no entry.

@@ -13,9 +13,12 @@ from autotune.cli.output import print_remark, print_result, show_events
 
 def probe(
     quick: Annotated[bool, typer.Option("--quick", help="Facts only; measure nothing.")] = False,
-    list_catalog: Annotated[bool, typer.Option("--list", help="Show the catalog of GPUs instead.")] = False,
+    list_catalog: Annotated[
+        bool, typer.Option("--list", help="Show the catalog of GPUs instead.")
+    ] = False,
     device: Annotated[
-        int | None, typer.Option(min=0, help="Which GPU, if there are several; the largest by default.")
+        int | None,
+        typer.Option(min=0, help="Which GPU, if there are several; the largest by default."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -29,7 +32,9 @@ def probe(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if something blocks."""
+    """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
+    something blocks.
+    """
     findings = autotune.doctor()
     print_result(findings, as_json, reporting.findings_view)
     if any(finding.severity == "blocks" for finding in findings):
@@ -37,21 +42,31 @@ def doctor(as_json: Json = False) -> None:
 
 
 def models(
-    hardware: Annotated[str | None, typer.Option(help="Show what fits this GPU, e.g. 4090 (see probe --list).")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Show what fits this GPU, e.g. 4090 (see probe --list).")
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option("--model", help="Show which of them a single file is.", metavar="FILE")
+        Path | None,
+        typer.Option("--model", help="Show which of them a single file is.", metavar="FILE"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that can be planned and trained; with --hardware, what a GPU is predicted to do with each."""
+    """List the models that can be planned and trained; with --hardware, what a GPU is predicted
+    to do with each.
+    """
     found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))
     if file is not None and len(found) > 1:
-        print_remark(f"only its name tells these apart: without --base, {file.name} is taken for {found[0].name}")
+        print_remark(
+            f"only its name tells these apart: without --base, {file.name} is taken for "
+            f"{found[0].name}"
+        )
 
 
 def fetch(
-    model: Annotated[str, typer.Option(help="A known name or a hub id, with @REVISION for a particular commit.")],
+    model: Annotated[
+        str, typer.Option(help="A known name or a hub id, with @REVISION for a particular commit.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Download a model and verify its files, so that plan and train need no network."""

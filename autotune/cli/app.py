@@ -1,4 +1,5 @@
-"""The command line: parses, calls one function, prints. Imports nothing heavy before a command runs.
+"""The command line: parses, calls one function, prints. Imports nothing heavy before a command
+runs.
 
 probe ──> plan ──> plan.yaml ──> train
 """
@@ -34,10 +35,16 @@ INTERRUPTED = 130
 """Exit status of typer on Ctrl-C."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click of its own."""
+"""Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click
+of its own.
+"""
 
 app = typer.Typer(
-    help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
+    help=(
+        "Measures which settings train a diffusion-model LoRA fastest on this machine, and "
+        "freezes "
+        "them into a plan."
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -49,10 +56,15 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    progress: Annotated[str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")] = "bar",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; may stand after a command, too.")] = False,
+    progress: Annotated[
+        str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")
+    ] = "bar",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress; may stand after a command, too.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Every step, reason and traceback; after a command, too.")
+        bool,
+        typer.Option("--verbose", help="Every step, reason and traceback; after a command, too."),
     ] = False,
 ) -> None:
     """Options that stand before a command."""
@@ -67,13 +79,25 @@ def top(
 
 
 PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
-for command in (*PLANS, train, job_script, sample, publish, demo, import_config, export_config, audit):
+for command in (
+    *PLANS,
+    train,
+    job_script,
+    sample,
+    publish,
+    demo,
+    import_config,
+    export_config,
+    audit,
+):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)
 for listing in (app, data.app, profiles.app, weights.app):
     for listed in listing.registered_commands:
-        listed.short_help = (listed.callback.__doc__ or "").partition("\n\n")[0]  # whole: by default it is cut off
+        listed.short_help = (listed.callback.__doc__ or "").partition("\n\n")[
+            0
+        ]  # whole: by default it is cut off
 
 
 def main() -> None:
@@ -81,13 +105,22 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
     autotune.prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
-    explain, _ = autotune.explain_error, reporting.printable  # when memory has run out, nothing can be imported
+    explain, _ = (
+        autotune.explain_error,
+        reporting.printable,
+    )  # when memory has run out, nothing can be imported
     try:
-        status = app(args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune")
+        status = app(
+            args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune"
+        )
     except UsageError as error:
         error.message = _hide_logins(error.message)
         error.show()
-        _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
+        _exit(
+            error.format_message(),
+            f"{error.ctx.command_path if error.ctx else 'autotune'} --help",
+            error.exit_code,
+        )
     except BrokenPipeError:
         _forget_stdout()
         sys.exit(1)
@@ -108,30 +141,40 @@ def _only_predicts(words: Sequence[str]) -> bool:
 
 
 def _with_loudness_first(words: Sequence[str]) -> list[str]:
-    """The arguments with `--quiet` and `--verbose` where options of all commands stand, wherever they were typed."""
+    """The arguments with `--quiet` and `--verbose` where options of all commands stand, wherever
+    they were typed.
+    """
     end = words.index("--") if "--" in words else len(words)
     moved = [word for word in words[:end] if word in ("--quiet", "--verbose")]
     return [*moved, *(word for word in words[:end] if word not in moved), *words[end:]]
 
 
 def _open_streams() -> None:
-    """Open streams that were closed: the next file would take their number, and what libraries print."""
+    """Open streams that were closed: the next file would take their number, and what libraries
+    print.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _repeat_interrupt(lost: Any) -> None:
-    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many): Python drops it."""
+    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many):
+    Python drops it.
+    """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
-        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(
+            0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
     else:
         sys.__unraisablehook__(lost)
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (_hide_logins(reporting.printable(" ".join(text.split()))) for text in (message, hint))
+    message, hint = (
+        _hide_logins(reporting.printable(" ".join(text.split()))) for text in (message, hint)
+    )
     for line in (f"error: {message}", f"hint: {hint}"):  # whole lines are easier to find in a log
         shown = reporting.wrapped(line, 4) if sys.stderr.isatty() else [line]
         sys.stderr.write("".join(f"{part}\n" for part in shown))
@@ -139,10 +182,12 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _hide_logins(text: str) -> str:
-    """`text` with `***` for what may be a name and a password, or a token, in something like a URL: mistyped ones come
-    to here."""
+    """`text` with `***` for what may be a name and a password, or a token, in something like a
+    URL: mistyped ones come to here."""
     text = re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
-    text = re.sub(r"\b([A-Za-z][\w+.-]+:[/\\]+[^\s?#;]*)[?#;]\S+?(?=[\"'),.:]*(\s|$))", r"\1***", text)
+    text = re.sub(
+        r"\b([A-Za-z][\w+.-]+:[/\\]+[^\s?#;]*)[?#;]\S+?(?=[\"'),.:]*(\s|$))", r"\1***", text
+    )
     return re.sub(r"[^\s'\"/=]+:[^\s/]*@(?=\w)", "***@", text)
 
 
@@ -150,7 +195,9 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
     """Exit with `status`; a script that reads JSON gets the error on stdout as well."""
     if "--json" in sys.argv:
         try:
-            typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
+            typer.echo(
+                json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1)
+            )
         except OSError:  # nobody reads, or its disk is full
             _forget_stdout()
     sys.exit(status)

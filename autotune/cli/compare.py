@@ -14,15 +14,23 @@ from autotune.cli.output import print_result, show_events
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """What `autotune compare` can be asked; the names are those of `autotune.compare`. None: not given."""
+    """What `autotune compare` can be asked; the names are those of `autotune.compare`. None: not
+    given.
+    """
 
-    model: str = option("A known model's name, a folder in the diffusers layout, or a hub id.", default=REQUIRED)
+    model: str = option(
+        "A known model's name, a folder in the diffusers layout, or a hub id.", default=REQUIRED
+    )
     data: Data = None
     hardware: str = option("GPUs of the catalog, separated by commas, or all.", default="all")
-    prices: Path | None = option("YAML: what an hour of each GPU costs (docs/prices.yaml).", "--price-file")
+    prices: Path | None = option(
+        "YAML: what an hour of each GPU costs (docs/prices.yaml).", "--price-file"
+    )
     max_cost: float | None = option("Leave out what costs more.", "--under", min=0)
     within: str | None = option("Leave out what takes longer, e.g. 2h, 90min.")
-    order: str | None = option("cost, hours or name; by default cost, or hours without prices.", "--sort")
+    order: str | None = option(
+        "cost, hours or name; by default cost, or hours without prices.", "--sort"
+    )
     download_rate: str | None = option("Bytes a second at which the model arrives; default 100MB.")
     quality: str | None = option("As for plan: exact, high (default) or compact.")
     num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
@@ -44,5 +52,7 @@ def compare(options: CompareOptions, shape: ShapeOptions) -> None:
 def _hours(text: str) -> float:
     match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d+)?)\s*(h|hours?|m|min|minutes?)\s*", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a time such as 2h or 90min", param_hint="--within")
+        raise typer.BadParameter(
+            f"{text!r} is not a time such as 2h or 90min", param_hint="--within"
+        )
     return float(match.group(1)) / (1 if match.group(2).startswith("h") else 60)

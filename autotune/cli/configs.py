@@ -11,22 +11,33 @@ from autotune import reporting
 from autotune.cli.options import Json, PlanFile, Variant
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
-ConfigFile = Annotated[Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")]
-Hardware = Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")]
+ConfigFile = Annotated[
+    Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")
+]
+Hardware = Annotated[
+    str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")
+]
 
 
 def import_config(
     config_file: ConfigFile,
     path: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Make a plan with the file's settings, and write it here.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Make a plan with the file's settings, and write it here."
+        ),
     ] = None,
     hardware: Hardware = None,
-    trainer: Annotated[str | None, typer.Option(help="Which trainer's it is, if its content does not show it.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="Which trainer's it is, if its content does not show it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers' scripts.
+    """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers'
+    scripts.
 
-    Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not carry over.
+    Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
+    carry over.
     """
     config = autotune.import_config(config_file, trainer=trainer)
     print_result(config, as_json, reporting.import_lines)
@@ -45,16 +56,26 @@ def import_config(
 def export_config(
     plan_file: PlanFile,
     to: Annotated[
-        str, typer.Option(help="ai-toolkit, musubi, simpletuner, diffusers, sd-scripts, onetrainer.", metavar="TRAINER")
+        str,
+        typer.Option(
+            help="ai-toolkit, musubi, simpletuner, diffusers, sd-scripts, onetrainer.",
+            metavar="TRAINER",
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the files to.")],
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse if learning or memory would differ.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse if learning or memory would differ.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files that are there.")
+    ] = False,
     hardware: Variant = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
-    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite, hardware=hardware)
+    exported = autotune.export_config(
+        plan_file, to, output, strict=strict, overwrite=overwrite, hardware=hardware
+    )
     print_result(exported, as_json, reporting.export_lines)
 
 
@@ -62,12 +83,18 @@ def audit(
     config_file: ConfigFile,
     hardware: Hardware = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also run a few steps of both on this machine; needs the model's files.")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Also run a few steps of both on this machine; needs the model's files.",
+        ),
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to post.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict another trainer's file on a card: memory, time, whether it fits, and what other settings would gain."""
+    """Predict another trainer's file on a card: memory, time, whether it fits, and what other
+    settings would gain.
+    """
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if markdown:

@@ -20,15 +20,25 @@ def group() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What `autotune data check` can be asked beside how the data is read; the names are those of `check_data`."""
+    """What `autotune data check` can be asked beside how the data is read; the names are those
+    of `check_data`.
+    """
 
-    folder: list[Path] = argument("Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR...")
+    folder: list[Path] = argument(
+        "Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR..."
+    )
     model: str = option("Family whose sizes count.", default="qwen-image")
     resolution_px: int | None = option("Side of a square image, in pixels.", "--resolution", min=1)
     num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
-    max_upscaling: float | None = option("Count images enlarged by more, per side; default 1.5.", min=1)
-    max_crop: float | None = option("Name images that lose more of their area; default 0.25.", min=0, max=1)
-    sheet: Path | None = option("PNG to write: every image as it is cropped, with its caption.", metavar="FILE")
+    max_upscaling: float | None = option(
+        "Count images enlarged by more, per side; default 1.5.", min=1
+    )
+    max_crop: float | None = option(
+        "Name images that lose more of their area; default 0.25.", min=0, max=1
+    )
+    sheet: Path | None = option(
+        "PNG to write: every image as it is cropped, with its caption.", metavar="FILE"
+    )
     strict: bool = option("Exit with 2 on any problem.", "--strict", default=False)
     as_json: Json = False
 
@@ -36,9 +46,13 @@ class CheckOptions:
 @app.command()
 @takes(CheckOptions, DataOptions)
 def check(options: CheckOptions, data: DataOptions) -> None:
-    """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
+    """Name every broken, tiny, duplicate or captionless file, and show what training will make
+    of the rest.
+    """
     with show_events() as show:
-        report = autotune.check_data(**given(options, but=("as_json", "strict")), **data.values(), on_event=show)
+        report = autotune.check_data(
+            **given(options, but=("as_json", "strict")), **data.values(), on_event=show
+        )
     print_result(report, options.as_json, reporting.data_report_lines)
     if not (report.is_clean if options.strict else report.can_train):
         raise typer.Exit(2)

@@ -16,22 +16,41 @@ from autotune.cli.output import Progress, print_out, show_events
 
 def demo(
     context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
+    output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
+        "demo"
+    ),
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
-    no_profiles: Annotated[bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")] = False,
+    no_profiles: Annotated[
+        bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")
+    ] = False,
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-    Progress.after_interrupt = f"a demo always starts over: remove {output}, or name another folder with --output"
+    Progress.after_interrupt = (
+        f"a demo always starts over: remove {output}, or name another folder with --output"
+    )
     autotune.warm_up()
     with show_events() as show:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
         made = autotune.make_demo(output, model)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
-    print_out(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
+    print_out(
+        f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}"
+    )
     if made.new_shape:
-        print_out(f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its own")
+        print_out(
+            f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its "
+            "own"
+        )
     plan_file, result = output / "plan.yaml", output / "result"
-    asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, *made.plan_options]
+    asked: list[object] = [
+        "--model",
+        made.model,
+        "--data",
+        made.images,
+        "--resolution",
+        64,
+        *made.plan_options,
+    ]
     asked += ["--control", made.control] if made.control else []
     asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
     # By default a search takes a minute for so short a run, too little on a busy machine.
@@ -42,14 +61,26 @@ def demo(
     _run_alone("train", plan_file)
     if not made.new_shape:
         print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
-        print_out("the model's weights are random: its pictures are noise, which the adapter changes")
+        print_out(
+            "the model's weights are random: its pictures are noise, which the adapter changes"
+        )
         return
     with show_events() as show:
-        show(autotune.StatusChanged(text="sampling prompts that were in no picture, and judging them"))
+        show(
+            autotune.StatusChanged(
+                text="sampling prompts that were in no picture, and judging them"
+            )
+        )
         found = autotune.judge_lesson(made.model, result)
-    print_out(f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on backgrounds that were not taught:")
+    print_out(
+        f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on backgrounds that were "
+        "not taught:"
+    )
     print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
-    print_out(f"  the shapes that it knew: {found.others_before:.2f} before, {found.others_after:.2f} after")
+    print_out(
+        f"  the shapes that it knew: {found.others_before:.2f} before, {found.others_after:.2f} "
+        "after"
+    )
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
 
 
@@ -66,7 +97,8 @@ def _run(context: typer.Context, *words: object) -> None:
 
 
 def _run_alone(*words: object) -> None:
-    """Show a command and run it as a user would, in a process of its own, whose memory the plan promised.
+    """Show a command and run it as a user would, in a process of its own, whose memory the plan
+    promised.
 
     Raises:
         Exit: it failed, with its status; it has said why.

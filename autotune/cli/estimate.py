@@ -1,4 +1,6 @@
-"""`autotune estimate`: what one candidate would take, on this machine or one that nobody here owns."""
+"""`autotune estimate`: what one candidate would take, on this machine or one that nobody here
+owns.
+"""
 
 from dataclasses import dataclass
 
@@ -10,15 +12,25 @@ from autotune.cli.output import print_result, show_events
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    """What `autotune estimate` can be asked; the names are those of `autotune.estimate`. None: not given."""
+    """What `autotune estimate` can be asked; the names are those of `autotune.estimate`. None:
+    not given.
+    """
 
-    model: str = option("A known model's name, or a folder in the diffusers layout.", default=REQUIRED)
-    hardware: str | None = option("A GPU of the catalog, or a saved probe; by default this machine.")
+    model: str = option(
+        "A known model's name, or a folder in the diffusers layout.", default=REQUIRED
+    )
+    hardware: str | None = option(
+        "A GPU of the catalog, or a saved probe; by default this machine."
+    )
     text_tokens: int | None = option("Length of an encoded caption.")
     micro_batch_size: int = option("Images per forward pass.", default=1, min=1)
     checkpointing: str = option("none, all, or how many blocks.", default="all")
-    quantization: str = option("Weight format, e.g. none or another of `plan --list-knobs`.", default="none")
-    attention: str = option("Attention backend, e.g. native or another of `plan --list-knobs`.", default="native")
+    quantization: str = option(
+        "Weight format, e.g. none or another of `plan --list-knobs`.", default="none"
+    )
+    attention: str = option(
+        "Attention backend, e.g. native or another of `plan --list-knobs`.", default="native"
+    )
     precision: str | None = option("bf16, fp16 or fp32; by default what suits the device.")
     swapped_blocks: int = option("Blocks whose weights stay in host memory.", default=0, min=0)
     modulation: str = option("resident, or ahead: its layers are not loaded.", default="resident")
@@ -33,7 +45,9 @@ def estimate(options: EstimateOptions, work: WorkloadOptions) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
     arguments = given(options, but=("as_json", "checkpointing")) | work.values()
     with show_events() as show:
-        answer = autotune.estimate(checkpointed_blocks=_checkpointed(options.checkpointing), on_event=show, **arguments)
+        answer = autotune.estimate(
+            checkpointed_blocks=_checkpointed(options.checkpointing), on_event=show, **arguments
+        )
     print_result(answer, options.as_json, reporting.estimate_text)
 
 

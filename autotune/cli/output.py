@@ -1,4 +1,6 @@
-"""What commands print: data on stdout, progress and remarks on stderr. The terminal's library is loaded when needed."""
+"""What commands print: data on stdout, progress and remarks on stderr. The terminal's library is
+loaded when needed.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +21,9 @@ Listener = Callable[["Event"], None]
 
 
 class Progress:
-    """How commands show the stream of events, and how much they tell; options of `autotune` set it."""
+    """How commands show the stream of events, and how much they tell; options of `autotune` set
+    it.
+    """
 
     form: ClassVar[str] = "bar"
     is_verbose: ClassVar[bool] = False
@@ -27,7 +31,9 @@ class Progress:
 
 
 def show_events() -> AbstractContextManager[Listener]:
-    """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON lines, or nothing."""
+    """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON
+    lines, or nothing.
+    """
     if Progress.form == "json":
         return nullcontext(lambda event: typer.echo(autotune.event_line(event), err=True))
     if Progress.form == "none":
@@ -49,11 +55,15 @@ def print_remark(text: str, command: str = "") -> None:
     from autotune.cli import terminal
 
     lines = reporting.with_command(text, command) if command else reporting.wrapped(text, 4)
-    terminal.err.print("\n".join(lines) if terminal.err.is_terminal else f"{text} {command}".rstrip())
+    terminal.err.print(
+        "\n".join(lines) if terminal.err.is_terminal else f"{text} {command}".rstrip()
+    )
 
 
 def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
-    """Print a result, made of frozen objects, dataclasses and containers, as JSON or as `view` makes it for people."""
+    """Print a result, made of frozen objects, dataclasses and containers, as JSON or as `view`
+    makes it for people.
+    """
     if not as_json:
         print_out(view(result))
         return

@@ -11,19 +11,35 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Data, JobOptions, Json, WorkloadOptions, given, one_of, option, takes
+from autotune.cli.options import (
+    Data,
+    JobOptions,
+    Json,
+    WorkloadOptions,
+    given,
+    one_of,
+    option,
+    takes,
+)
 from autotune.cli.output import Progress, print_out, print_result, show_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `autotune plan` alone can be asked; the names are those of `autotune.plan`. None: not given."""
+    """What `autotune plan` alone can be asked; the names are those of `autotune.plan`. None: not
+    given.
+    """
 
-    model: str | None = option("A folder in the diffusers layout, a known name, a hub id, or a single file.")
+    model: str | None = option(
+        "A folder in the diffusers layout, a known name, a hub id, or a single file."
+    )
     data: Data = None
-    earlier: Path | None = option("Make this plan again; other options replace what it was made for.", "--from")
+    earlier: Path | None = option(
+        "Make this plan again; other options replace what it was made for.", "--from"
+    )
     hardware: list[str] | None = option(
-        "Plan for this GPU, e.g. 4090 (see probe --list); repeat for one file with a variant for each."
+        "Plan for this GPU, e.g. 4090 (see probe --list); repeat for one file with a variant for "
+        "each."
     )
     path: Path = option("Where to write the plan.", "-o", "--output", default=Path("plan.yaml"))
     lora_alpha: float | None = option(
@@ -33,34 +49,51 @@ class PlanOptions:
         "Share of the adapter's inputs to drop; default 0.", "--dropout", min=0, max=0.9
     )
     quality: str | None = option(
-        "exact: 16-bit weights; high (default): also 8-bit; compact: also 4-bit, and 8-bit products."
+        "exact: 16-bit weights; high (default): also 8-bit; compact: also 4-bit, and 8-bit "
+        "products."
     )
     objective: str | None = option("throughput (default), memory or energy.")
     pins: list[str] | None = option("Choose only this value.", "--pin", metavar="KNOB=VALUE")
-    exclusions: list[str] | None = option("Never choose this value.", "--exclude", metavar="KNOB=VALUE")
-    for_trainer: str | None = option("Choose only what this trainer can express and fit.", "--for", metavar="TRAINER")
-    list_knobs: bool = option(
-        "Show what can be chosen, and what not and why; plan nothing.", "--list-knobs", default=False
+    exclusions: list[str] | None = option(
+        "Never choose this value.", "--exclude", metavar="KNOB=VALUE"
     )
-    num_gpus: int | None = option("GPUs that train together, one process each; tested on CPUs only.", "--gpus", min=1)
+    for_trainer: str | None = option(
+        "Choose only what this trainer can express and fit.", "--for", metavar="TRAINER"
+    )
+    list_knobs: bool = option(
+        "Show what can be chosen, and what not and why; plan nothing.",
+        "--list-knobs",
+        default=False,
+    )
+    num_gpus: int | None = option(
+        "GPUs that train together, one process each; tested on CPUs only.", "--gpus", min=1
+    )
     num_nodes: int | None = option("Machines that these GPUs are in.", "--nodes", min=1)
-    interconnect: str | None = option("Rate between two machines, e.g. 400Gbps; 10Gbps unless given.")
+    interconnect: str | None = option(
+        "Rate between two machines, e.g. 400Gbps; 10Gbps unless given."
+    )
     max_memory: str | None = option(
         "The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."
     )
     reserve_memory: str | None = option(
-        "Memory to leave to the display and other programs, in place of the usual reserve.", "--reserve"
+        "Memory to leave to the display and other programs, in place of the usual reserve.",
+        "--reserve",
     )
     cap_memory: str | None = option("Rehearse a device with only so much memory, e.g. 12GiB.")
-    use_records: bool = option("Use what machines measured before.", "--profiles/--no-profiles", default=True)
+    use_records: bool = option(
+        "Use what machines measured before.", "--profiles/--no-profiles", default=True
+    )
     max_trials: int = option("The most trials to run.", default=8, min=1)
     search_seconds: float | None = option(
         "The most seconds of trials; by default 5% of the run, at least 60.", "--search-time", min=1
     )
-    fresh: bool = option("Forget what an interrupted search has measured.", "--fresh", default=False)
+    fresh: bool = option(
+        "Forget what an interrupted search has measured.", "--fresh", default=False
+    )
     study: str | None = option("Keep the trials and their plan under this name.")
     join: str | None = option(
-        "Share the search: postgresql+psycopg://user:password@host/database, or /shared/NAME.journal.",
+        "Share the search: postgresql+psycopg://user:password@host/database, or "
+        "/shared/NAME.journal.",
         envvar="AUTOTUNE_JOIN",
     )
     record: Path | None = option("Record the search in this file.")
@@ -73,16 +106,23 @@ class PlanOptions:
 def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     if options.earlier is None and options.model is None:
-        raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
+        raise typer.BadParameter(
+            "name a model, or an earlier plan with --from", param_hint="--model"
+        )
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     one_of("--objective", options.objective, ("throughput", "memory", "energy"))
-    pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
+    pairs = {
+        "pins": _pairs("--pin", options.pins),
+        "exclusions": _pairs("--exclude", options.exclusions),
+    }
     arguments: dict[str, Any] = given(options, but=("as_json", "list_knobs")) | given(pairs)
     arguments |= work.values() | job.values()
     if len(options.hardware or ()) > 1 and not options.list_knobs:
         with show_events() as show:
             variants = autotune.plan_variants(on_event=show, **arguments)
-        print_result(variants, options.as_json, lambda _: reporting.variant_lines(variants, options.path))
+        print_result(
+            variants, options.as_json, lambda _: reporting.variant_lines(variants, options.path)
+        )
         return
     if options.hardware:
         arguments["hardware"] = options.hardware[0]
@@ -99,12 +139,16 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     except autotune.NoGpu as error:
         if error.elsewhere and not options.as_json:
             print_out(reporting.elsewhere_lines(error))
-        error.hint = error.advice(shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu]))
+        error.hint = error.advice(
+            shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu])
+        )
         raise
     except autotune.PlanNotWritten as error:
         typer.echo(autotune.plan_text(error.plan))
         hint = "keep what is printed above as a file: it is the whole plan"
-        raise autotune.AutotuneError(f"{error.message}; the plan is printed instead", hint=hint) from error
+        raise autotune.AutotuneError(
+            f"{error.message}; the plan is printed instead", hint=hint
+        ) from error
     print_result(made, options.as_json, lambda _: _ending(made, options.path))
 
 
@@ -112,7 +156,11 @@ def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
     about, hint = reporting.plan_lines(made), reporting.train_hint(made, file)
     if Progress.is_verbose:
-        everything = (reporting.full_settings_lines, reporting.explain_lines, reporting.origin_lines)
+        everything = (
+            reporting.full_settings_lines,
+            reporting.explain_lines,
+            reporting.origin_lines,
+        )
         return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
     more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
     return [*about, *reporting.user_values_line(made), *reporting.wrapped(more, 15), hint]
@@ -127,12 +175,17 @@ def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] 
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command with throughput in place of an objective that only a measurement serves, and without a
-    search that is shared, whose URL may hold a password: a prediction shares nothing."""
+    """The words of a command with throughput in place of an objective that only a measurement
+    serves, and without a search that is shared, whose URL may hold a password: a prediction
+    shares nothing."""
     kept: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
         if word.startswith("--join") or before == "--join":
             continue
         is_value = bool(kept) and kept[-1] == "--objective" and word == "energy"
-        kept.append("throughput" if is_value else word.replace("--objective=energy", "--objective=throughput"))
+        kept.append(
+            "throughput"
+            if is_value
+            else word.replace("--objective=energy", "--objective=throughput")
+        )
     return kept

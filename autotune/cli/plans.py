@@ -15,9 +15,12 @@ from autotune.cli.output import print_remark, print_result
 def check(
     plan_file: PlanFile,
     hardware: Annotated[
-        list[str] | None, typer.Option(help="Another machine: a catalog name or a saved probe; repeat for more.")
+        list[str] | None,
+        typer.Option(help="Another machine: a catalog name or a saved probe; repeat for more."),
     ] = None,
-    file_only: Annotated[bool, typer.Option("--file-only", help="Only check that the file is a valid plan.")] = False,
+    file_only: Annotated[
+        bool, typer.Option("--file-only", help="Only check that the file is a valid plan.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check whether a plan fits this machine, or others, without training."""
@@ -25,17 +28,25 @@ def check(
         plans = autotune.load_variants(plan_file)
         digests = {plan.frozen.hardware.device_name: plan.digest for plan in plans}
         found = {"digest": plans[0].digest} if len(plans) == 1 else {"digests": digests}
-        print_result(found, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at")
+        print_result(
+            found, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at"
+        )
         return
     results = {name: autotune.check(plan_file, hardware=name) for name in hardware or ()}
     if not hardware:
         results = {"this machine": autotune.check(plan_file)}
-    lines = [line for name, result in results.items() for line in reporting.check_lines(result, f"{plan_file}", name)]
+    lines = [
+        line
+        for name, result in results.items()
+        for line in reporting.check_lines(result, f"{plan_file}", name)
+    ]
     print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
     if not all(result.fits for result in results.values()):
         where = "for such a machine" if hardware else "for this machine"
         there = " --hardware NAME" if hardware else ""
-        print_remark(f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}")
+        print_remark(
+            f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
+        )
         raise typer.Exit(4)
 
 
@@ -49,28 +60,42 @@ def explain(plan_file: PlanFile, hardware: Variant = None, as_json: Json = False
 def report(
     subjects: Annotated[
         list[str],
-        typer.Argument(help="Plan files, folders of runs, or records; several side by side.", metavar="WHAT..."),
+        typer.Argument(
+            help="Plan files, folders of runs, or records; several side by side.", metavar="WHAT..."
+        ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="File to write; by default report.html, in a single run's folder."),
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write; by default report.html, in a single run's folder.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about plans, runs or shared records."""
     written = autotune.report(*subjects, path=output)
-    print_result({"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser")
+    print_result(
+        {"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser"
+    )
 
 
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
     price: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Price of an hour of one GPU, to compare costs.")
+        float | None,
+        typer.Option(min=0, max=1e6, help="Price of an hour of one GPU, to compare costs."),
     ] = None,
     hardware: Variant = None,
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""
-    plans = autotune.load_plan(first, hardware=hardware), autotune.load_plan(second, hardware=hardware)
-    print_result(reporting.differences(*plans, price_per_hour=price), as_json, reporting.difference_lines)
+    plans = (
+        autotune.load_plan(first, hardware=hardware),
+        autotune.load_plan(second, hardware=hardware),
+    )
+    print_result(
+        reporting.differences(*plans, price_per_hour=price), as_json, reporting.difference_lines
+    )

@@ -14,14 +14,21 @@ from autotune.cli.output import print_out, print_remark, print_result
 
 app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
 
-Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
+Url = Annotated[
+    str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")
+]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
-StoreUrl = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")
+]
 
 
 @app.command()
 def push(
-    url: Url, create: Annotated[bool, typer.Option("--create", help="Create the folder if there is none.")] = False
+    url: Url,
+    create: Annotated[
+        bool, typer.Option("--create", help="Create the folder if there is none.")
+    ] = False,
 ) -> None:
     """Add your records to a team's store; `show --raw` prints exactly what is copied."""
     try:
@@ -41,16 +48,23 @@ def pull(url: Url) -> None:
 
 @app.command("list")
 def list_records(
-    why: Annotated[bool, typer.Option("--why", help="Say which count on this machine, and what differs.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Say which count on this machine, and what differs.")
+    ] = False,
     store: StoreUrl = None,
     as_json: Json = False,
 ) -> None:
     """List records; with --why, whether each counts here."""
     found = autotune.list_records(store, compare_here=why)
     if found.num_damaged:
-        print_remark(f"left out, no sound records: {found.num_damaged}; `autotune profiles verify` names them")
+        print_remark(
+            f"left out, no sound records: {found.num_damaged}; `autotune profiles verify` names "
+            "them"
+        )
     verdicts = {name: verdict.model_dump(mode="json") for name, verdict in found.verdicts.items()}
-    rows = [record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records]
+    rows = [
+        record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records
+    ]
     print_result(rows, as_json, lambda _: reporting.record_list_lines(found.records, verdicts))
 
 
@@ -75,29 +89,40 @@ def diff(first: Id, second: Id, store: StoreUrl = None) -> None:
 
 @app.command("export")
 def export_records(
-    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")], store: StoreUrl = None
+    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")],
+    store: StoreUrl = None,
 ) -> None:
     """Write all records into one file, to send if there is no store."""
     print_out(f"records: {autotune.export_records(file, store)}; written to {file}")
 
 
 @app.command("import")
-def import_records(file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")]) -> None:
+def import_records(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")],
+) -> None:
     """Add the records of an exported file to your own; what is wrong is refused and named."""
     _print_transfer(autotune.import_records(file))
 
 
 @app.command()
 def prune(
-    names: Annotated[list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)
+    ] = None,
     older_than: Annotated[
         int | None, typer.Option(min=0, help="Also delete records that are older.", metavar="DAYS")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     store: StoreUrl = None,
 ) -> None:
-    """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""
-    reasons = autotune.prune_records(names or (), store, older_than_days=older_than, dry_run=dry_run)
+    """Delete the named records, or those that are superseded, damaged, impossible, or of an
+    older trial protocol.
+    """
+    reasons = autotune.prune_records(
+        names or (), store, older_than_days=older_than, dry_run=dry_run
+    )
     print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
 
 
@@ -113,7 +138,10 @@ def verify(store: StoreUrl = None) -> None:
 def _print_transfer(transfer: "autotune.Transfer") -> None:
     for refused in transfer.refused:
         print_remark(f"refused: {refused}")
-    counts = f"new: {transfer.num_new}, already there: {transfer.num_present}, refused: {len(transfer.refused)}"
+    counts = (
+        f"new: {transfer.num_new}, already there: {transfer.num_present}, refused: "
+        f"{len(transfer.refused)}"
+    )
     print_out(f"{counts}; in {transfer.target}")
     if transfer.refused and not transfer.num_new + transfer.num_present:
         raise typer.Exit(1)

@@ -1,4 +1,6 @@
-"""What the commands show while they work: bars and rows on stderr, data on stdout, color only where it is wanted."""
+"""What the commands show while they work: bars and rows on stderr, data on stdout, color only
+where it is wanted.
+"""
 
 import contextlib
 import os
@@ -11,7 +13,15 @@ from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from autotune import (
@@ -57,7 +67,9 @@ NOTE_MARGIN = 50
 
 
 class PlainConsole(Console):
-    """Prints text as it is, without markup or control characters: some of it comes from untrusted files."""
+    """Prints text as it is, without markup or control characters: some of it comes from
+    untrusted files.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -77,7 +89,9 @@ class PlainConsole(Console):
             super().on_broken_pipe()
 
     def _fall_silent(self) -> None:
-        """Print nothing any more: nobody reads stderr, and that must neither end a run nor make it exit with 120."""
+        """Print nothing any more: nobody reads stderr, and that must neither end a run nor make
+        it exit with 120.
+        """
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -97,7 +111,9 @@ class _Count(MofNCompleteColumn):
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """By the speed so far; of work whose number of parts is only a limit, at most what the event display says."""
+    """By the speed so far; of work whose number of parts is only a limit, at most what the event
+    display says.
+    """
 
     def render(self, task: Task) -> Text:
         left = task.fields["max_seconds_left"]
@@ -142,7 +158,11 @@ class EventDisplay:
                 self._update(event.name, event.done, event.total, "")
             case Notice():
                 warns = event.level == "warning"
-                text = "\n".join(wrapped(f"warning: {event.text}", 4)) if warns else note_text(event.text, event.topic)
+                text = (
+                    "\n".join(wrapped(f"warning: {event.text}", 4))
+                    if warns
+                    else note_text(event.text, event.topic)
+                )
                 self._print(text, style="yellow" if warns else None)
             case SearchSpaceBuilt():
                 self.max_trials = event.max_trials
@@ -166,14 +186,18 @@ class EventDisplay:
         self.promised_bytes = plan.frozen.expected.run_memory_bytes
         self._print(job_line(plan))
         if has_plotly():
-            self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")
+            self._print(
+                f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on"
+            )
 
     def _trial(self, result: TrialResult) -> None:
         if not self.trials:
             self._print(TRIAL_HEADER, style="bold")
         self.trials.append(result)
         style = None if result.outcome == "ok" else "yellow"
-        self._print("\n".join(trial_lines(len(self.trials), result, self.trials[0].candidate)), style=style)
+        self._print(
+            "\n".join(trial_lines(len(self.trials), result, self.trials[0].candidate)), style=style
+        )
         if result.message:
             self._print("\n".join(wrapped(f"    {result.message}")), style="dim")
         self._update_trials("")
@@ -194,7 +218,9 @@ class EventDisplay:
             self._print(held_out)
         every = max(1, event.num_steps // 10)
         is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
-        is_due = event.step % every == 0 or event.step == event.num_steps or is_silent or self.every_step
+        is_due = (
+            event.step % every == 0 or event.step == event.num_steps or is_silent or self.every_step
+        )
         if self.progress.disable and is_due:
             self.last_line_at = time.monotonic()
             left = time_left_text(event.remaining_seconds)
@@ -205,7 +231,12 @@ class EventDisplay:
         self.progress.console.print(text, **style)
 
     def _update(
-        self, name: str, done: int | None, total: int | None, note: str, max_seconds_left: float | None = None
+        self,
+        name: str,
+        done: int | None,
+        total: int | None,
+        note: str,
+        max_seconds_left: float | None = None,
     ) -> None:
         shown: dict[str, Any] = {
             "description": name,
@@ -229,6 +260,8 @@ class EventDisplay:
 
 @contextmanager
 def show_events(*, every_step: bool = False) -> Iterator[EventDisplay]:
-    """A listener for `on_event` that shows what long work tells; off a terminal, a line for every step if asked."""
+    """A listener for `on_event` that shows what long work tells; off a terminal, a line for
+    every step if asked.
+    """
     with _bar() as progress:
         yield EventDisplay(progress, every_step=every_step)

@@ -8,34 +8,61 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Data, JobOptions, Json, PlansOptimizer, argument, given, option, takes
+from autotune.cli.options import (
+    Data,
+    JobOptions,
+    Json,
+    PlansOptimizer,
+    argument,
+    given,
+    option,
+    takes,
+)
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What `autotune train` can be asked beside the job; the names are those of `autotune.train`."""
+    """What `autotune train` can be asked beside the job; the names are those of
+    `autotune.train`.
+    """
 
     plan_file: Path | None = argument(
-        "A plan made by `autotune plan`; without one, --model is planned first.", default=None, metavar="[PLAN]"
+        "A plan made by `autotune plan`; without one, --model is planned first.",
+        default=None,
+        metavar="[PLAN]",
     )
-    model: str | None = option("Another folder of the same architecture; without PLAN, the model to train.")
+    model: str | None = option(
+        "Another folder of the same architecture; without PLAN, the model to train."
+    )
     data: Data = None
     optimizer: PlansOptimizer = None
     output: str | None = option("Folder for the adapter, samples and report.")
-    resume: bool = option("Continue from the newest checkpoint, if there is one.", "--resume", default=False)
-    trace: bool = option("Write a trace of a few steps (torch.profiler) to trace.json.", "--trace", default=False)
+    resume: bool = option(
+        "Continue from the newest checkpoint, if there is one.", "--resume", default=False
+    )
+    trace: bool = option(
+        "Write a trace of a few steps (torch.profiler) to trace.json.", "--trace", default=False
+    )
     nodes: int | None = option("Machines that share the plan's processes.", min=1)
-    rdzv_endpoint: str | None = option("Where these machines meet: a port of the first.", metavar="HOST:PORT")
+    rdzv_endpoint: str | None = option(
+        "Where these machines meet: a port of the first.", metavar="HOST:PORT"
+    )
     node_rank: int | None = option("Which of these machines this is, from 0.", min=0)
-    metrics_port: int | None = option("Serve Prometheus metrics at this port of localhost.", min=1, max=65535)
+    metrics_port: int | None = option(
+        "Serve Prometheus metrics at this port of localhost.", min=1, max=65535
+    )
     push_to_hub: str | None = option(
         "Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"
     )
     gate: bool = option(
-        "Exit with 1 if the adapter never moved or does not lower the loss; for schedulers.", "--gate", default=False
+        "Exit with 1 if the adapter never moved or does not lower the loss; for schedulers.",
+        "--gate",
+        default=False,
     )
-    over: Path | None = option("Train each subject that this file lists, on all GPUs.", metavar="FILE")
+    over: Path | None = option(
+        "Train each subject that this file lists, on all GPUs.", metavar="FILE"
+    )
     subject: str | None = option(
         "Train only this subject of --over: a name, or a number from 1.", metavar="NAME|NUMBER"
     )
@@ -57,14 +84,18 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         if options.subject is None:
             _train_many(options.plan_file, options.over, options, arguments)
             return
-        arguments |= autotune.subject_job(options.plan_file, options.over, options.subject, options.output or "")
+        arguments |= autotune.subject_job(
+            options.plan_file, options.over, options.subject, options.output or ""
+        )
     elif options.subject is not None:
         raise typer.BadParameter("it needs --over FILE", param_hint="--subject")
     if options.push_to_hub is not None:
         autotune.require_hub(options.push_to_hub)
     if options.plan_file is None and not options.resume:
         if options.model is None:
-            raise typer.BadParameter("name a plan, or what to plan for: --model and --data", param_hint="PLAN")
+            raise typer.BadParameter(
+                "name a plan, or what to plan for: --model and --data", param_hint="PLAN"
+            )
         autotune.require_gpu(options.model)
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
@@ -77,9 +108,13 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
         return
-    loader = next(model.adapter_loader for model in autotune.list_models() if model.family == family)
+    loader = next(
+        model.adapter_loader for model in autotune.list_models() if model.family == family
+    )
     has_page = (output / reporting.PAGE_FILE).is_file()
-    after = reporting.after_training_lines(report, output, planned.report_to, loader, has_page=has_page)
+    after = reporting.after_training_lines(
+        report, output, planned.report_to, loader, has_page=has_page
+    )
     print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), *after])
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)
@@ -87,7 +122,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         print_remark(f"uploaded to {autotune.publish(output, options.push_to_hub)}")
 
 
-def _train_many(plan_file: Path, over: Path, options: TrainOptions, arguments: dict[str, Any]) -> None:
+def _train_many(
+    plan_file: Path, over: Path, options: TrainOptions, arguments: dict[str, Any]
+) -> None:
     for name in OF_ONE_RUN:
         if getattr(options, name):
             hint = "--" + name.replace("_", "-")
@@ -103,20 +140,29 @@ def _train_many(plan_file: Path, over: Path, options: TrainOptions, arguments: d
 
 
 def _require_success(report: "autotune.RunReport") -> None:
-    """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
+    """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the
+    answer is printed.
+    """
     if report.failures:
         for failure in report.failures:
             print_remark(f"error: {failure}")
         print_remark(
-            "hint: look at the run: autotune report FOLDER; a lower --learning-rate or more --steps often help"
+            "hint: look at the run: autotune report FOLDER; a lower --learning-rate or more "
+            "--steps often help"
         )
         raise typer.Exit(1)
 
 
 def publish(
-    run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
-    repo: Annotated[str, typer.Argument(help="Repository; created if it does not exist.", metavar="OWNER/NAME")],
-    public: Annotated[bool, typer.Option("--public", help="Create the repository as public.")] = False,
+    run_folder: Annotated[
+        Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")
+    ],
+    repo: Annotated[
+        str, typer.Argument(help="Repository; created if it does not exist.", metavar="OWNER/NAME")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Create the repository as public.")
+    ] = False,
 ) -> None:
     """Upload a trained adapter to the hub, with samples and a model card."""
     print_out(autotune.publish(run_folder, repo, private=not public))
@@ -124,23 +170,35 @@ def publish(
 
 def sample(
     run_folder: Annotated[
-        Path, typer.Argument(help="Output folder of a run; or a plan, for its model alone.", metavar="RUN|PLAN")
+        Path,
+        typer.Argument(
+            help="Output folder of a run; or a plan, for its model alone.", metavar="RUN|PLAN"
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="What to show.")],
     count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the first picture.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the plan's by default.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps; the plan's by default.")
+    ] = None,
     control: Annotated[
-        list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE")
+        list[Path] | None,
+        typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="File, .mp4 for a clip; in RUN or beside PLAN by default."
+        ),
     ] = None,
 ) -> None:
-    """Sample from a trained adapter, or from a plan's model alone, through the model's stock pipeline."""
+    """Sample from a trained adapter, or from a plan's model alone, through the model's stock
+    pipeline.
+    """
     with show_events() as show:
         written = autotune.sample(
-            run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (), path=output,
+            run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (),
+            path=output,
             on_event=show,
         )  # fmt: skip
     print_out([str(path) for path in written])

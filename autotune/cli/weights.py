@@ -1,4 +1,6 @@
-"""`autotune weights`: look into safetensors files, convert adapters between programs, write models in shards."""
+"""`autotune weights`: look into safetensors files, convert adapters between programs, write
+models in shards.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +12,21 @@ from autotune import reporting
 from autotune.cli.options import Json, one_of
 from autotune.cli.output import print_out, print_result, show_events
 
-app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None
+)
 FORMATS = ("diffusers", "comfyui", "kohya")
 
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A safetensors file; or a model: its folder or index.", metavar="FILE")],
-    no_values: Annotated[bool, typer.Option("--no-values", help="Read headers only: instant at any size.")] = False,
+    file: Annotated[
+        Path,
+        typer.Argument(help="A safetensors file; or a model: its folder or index.", metavar="FILE"),
+    ],
+    no_values: Annotated[
+        bool, typer.Option("--no-values", help="Read headers only: instant at any size.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
@@ -29,20 +38,33 @@ def inspect(
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="An adapter; or a model: its folder or index of shards.", metavar="IN")
+        Path,
+        typer.Argument(help="An adapter; or a model: its folder or index of shards.", metavar="IN"),
     ],
-    target: Annotated[Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")],
-    to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")] = "diffusers",
-    model: Annotated[str | None, typer.Option(help="Family of the adapter, if its names do not show it.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a model's files.", metavar="SIZE")] = "10GB",
+    target: Annotated[
+        Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")
+    ],
+    to: Annotated[
+        str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")
+    ] = "diffusers",
+    model: Annotated[
+        str | None, typer.Option(help="Family of the adapter, if its names do not show it.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a model's files.", metavar="SIZE")
+    ] = "10GB",
 ) -> None:
     """Write an adapter under the names that another program loads, or a model in shards.
 
     Weights and alphas stay the same.
     """
     one_of("--format", to, FORMATS)
-    written = autotune.convert_weights(source, target, to=to, model=model, max_shard_size=max_shard_size)
+    written = autotune.convert_weights(
+        source, target, to=to, model=model, max_shard_size=max_shard_size
+    )
     single = written == (target,)
     print_out(
-        f"written to {target}" if single else f"{len(written)} file{'s' * (len(written) > 1)} written to {target}"
+        f"written to {target}"
+        if single
+        else f"{len(written)} file{'s' * (len(written) > 1)} written to {target}"
     )

@@ -1,4 +1,6 @@
-"""Adapters as other programs train them, for tracing: in their precision, and computed by peft's own passes."""
+"""Adapters as other programs train them, for tracing: in their precision, and computed by peft's
+own passes.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -21,10 +23,11 @@ def add_adapter_as_practiced(
     dtype: "torch.dtype",
     practice: AdapterPractice | None,
 ) -> None:
-    """Add the workload's adapter to a transformer that computes in `dtype`: autotune's own if there is no practice.
+    """Add the workload's adapter to a transformer that computes in `dtype`: autotune's own if there
+    is no practice.
 
-    peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a device, casts the
-    adapter instead; here its weights do that themselves, whenever they are read.
+    peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a
+    device, casts the adapter instead; here its weights do that themselves, whenever they are read.
     """
     if practice is None:
         add_adapter(family, transformer, workload, dtype)
@@ -44,5 +47,10 @@ def _cast_when_read(transformer: "nn.Module", dtype: "torch.dtype") -> None:
             return weight.to(dtype)
 
     layers = [module for module in transformer.modules() if isinstance(module, LoraLayer)]
-    for matrix in (matrix for layer in layers for each in (layer.lora_A, layer.lora_B) for matrix in each.values()):
+    for matrix in (
+        matrix
+        for layer in layers
+        for each in (layer.lora_A, layer.lora_B)
+        for matrix in each.values()
+    ):
         parametrize.register_parametrization(matrix, "weight", Cast(), unsafe=True)

@@ -1,9 +1,11 @@
-"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and frees.
+"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and
+frees.
 
-Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes. Requests up to 1 MiB
-come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment rounded up to 2 MiB. The
-best-fitting free block is split when the rest is worth keeping, and neighbors merge when freed. With expandable
-segments each pool is one range that grows at its end by whole pages, 2 MiB for the small pool and 20 MiB for the large.
+Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes.
+Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones
+get a segment rounded up to 2 MiB. The best-fitting free block is split when the rest is worth
+keeping, and neighbors merge when freed. With expandable segments each pool is one range that grows
+at its end by whole pages, 2 MiB for the small pool and 20 MiB for the large.
 """
 
 import bisect
@@ -75,7 +77,11 @@ class Pool:
         if self.small:
             segment = SMALL_SEGMENT_BYTES
         else:
-            segment = LARGE_SEGMENT_BYTES if size < LARGE_REQUEST_BYTES else rounded(size, SEGMENT_STEP_BYTES)
+            segment = (
+                LARGE_SEGMENT_BYTES
+                if size < LARGE_REQUEST_BYTES
+                else rounded(size, SEGMENT_STEP_BYTES)
+            )
         return self._new(segment, None)
 
     def _extend(self, size: int) -> Block:
@@ -135,7 +141,9 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the device has lent; it never shrinks, as the allocator gives back only when memory runs out."""
+        """What the device has lent; it never shrinks, as the allocator gives back only when
+        memory runs out.
+        """
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, number: int, size: int) -> None:
@@ -158,7 +166,9 @@ class CachingAllocator:
             pool.give(block)
 
 
-def replayed(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> CachingAllocator:
+def replayed(
+    events: Iterable[tuple[int, int]], *, expandable_segments: bool = False
+) -> CachingAllocator:
     """An allocator after (number, bytes) events; a free has negative bytes."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for number, size in events:
@@ -180,9 +190,14 @@ class Waste:
 
 
 def waste_of(
-    events: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], *, expandable_segments: bool = False
+    events: Sequence[tuple[int, int]],
+    kept: Sequence[tuple[int, int]],
+    *,
+    expandable_segments: bool = False,
 ) -> Waste:
-    """From the events of a short pass, and those of its tensors that outlive one block's forward pass."""
+    """From the events of a short pass, and those of its tensors that outlive one block's forward
+    pass.
+    """
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     share = waste_share(kept, expandable_segments=expandable_segments)
@@ -190,10 +205,11 @@ def waste_of(
 
 
 def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
-    """Reserved over allocated bytes, minus one, of what stays: (number, bytes) of a few blocks that stand for many.
+    """Reserved over allocated bytes, minus one, of what stays: (number, bytes) of a few blocks that
+    stand for many.
 
-    Tensors that stay lie side by side in expandable segments, which lose the end of their last page alone, once
-    whatever the number of blocks: in a replay of few it would pass for a share.
+    Tensors that stay lie side by side in expandable segments, which lose the end of their last page
+    alone, once whatever the number of blocks: in a replay of few it would pass for a share.
     """
     if expandable_segments:
         return 0.0

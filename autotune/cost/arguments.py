@@ -1,4 +1,6 @@
-"""Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
+"""Check what a user asks to estimate or plan, before anything is traced; each refusal names the
+nearest valid value.
+"""
 
 from autotune.errors import InvalidInput
 from autotune.families import Family
@@ -15,7 +17,8 @@ def parse_resolution(text: str) -> tuple[int, int]:
     sides = text.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() for side in sides):
         raise InvalidInput(
-            f"{text!r} is no resolution", hint="give the side of a square in px, or width x height: 1024 or 512x768"
+            f"{text!r} is no resolution",
+            hint="give the side of a square in px, or width x height: 1024 or 512x768",
         )
     return int(sides[0]), int(sides[-1])
 
@@ -24,14 +27,16 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
     """The bucket of this shape, if the family can take it.
 
     Raises:
-        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of so many frames.
+        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of
+            so many frames.
     """
     for name, side in (("width", width_px), ("height", height_px)):
         step, max_px = family.size_multiple_px, family.max_side_px
         if side < step or side % step or side > max_px:
             nearest = min(max(step, round(side / step) * step), max_px // step * step)
             raise InvalidInput(
-                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to {max_px}",
+                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} "
+                f"px up to {max_px}",
                 hint=f"the nearest valid {name} is {nearest} px",
             )
     positive("frames", num_frames)
@@ -46,7 +51,9 @@ def positive(name: str, value: int) -> int:
         InvalidInput: it is not.
     """
     if value < 1:
-        raise InvalidInput(f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1")
+        raise InvalidInput(
+            f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1"
+        )
     return value
 
 
@@ -62,18 +69,23 @@ def require_divisor(size: int, effective: int) -> None:
 
 
 def require_sound(candidate: Candidate, context: TuningContext) -> None:
-    """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with each other."""
+    """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with
+    each other.
+    """
     workload = context.workload
     for knob in KNOBS:
         require_choice(knob.name, getattr(candidate, knob.name))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(
-            f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
+            f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's "
+            f"{blocks}",
             hint=f"the nearest valid value is {blocks}, or `all`",
         )
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
         if conflict := knob.conflict(candidate, context):
             what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
-            raise InvalidInput(what, hint="see which settings go together: autotune plan --list-knobs")
+            raise InvalidInput(
+                what, hint="see which settings go together: autotune plan --list-knobs"
+            )

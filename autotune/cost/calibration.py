@@ -1,9 +1,11 @@
-"""What trials teach the cost model: log-residuals per knob, by Bayesian linear regression, with what is left uncertain.
+"""What trials teach the cost model: log-residuals per knob, by Bayesian linear regression, with
+what is left uncertain.
 
-log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with Gaussian priors, so one
-trial moves every prediction, more trials tell the choices apart, and uncertainty shrinks with each (Bishop, Pattern
-Recognition and Machine Learning, section 3.3). A dozen terms need no linear algebra library, whose last bits differ
-between CPUs: residuals are learned one after the other, in plain arithmetic.
+log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with
+Gaussian priors, so one trial moves every prediction, more trials tell the choices apart, and
+uncertainty shrinks with each (Bishop, Pattern Recognition and Machine Learning, section 3.3). A
+dozen terms need no linear algebra library, whose last bits differ between CPUs: residuals are
+learned one after the other, in plain arithmetic.
 """
 
 import math
@@ -18,31 +20,41 @@ IN_PRECISION = "in precision="
 LEVERS = ("modulation=", "norm_rope=")
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
-"""One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
+"""One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at
+the model's shapes.
+"""
 PRIOR_MEMORY = 0.04
 CHOICE_SHARE = 0.7
-"""Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40 simulated searches: .7 was
-within 5% of the best most often (see benchmarks/LOG.md)."""
+"""Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40
+simulated searches: .7 was within 5% of the best most often (see benchmarks/LOG.md)."""
 DOUBLING_SHARE = 0.3
-"""The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the log)."""
+"""The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks
+(see the log).
+"""
 VARIANT_SHARE = 0.03
-"""The same for variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image, FLUX.1, Z-Image at 1,024 px
-on a 4090, predicted), and a quarter of that is doubted. With .1, searches on simulated cards took 11 trials; with .03
-they take 8 to 10, and without these variants 7 or 8."""
+"""The same for variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image,
+FLUX.1, Z-Image at 1,024 px on a 4090, predicted), and a quarter of that is doubted. With .1,
+searches on simulated cards took 11 trials; with .03 they take 8 to 10, and without these
+variants 7 or 8."""
 LEVER_SHARE = 0.3
-"""The same for modulation ahead of time and for norm and RoPE as one function. Without these terms a search never
-learned that one of them is worth less than predicted (see the log)."""
+"""The same for modulation ahead of time and for norm and RoPE as one function. Without these
+terms a search never learned that one of them is worth less than predicted (see the log)."""
 IN_PRECISION_SHARE = 0.3
-"""The same for a weight format, and for an attention backend, in one precision: its kernels for another are others. On
-development tables the fastest of 8 trials was 0.0% slower than the best there is, 1.4% without (see the log)."""
+"""The same for a weight format, and for an attention backend, in one precision: its kernels for
+another are others. On development tables the fastest of 8 trials was 0.0% slower than the best
+there is, 1.4% without (see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
-"""Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C libraries."""
+"""Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C
+libraries.
+"""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
-    """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
+    """The terms that a candidate has: the offset and one per choice that changes how a step
+    runs.
+    """
     return _features(
         candidate.compile != "off",
         candidate.swapped_blocks > 0,
@@ -72,7 +84,12 @@ def _features(
     recomputes: bool,
     doublings: int,
 ) -> tuple[str, ...]:
-    rare = {"compiles": compiles, "swaps": swaps, KEEPS_ATTENTION: keeps_attention, OFFLOADS: offloads}
+    rare = {
+        "compiles": compiles,
+        "swaps": swaps,
+        KEEPS_ATTENTION: keeps_attention,
+        OFFLOADS: offloads,
+    }
     return (
         *(name for name, does in rare.items() if does),
         OFFSET,
@@ -84,7 +101,8 @@ def _features(
         f"{IN_PRECISION}{precision},{quantization}",
         f"{IN_PRECISION}{precision},{attention}",
         f"recomputes={recomputes}",
-        # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for one term.
+        # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for
+        # one term.
         *(f"{DOUBLING}{2**number}" for number in range(doublings)),
     )
 
@@ -97,7 +115,9 @@ class Posterior:
     index: dict[str, int] = field(default_factory=dict)
     mean: tuple[float, ...] = ()
     covariance: tuple[tuple[float, ...], ...] = ()
-    _known: dict[tuple[str, ...], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[str, ...], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """Of terms that were asked for: thousands of candidates share some dozens of such tuples."""
 
     def sigma(self, feature: str) -> float:
@@ -130,18 +150,24 @@ class Posterior:
         return found
 
     def tempered(self, weight: float) -> "Posterior":
-        """As far as it holds for something else: terms there and here correlate by `weight` in [0, 1]."""
+        """As far as it holds for something else: terms there and here correlate by `weight` in
+        [0, 1].
+        """
         covariance = [[weight**2 * value for value in row] for row in self.covariance]
         for name, i in self.index.items():
             covariance[i][i] += (1 - weight**2) * self.sigma(name) ** 2
-        return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _frozen(covariance))
+        return Posterior(
+            self.prior, self.index, tuple(weight * mean for mean in self.mean), _frozen(covariance)
+        )
 
 
 def _frozen(rows: Iterable[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]) -> Posterior:
+def fit(
+    before: Posterior, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]
+) -> Posterior:
     """What is known after `residuals` (natural logarithms) of `candidates`, and `before` them."""
     if not candidates:
         return before
@@ -156,29 +182,40 @@ def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residu
         covariance[-1][index[name]] = before.sigma(name) ** 2
     for candidate, residual in zip(candidates, residuals, strict=True):
         terms = [index[name] for name in features_of(candidate)]
-        shared = [math.fsum(row[i] for i in terms) for row in covariance]  # covariance of each term with this residual
+        shared = [
+            math.fsum(row[i] for i in terms) for row in covariance
+        ]  # covariance of each term with this residual
         variance = math.fsum(shared[i] for i in terms) + noise**2
         surprise = residual - math.fsum(mean[i] for i in terms)
-        mean = [value + share / variance * surprise for value, share in zip(mean, shared, strict=True)]
+        mean = [
+            value + share / variance * surprise for value, share in zip(mean, shared, strict=True)
+        ]
         covariance = [
             [value - share * other / variance for value, other in zip(row, shared, strict=True)]
             for row, share in zip(covariance, shared, strict=True)
         ]
-    return Posterior(before.prior, index, tuple(round(value, DIGITS) for value in mean), _frozen(covariance))
+    return Posterior(
+        before.prior, index, tuple(round(value, DIGITS) for value in mean), _frozen(covariance)
+    )
 
 
 def time_doubt(one: Candidate, other: Candidate) -> float:
-    """One sigma of what trials may yet teach about the ratio of two candidates' step times, as a logarithm.
+    """One sigma of what trials may yet teach about the ratio of two candidates' step times, as a
+    logarithm.
 
     0 for candidates with the same terms: whatever is learned moves both alike.
     """
     prior = Posterior(PRIOR_TIME_DATASHEET)
-    return math.sqrt(math.fsum(prior.sigma(name) ** 2 for name in {*features_of(one)} ^ {*features_of(other)}))
+    return math.sqrt(
+        math.fsum(prior.sigma(name) ** 2 for name in {*features_of(one)} ^ {*features_of(other)})
+    )
 
 
 @dataclass(frozen=True)
 class PriorResiduals:
-    """What trials of another machine or other work taught the cost model of that machine and work."""
+    """What trials of another machine or other work taught the cost model of that machine and
+    work.
+    """
 
     residuals: tuple[tuple[Candidate, Residual], ...]
     weight: float
@@ -194,19 +231,32 @@ class Calibration:
 
     @staticmethod
     def of(
-        residuals: Sequence[tuple[Candidate, Residual]], *, rates_measured: bool, priors: Sequence[PriorResiduals] = ()
+        residuals: Sequence[tuple[Candidate, Residual]],
+        *,
+        rates_measured: bool,
+        priors: Sequence[PriorResiduals] = (),
     ) -> "Calibration":
-        """From what trials here differed from predictions by, and from `priors`, the most alike first.
+        """From what trials here differed from predictions by, and from `priors`, the most alike
+        first.
 
-        Priors may tell that steps take more memory than predicted, never that they take less: trials here tell that.
+        Priors may tell that steps take more memory than predicted, never that they take less:
+        trials here tell that.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
         for prior_residuals in reversed(priors):
-            time = _learned(time, "time", prior_residuals.residuals, [r.time for _, r in prior_residuals.residuals])
+            time = _learned(
+                time,
+                "time",
+                prior_residuals.residuals,
+                [r.time for _, r in prior_residuals.residuals],
+            )
             cautious = [max(0.0, r.memory) for _, r in prior_residuals.residuals]
             memory = _learned(memory, "memory", prior_residuals.residuals, cautious)
-            time, memory = time.tempered(prior_residuals.weight), memory.tempered(prior_residuals.weight)
+            time, memory = (
+                time.tempered(prior_residuals.weight),
+                memory.tempered(prior_residuals.weight),
+            )
         return Calibration(
             time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
             memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
@@ -220,8 +270,14 @@ def _learned(
 
 
 def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
-    """How far a trial was from what was predicted for it before any calibration; what did not run teaches nothing."""
-    if trial.outcome not in ("ok", "oom") or not trial.median_step_seconds or not trial.peak_memory_bytes:
+    """How far a trial was from what was predicted for it before any calibration; what did not
+    run teaches nothing.
+    """
+    if (
+        trial.outcome not in ("ok", "oom")
+        or not trial.median_step_seconds
+        or not trial.peak_memory_bytes
+    ):
         return None
     return Residual(
         time=_log_ratio(trial.median_step_seconds, prediction.step_seconds),

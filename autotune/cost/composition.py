@@ -1,8 +1,10 @@
-"""From traced segments to a model of any depth: levels of live memory along the pass, and their peak.
+"""From traced segments to a model of any depth: levels of live memory along the pass, and their
+peak.
 
-A pass is a row of segments: what comes before the blocks, each block forward, what comes between (output layers and
-loss), each block backward. Each segment changes the level of live bytes by its growth and rises above its start by its
-peak, so the peak of the whole pass is the largest level plus segment peak.
+A pass is a row of segments: what comes before the blocks, each block forward, what comes between
+(output layers and loss), each block backward. Each segment changes the level of live bytes by its
+growth and rises above its start by its peak, so the peak of the whole pass is the largest level
+plus segment peak.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
     from autotune.cost.trace.recorder import Segment
 
 PLAIN, SELECTIVE, WHOLE = 0, 1, 2
-"""What a block keeps: all that its backward pass needs, the output of attention, or its input alone."""
+"""What a block keeps: all that its backward pass needs, the output of attention, or its input
+alone.
+"""
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
-"""Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of launches."""
+"""Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of
+launches.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,14 @@ class PassTable:
     """Bytes of each block's first input, if the pass goes back through it."""
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
-        """To the full model, of each of whose blocks `index` names the traced one that stands for it."""
+        """To the full model, of each of whose blocks `index` names the traced one that stands
+        for it.
+        """
         index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
-        return PassTable(self.before, self.forward[index], self.between, backward, self.inputs[index])
+        return PassTable(
+            self.before, self.forward[index], self.between, backward, self.inputs[index]
+        )
 
     @property
     def seconds(self) -> "NDArray[np.float64]":
@@ -53,7 +63,10 @@ class PassTable:
 
     def plus(self, share: float, start: "PassTable", end: "PassTable") -> "PassTable":
         """This table and `share` of the way from `start` to `end`."""
-        parts = (getattr(self, name) + share * (getattr(end, name) - getattr(start, name)) for name in PARTS)
+        parts = (
+            getattr(self, name) + share * (getattr(end, name) - getattr(start, name))
+            for name in PARTS
+        )
         return PassTable(*parts)
 
 
@@ -117,7 +130,8 @@ class ComposedPasses:
 
 
 class BlockTables:
-    """Tables of one model whose blocks keep everything, the output of attention, and their input alone.
+    """Tables of one model whose blocks keep everything, the output of attention, and their input
+    alone.
 
     Args:
         tables: stretched, in this order; the last block may keep everything in all of them.
@@ -125,10 +139,16 @@ class BlockTables:
     """
 
     def __init__(self, tables: Sequence[PassTable], gradients: "NDArray[np.float64]") -> None:
-        self.num_blocks, self.gradients, self.inputs = len(gradients), gradients, tables[WHOLE].inputs
+        self.num_blocks, self.gradients, self.inputs = (
+            len(gradients),
+            gradients,
+            tables[WHOLE].inputs,
+        )
         self.rows = np.stack(
             [
-                np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[:, :SECONDS]
+                np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[
+                    :, :SECONDS
+                ]
                 for t in tables
             ]
         )
@@ -151,8 +171,8 @@ def compose(
 
     Args:
         tables: of the model; none of a kind that has no block need be there.
-        mixtures: (mixtures, 3): number of blocks that keep their input alone, of those after them that keep attention,
-            and of those from the first on whose input waits on the host.
+        mixtures: (mixtures, 3): number of blocks that keep their input alone, of those after them
+            that keep attention, and of those from the first on whose input waits on the host.
         accumulates: whether gradients of an earlier micro-batch are already there.
     """
     blocks, gradients = tables.num_blocks, tables.gradients
@@ -162,9 +182,11 @@ def compose(
     ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))
     of_segment = np.concatenate([ends, kinds, ends, kinds[:, ::-1]], axis=1)
     segments = np.arange(of_segment.shape[1])
-    growth, peak, scratch = (tables.rows[:, :, column][of_segment, segments] for column in (GROWTH, PEAK, SCRATCH))
-    # An input leaves while its block runs, and is gone when the next leaves: so the last one stays until it is needed.
-    # It comes back while the following block runs backward.
+    growth, peak, scratch = (
+        tables.rows[:, :, column][of_segment, segments] for column in (GROWTH, PEAK, SCRATCH)
+    )
+    # An input leaves while its block runs, and is gone when the next leaves: so the last one stays
+    # until it is needed. It comes back while the following block runs backward.
     leaves = np.where(number < offloaded - 1, tables.inputs, 0.0)
     returns = np.concatenate([np.zeros_like(leaves[:, :1]), leaves[:, :-1]], axis=1)[:, ::-1]
     first_backward = blocks + 2
@@ -179,7 +201,9 @@ def compose(
         arrived[:] = gradients.sum()
     at = np.argmax(starts + peak, axis=1)
     one = np.arange(len(mixtures)), at
-    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1).astype(np.float64)
+    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1).astype(
+        np.float64
+    )
     return ComposedPasses(
         peak_bytes=starts[one] + peak[one],
         saved_bytes=starts[one] - arrived[at],

@@ -1,4 +1,6 @@
-"""Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
+"""Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours
+and money.
+"""
 
 from autotune.cost.arguments import require_sound
 from autotune.cost.model import VaeCost
@@ -22,22 +24,28 @@ ENCODER_WIDTH = 4096
 ENCODER_SHARE = 0.6
 """Of the rate of products that wide, which text encoders reach on single captions."""
 PLAN_SECONDS = 1.0
-"""cuDNN's plan of attention for a length that it has not met, which is twice as long under checkpointing. Not measured
-here: a graph took .4 s (sgl-project/sglang#4650), and one for each new shape .18 s a step (modelscope/FunASR#3705)."""
+"""cuDNN's plan of attention for a length that it has not met, which is twice as long under
+checkpointing. Not measured here: a graph took .4 s (sgl-project/sglang#4650), and one for each
+new shape .18 s a step (modelscope/FunASR#3705)."""
 CHECKPOINTS_PER_JOB = 4
 CHECKPOINT_SECONDS = 1.0
 """Writing and syncing some hundred megabytes."""
 
 
 def estimate(
-    cost: CostModel, candidate: Candidate, *, num_steps: int | None = None, price_per_hour: float | None = None
+    cost: CostModel,
+    candidate: Candidate,
+    *,
+    num_steps: int | None = None,
+    price_per_hour: float | None = None,
 ) -> Estimate:
     """Predict `candidate`, and the job that would run with it.
 
     Args:
         cost: of the work on the machine.
         candidate: one value for every knob.
-        num_steps: optimizer steps of the job; by default what the family advises for the number of images.
+        num_steps: optimizer steps of the job; by default what the family advises for the number of
+            images.
         price_per_hour: of the machine, in whatever currency the answer shall have.
 
     Raises:
@@ -48,7 +56,9 @@ def estimate(
     prediction = cost.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
     steps = num_steps if num_steps is not None else cost.family.defaults.num_steps(images)
-    job = job_time(cost, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps))
+    job = job_time(
+        cost, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps)
+    )
     hours = job.total_seconds / 3600
     return Estimate(
         hardware=hardware.device.name,
@@ -82,17 +92,22 @@ def job_time(
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
-    per_image = _caption_seconds(cost, rates, sum(encoders), element) + _pixels_seconds(cost, rates, vae)
+    per_image = _caption_seconds(cost, rates, sum(encoders), element) + _pixels_seconds(
+        cost, rates, vae
+    )
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
     # Another transformer denoises for about half of the steps, and crosses the bus in each.
-    streamed = model_bytes.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
+    streamed = (
+        model_bytes.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
+    )
     preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
     load = (model_bytes.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
-        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload) + plan_seconds(cost, candidate),
+        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload)
+        + plan_seconds(cost, candidate),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
         "validation_seconds": num_validations * VALIDATION_DRAWS * forward,
@@ -102,14 +117,18 @@ def job_time(
 
 
 def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
-    """Time until cuDNN has a plan of attention for every length that a run meets; 0 if another kernel attends.
+    """Time until cuDNN has a plan of attention for every length that a run meets; 0 if another
+    kernel attends.
 
     A length is that of image and text together, which is padded where there is a mask.
     """
     if cost.tables.kernel_of(candidate) != "cudnn":
         return 0.0
     work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
-    longest, shortest = work.max_text_tokens, (work.text_token_quantiles or (work.max_text_tokens,))[0]
+    longest, shortest = (
+        work.max_text_tokens,
+        (work.text_token_quantiles or (work.max_text_tokens,))[0],
+    )
     num_lengths = 0
     for bucket in work.buckets:
         image_tokens = cost.model.image_tokens(bucket)
@@ -119,7 +138,9 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
 
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:
-    """Encoding one caption where the caching settings have the encoders; streamed ones cross the bus for each."""
+    """Encoding one caption where the caching settings have the encoders; streamed ones cross the
+    bus for each.
+    """
     caching, tokens = cost.caching, mean_text_tokens(cost.workload)
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and cost.hardware.device.kind != "cpu":
@@ -131,7 +152,9 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
 
 
 def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
-    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken to be as fast."""
+    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken
+    to be as fast.
+    """
     if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
         return vae.encode_flops / host_flops_per_second(cost.hardware.host)
     return vae.encode_bytes_moved / rates.bandwidth

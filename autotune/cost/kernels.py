@@ -1,25 +1,27 @@
 """The one table of what a device's kernels do that operations on the meta device do not show.
 
-Tracing runs the model's own code without data, so allocations follow PyTorch's reference decompositions. Where a real
-device runs a fused kernel, or a kernel takes scratch memory of its own, the difference is here and nowhere else:
+Tracing runs the model's own code without data, so allocations follow PyTorch's reference
+decompositions. Where a real device runs a fused kernel, or a kernel takes scratch memory of its
+own, the difference is here and nowhere else:
 
 - attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
-- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row, unless weight and
-  input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
-- dropout: on CPU noise of the input's dtype, on CUDA one kernel that keeps a mask of one byte an element
-  (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
-- compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward. Tables of cosines
-  are not counted as read: they are small and stay in the cache;
-- products in 8 bits: one kernel before and one after each, and a copy of the weight where it is read by columns
-  (`autotune.quantization`, PRODUCT_KERNELS);
+- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row,
+  unless weight and input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
+- dropout: on CPU noise of the input's dtype, on CUDA one kernel that keeps a mask of one byte an
+  element (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
+- compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward.
+  Tables of cosines are not counted as read: they are small and stay in the cache;
+- products in 8 bits: one kernel before and one after each, and a copy of the weight where it is
+  read by columns (`autotune.quantization`, PRODUCT_KERNELS);
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
-  (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere (`autotune.quantization`,
-  CONVERTS_AS_IT_READS);
-- the backward pass of fused attention takes fp32 accumulators (aten/src/ATen/native/transformers/cuda: flash_attn,
-  `mha_bwd`; mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it takes
-  as much is an assumption, from its last kernel, which converts the query's gradient.
+  (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere
+  (`autotune.quantization`, CONVERTS_AS_IT_READS);
+- the backward pass of fused attention takes fp32 accumulators
+  (aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`;
+  mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it
+  takes as much is an assumption, from its last kernel, which converts the query's gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,9 +44,9 @@ DeviceRules = Literal["cpu", "cuda"]
 Work = tuple[str, tuple[int, ...], int, int]
 """One kind of operation: class, shape, FLOPs, bytes moved.
 
-A class may be followed by a dot and what tells its kernel apart: `attention.backward`, `elementwise.gelu`,
-`dequantization.int8`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of
-attention.
+A class may be followed by a dot and what tells its kernel apart: `attention.backward`,
+`elementwise.gelu`, `dequantization.int8`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch,
+heads, queries, keys, dimension) of attention.
 """
 
 
@@ -57,16 +59,21 @@ CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "c
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 
 SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
-"""Elementwise kernels that a CPU computes for longer than it moves their bytes: a quarter to a thirtieth of a
-copy's rate. The probe measures them, and conversions of stored weights, by themselves. `narrow`: broadcasts and sums
-over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorized."""
+"""Elementwise kernels that a CPU computes for longer than it moves their bytes: a quarter to a
+thirtieth of a copy's rate. The probe measures them, and conversions of stored weights, by
+themselves. `narrow`: broadcasts and sums over a last dimension of `NARROW` at most, as Kandinsky
+turns pairs of channels; nothing of that is vectorized."""
 NARROW = 4
 
-ACCUMULATES = tuple(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn"))
+ACCUMULATES = tuple(
+    f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
+)
 """Operations that sum the query's gradient in fp32 scratch memory."""
 
 CUDA_BLOCK_BYTES = 512
-"""Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+"""Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp,
+kMinBlockSize).
+"""
 
 
 def kernel_for(
@@ -76,8 +83,8 @@ def kernel_for(
     hardware: HardwareProfile | None = None,
     precision: str = "bf16",
 ) -> str:
-    """The kernel that `attention` runs: `cpu`, or as `cuda_kernel` names it. Without `hardware`, a card of compute
-    capability 8.0 is meant."""
+    """The kernel that `attention` runs: `cpu`, or as `cuda_kernel` names it. Without `hardware`,
+    a card of compute capability 8.0 is meant."""
     backend = ATTENTION_BACKENDS.get(attention)
     if backend is not None and backend.kernel == "math":
         return "math"
@@ -85,15 +92,19 @@ def kernel_for(
         return "cpu"
     capability = hardware.device.compute_capability if hardware is not None else None
     cudnn = hardware.versions.cudnn if hardware is not None else None
-    return cuda_kernel(attention, masked=masked, precision=precision, capability=capability, cudnn=cudnn)
+    return cuda_kernel(
+        attention, masked=masked, precision=precision, capability=capability, cudnn=cudnn
+    )
 
 
 @contextmanager
 def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
-    """Within this context, functions that the device fuses are traced as the device runs them. Not thread-safe.
+    """Within this context, functions that the device fuses are traced as the device runs them. Not
+    thread-safe.
 
-    They are replaced by name: a torch function mode would be suspended while `backward` recomputes a checkpoint.
-    Whatever backend this process last trained with, the model calls the function that is replaced.
+    They are replaced by name: a torch function mode would be suspended while `backward` recomputes
+    a checkpoint. Whatever backend this process last trained with, the model calls the function that
+    is replaced.
     """
     from diffusers.models.attention_dispatch import attention_backend
 
@@ -111,7 +122,9 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     compiled, product, converted = norm_rope["compiled"], products["meta"], converts["meta"]
     try:
         products["meta"], converts["meta"] = _products_of(rules), converts[rules]
-        norm_rope["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
+        norm_rope["compiled"] = compiled._replace(
+            forward=_joined_norm_rope, backward=_norm_rope_backward
+        )
         for name, substitute in table.items():
             setattr(functional, name, substitute)
         with attention_backend("native"):
@@ -137,14 +150,18 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
     ) -> Any:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype)  # torch turns boolean masks into additive ones
+            mask = torch.zeros_like(
+                mask, dtype=query.dtype
+            )  # torch turns boolean masks into additive ones
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         if kernel == "cpu":
             return aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]
         if kernel.startswith("flash") and mask is None:  # the packages' keep and accumulate as much
-            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         if kernel != "cudnn":  # flash takes no mask
@@ -169,7 +186,9 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, weight, _ = ctx.saved_tensors
-            of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
+            of_weight = (
+                torch.empty_like(weight) if weight is not None and weight.requires_grad else None
+            )
             return gradient * x, of_weight  # reads both and writes one, as the kernel does
 
     def normalized(
@@ -190,17 +209,25 @@ def _joined_norm_rope(
     streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
 ) -> "torch.Tensor":
     lengths, first = [stream.shape[1] for stream in streams], streams[0]
-    out = torch.empty(first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device)
+    out = torch.empty(
+        first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
+    )
     for stream, target in zip(streams, torch.split(out, lengths, dim=1), strict=True):
         target.copy_(stream)
     return out
 
 
 def _norm_rope_backward(
-    gradient: "torch.Tensor", streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
+    gradient: "torch.Tensor",
+    streams: "Sequence[torch.Tensor]",
+    weights: object,
+    tables: object,
+    epsilon: float,
 ) -> "list[torch.Tensor]":
     parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
-    return [part * stream for part, stream in zip(parts, streams, strict=True)]  # reads both and writes one
+    return [
+        part * stream for part, stream in zip(parts, streams, strict=True)
+    ]  # reads both and writes one
 
 
 def _products_of(rules: DeviceRules) -> "quantization.Kernels":
@@ -234,14 +261,21 @@ def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":
 
 
 def int8_product(
-    rows: "torch.Tensor", stored: "torch.Tensor", bias: "torch.Tensor | None", dtype: "torch.dtype", rules: DeviceRules
+    rows: "torch.Tensor",
+    stored: "torch.Tensor",
+    bias: "torch.Tensor | None",
+    dtype: "torch.dtype",
+    rules: DeviceRules,
 ) -> "torch.Tensor":
     """The product of LLM.int8's rows with a stored weight, scaled by both."""
     sums = torch._int_mm(rows, stored.t())
     if rules == "cuda":
         out = sums.to(torch.float16)
     else:
-        scales = [sums.new_empty(shape, dtype=torch.float32) for shape in ((len(sums), 1), (1, sums.shape[1]))]
+        scales = [
+            sums.new_empty(shape, dtype=torch.float32)
+            for shape in ((len(sums), 1), (1, sums.shape[1]))
+        ]
         out = sums * (scales[0] * scales[1]) * 1.0
     if bias is not None:
         out.add_(bias)
@@ -249,9 +283,12 @@ def int8_product(
 
 
 def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
-    """What a CPU takes for a moment to convert operands of a pointwise operation to their common dtype, or factors in
-    float8, and to hold the result of one that works in place until it is converted back."""
-    if operation is torch.ops.aten._scaled_mm.default:  # emulated: copies in fp32, of the second factor two
+    """What a CPU takes for a moment to convert operands of a pointwise operation to their common
+    dtype, or factors in float8, and to hold the result of one that works in place until it is
+    converted back."""
+    if (
+        operation is torch.ops.aten._scaled_mm.default
+    ):  # emulated: copies in fp32, of the second factor two
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
     operands = [tensor for tensor in inputs if tensor.ndim]
     if torch.Tag.pointwise not in operation.tags or len({tensor.dtype for tensor in operands}) < 2:

@@ -17,23 +17,38 @@ if TYPE_CHECKING:
 FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
-"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
+"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes
+from its allocator.
+"""
 WORKSPACES = 2
-"""One for each thread that multiplies: the backward pass runs on autograd's own, with a handle of its own."""
+"""One for each thread that multiplies: the backward pass runs on autograd's own, with a handle
+of its own.
+"""
 HOST_PROCESS_BYTES = 3 << 29
-"""Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
+"""Resident memory of Python with torch, diffusers and transformers imported, with CUDA's
+libraries loaded.
+"""
 VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
 WHOLE_LAYERS = 4
-"""Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in fp32, and a copy."""
+"""Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in
+fp32, and a copy.
+"""
 PHASES = ("load", "cache", "train", "preview", "save")
-MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
+MOVING = (
+    "saved_activation_bytes",
+    "transient_bytes",
+    "attention_workspace_bytes",
+    "gradient_bytes",
+)
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
 
 
 @dataclass(frozen=True)
 class Resident:
-    """What stays on the device whatever the candidate's batch and checkpointing, and what other phases need."""
+    """What stays on the device whatever the candidate's batch and checkpointing, and what other
+    phases need.
+    """
 
     weight_bytes: int
     buffer_bytes: int
@@ -47,7 +62,9 @@ class Resident:
     encoder_bytes: int
     """Text encoders and what they work with, as the cache phase holds them on the device."""
     encoders_stay: bool
-    """Whether they are kept while images are encoded; else they leave as soon as captions are done."""
+    """Whether they are kept while images are encoded; else they leave as soon as captions are
+    done.
+    """
     vae_bytes: int
     decoder_bytes: int
     """What decodes previews besides the VAE."""
@@ -67,16 +84,29 @@ class Resident:
 
 
 def resident_of(
-    hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int, encoders_stay: bool
+    hardware: HardwareProfile,
+    model: "TracedModel",
+    candidate: Candidate,
+    *,
+    encoder_bytes: int,
+    encoders_stay: bool,
 ) -> Resident:
-    """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings have it."""
-    precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
+    """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
+    have it.
+    """
+    precision, quantization, swapped = (
+        candidate.precision,
+        candidate.quantization,
+        candidate.swapped_blocks,
+    )
     model_bytes = model.model_bytes(precision, quantization, candidate.modulation)
     state_bytes, working_bytes = _optimizer_bytes(model, model_bytes, candidate)
     average = model_bytes.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
-    ahead = _modulation_memory(model_bytes.modulation, model, is_pinned=hardware.device.kind == "cuda")
+    ahead = _modulation_memory(
+        model_bytes.modulation, model, is_pinned=hardware.device.kind == "cuda"
+    )
     on_device = model_bytes.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     return Resident(
         weight_bytes=model_bytes.weight_bytes - away_bytes(model_bytes, swapped),
@@ -84,7 +114,9 @@ def resident_of(
         adapter_bytes=model_bytes.adapter_bytes,
         optimizer_bytes=state_bytes + (average if model.workload.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
-        set_aside_bytes=average if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free" else 0,
+        set_aside_bytes=average
+        if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free"
+        else 0,
         quantizing_bytes=_quantizing_bytes(hardware, quantization, model_bytes.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
@@ -96,7 +128,8 @@ def resident_of(
             # A window is computed when nothing but what previews keep is there, too.
             ahead.computing_bytes,
             model.forward_bytes(precision, quantization, candidate.modulation),
-            # Another transformer denoises too, unquantized: its layers come to the device one by one.
+            # Another transformer denoises too, unquantized: its layers come to the device one by
+            # one.
             model.forward_bytes(precision, "none") + model_bytes.largest_layer_bytes
             if model.family.other_denoisers
             else 0,
@@ -114,8 +147,11 @@ def resident_of(
     )
 
 
-def _optimizer_bytes(model: "TracedModel", model_bytes: "ModelBytes", candidate: Candidate) -> tuple[int, int]:
-    """What the optimizer keeps, and what it works with while it steps: copies of the adapter in fp32 beside its state.
+def _optimizer_bytes(
+    model: "TracedModel", model_bytes: "ModelBytes", candidate: Candidate
+) -> tuple[int, int]:
+    """What the optimizer keeps, and what it works with while it steps: copies of the adapter in
+    fp32 beside its state.
 
     Another program's practice is known of AdamW alone.
     """
@@ -142,13 +178,17 @@ class ModulationMemory:
     """On the device, while a window is computed: the largest layer with its inputs and outputs."""
 
 
-def _modulation_memory(layers: "ModulationBytes | None", model: "TracedModel", *, is_pinned: bool) -> ModulationMemory:
+def _modulation_memory(
+    layers: "ModulationBytes | None", model: "TracedModel", *, is_pinned: bool
+) -> ModulationMemory:
     if layers is None:
         return ModulationMemory()
     images, defaults = model.workload.effective_batch_size, model.family.defaults
     draws = images * window_steps(layers.row_bytes, images)
     window = draws * layers.row_bytes
-    size = layers.weight_bytes // sum(inputs * outputs + outputs for inputs, outputs in layers.shapes)
+    size = layers.weight_bytes // sum(
+        inputs * outputs + outputs for inputs, outputs in layers.shapes
+    )
     beside = max(2 * inputs + outputs for inputs, outputs in layers.shapes)
     return ModulationMemory(
         1 << (window - 1).bit_length() if is_pinned else window,
@@ -157,7 +197,9 @@ def _modulation_memory(layers: "ModulationBytes | None", model: "TracedModel", *
     )
 
 
-def _quantizing_bytes(hardware: HardwareProfile, quantization: str, largest_layer_bytes: int) -> int:
+def _quantizing_bytes(
+    hardware: HardwareProfile, quantization: str, largest_layer_bytes: int
+) -> int:
     """What a layer takes beyond its stored weight for a moment, when it arrives."""
     weight_format = WEIGHT_FORMATS[quantization]
     if not weight_format.quantize:
@@ -165,11 +207,15 @@ def _quantizing_bytes(hardware: HardwareProfile, quantization: str, largest_laye
     if weight_format.quantizing_slices is None:
         return WHOLE_LAYERS * largest_layer_bytes
     slice_bytes = CPU_SLICE_BYTES if hardware.device.kind == "cpu" else SLICE_BYTES
-    return largest_layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, largest_layer_bytes))
+    return largest_layer_bytes + round(
+        weight_format.quantizing_slices * min(slice_bytes, largest_layer_bytes)
+    )
 
 
 def away_bytes(model_bytes: "ModelBytes", swapped: int) -> int:
-    """Frozen weights that wait on the host: those of the swapped blocks but for the two that visit the device."""
+    """Frozen weights that wait on the host: those of the swapped blocks but for the two that
+    visit the device.
+    """
     blocks = model_bytes.block_weight_bytes[:swapped]
     return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
@@ -182,7 +228,9 @@ def library_bytes(hardware: HardwareProfile) -> int:
     return WORKSPACES * (HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES)
 
 
-def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: float) -> tuple[PhaseMemory, ...]:
+def phases_of(
+    resident: Resident, composed: ComposedPass, waste: float, factor: float
+) -> tuple[PhaseMemory, ...]:
     """Every phase of a job, in order.
 
     Args:
@@ -203,9 +251,13 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
     resting = weights + r.adapter_bytes + r.optimizer_bytes
     optimizing = r.adapter_bytes + r.optimizer_transient_bytes
     if optimizing > sum(step.values()):
-        step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
+        step = {
+            "gradient_bytes": r.adapter_bytes,
+            "transient_bytes": r.optimizer_transient_bytes + r.library_bytes,
+        }
     correction = (factor - 1) * (resting + sum(step.values()))
-    # Weights, adapter and gradients are counted, so that only what comes and goes can be less than was predicted.
+    # Weights, adapter and gradients are counted, so that only what comes and goes can be less than
+    # was predicted.
     for part in ("transient_bytes", "saved_activation_bytes"):
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)
@@ -224,18 +276,33 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
 
 @lru_cache(maxsize=1024)
 def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
-    """The phases before training and those after it, which thousands of candidates have in common."""
+    """The phases before training and those after it, which thousands of candidates have in
+    common.
+    """
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.buffer_bytes
-    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes) + r.set_aside_bytes
+    forward = (
+        max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
+        + r.set_aside_bytes
+    )
     decoders = r.vae_bytes + r.decoder_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
-    encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images
+    encoding = max(
+        (r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum
+    )  # captions, then images
     return (
-        _phase(r, "load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
+        _phase(
+            r, "load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes
+        ),
         _phase(r, "cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
     ), (
-        _phase(r, "preview", weight_bytes=weights + decoders, **kept, transient_bytes=forward + r.library_bytes),
+        _phase(
+            r,
+            "preview",
+            weight_bytes=weights + decoders,
+            **kept,
+            transient_bytes=forward + r.library_bytes,
+        ),
         _phase(r, "save", weight_bytes=weights, **kept),
     )
 
@@ -245,7 +312,10 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
     allocated = sum(whole.values())
     rounding = round(r.waste_share * whole["weight_bytes"] + waste)
     breakdown = MemoryBreakdown.model_construct(
-        None, **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
+        None,
+        **{**EMPTY, **whole},
+        process_overhead_bytes=r.overhead_bytes,
+        allocator_rounding_bytes=rounding,
     )
     return PhaseMemory.model_construct(
         name=name,

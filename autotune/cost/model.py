@@ -1,4 +1,6 @@
-"""The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
+"""The traced side of a prediction: everything that depends on the model and the workload, cached
+by what decides it.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,7 +27,13 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, block_numbers, build_on_meta
-from autotune.knobs import NormRope, apply_recomputation, encoder_precision, region_offsets, torch_dtype
+from autotune.knobs import (
+    NormRope,
+    apply_recomputation,
+    encoder_precision,
+    region_offsets,
+    torch_dtype,
+)
 from autotune.runtime import is_out_of_memory, lazy_module
 from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
 
@@ -40,8 +48,8 @@ else:
 
 ALLOCATORS = ("default", "expandable")
 BLENDS = {"blend_v", "blend_h", "blend_t"}
-"""Methods that mix a decoded tile's margin into its neighbor's in place, row by row: thousands of operations, on rows
-that are never what takes most."""
+"""Methods that mix a decoded tile's margin into its neighbor's in place, row by row: thousands
+of operations, on rows that are never what takes most."""
 NUM_REMEMBERED = 4
 """Traced models that are kept for whoever asks for the same again."""
 P = ParamSpec("P")
@@ -84,7 +92,9 @@ class ModelBytes:
     largest_layer_bytes: int
     """Of one weight before quantization."""
     waste_share: Mapping[str, float]
-    """What the caching allocator reserves beyond the weights, as a share of them, by how it grows."""
+    """What the caching allocator reserves beyond the weights, as a share of them, by how it
+    grows.
+    """
     modulation: ModulationBytes | None = None
     """If its layers are not among the weights."""
 
@@ -98,7 +108,9 @@ class VaeCost:
     decode_transient_bytes: int
     """Of decoding in tiles, where it can: previews do so where memory is short."""
     encode_bytes_moved: int
-    """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
+    """Read and written by the operations that encode one item: convolutions of this kind wait
+    for memory.
+    """
     encode_flops: int
     """What they compute, which a CPU waits for."""
 
@@ -114,8 +126,15 @@ def traced_model(
     parts: Parts,
     overheads: Overheads | None = None,
 ) -> "TracedModel":
-    """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share what was traced."""
-    key = family, workload, rules, repr((sorted(config.items()), parts, overheads and overheads.traced))
+    """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share
+    what was traced.
+    """
+    key = (
+        family,
+        workload,
+        rules,
+        repr((sorted(config.items()), parts, overheads and overheads.traced)),
+    )
     known = family, config, workload, rules, parts, overheads
     model = _remembered.pop(key, None) or TracedModel(*known)
     while len(_remembered) >= NUM_REMEMBERED:
@@ -142,7 +161,13 @@ class TracedModel:
         parts: Parts,
         overheads: Overheads | None = None,
     ) -> None:
-        self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
+        self.family, self.config, self.workload, self.rules, self.parts = (
+            family,
+            config,
+            workload,
+            rules,
+            parts,
+        )
         self.overheads = overheads
         self._resident = build_on_meta(family, config)
         kinds = block_kinds(family, self._resident)
@@ -150,7 +175,9 @@ class TracedModel:
         """Of the full model."""
         adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
         self.picked, self.index, adapted_traced = choose_traced(kinds, adapted)
-        """Blocks of each list that are traced; for each block of the full model, the one that stands for it."""
+        """Blocks of each list that are traced; for each block of the full model, the one that
+        stands for it.
+        """
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
@@ -159,7 +186,9 @@ class TracedModel:
         self.in_shape = cache(self._in_shape)
 
     def _build_template(self, modulation: str) -> Any:
-        """The shortened transformer; modulations that are computed ahead are those of the full one."""
+        """The shortened transformer; modulations that are computed ahead are those of the full
+        one.
+        """
         if modulation != "ahead":
             return self._resident
         transformer = build_on_meta(self.family, self.config)
@@ -168,7 +197,9 @@ class TracedModel:
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
-        """The same model under images of one size and captions of one length: itself, if these are its largest."""
+        """The same model under images of one size and captions of one length: itself, if these
+        are its largest.
+        """
         if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
@@ -177,21 +208,34 @@ class TracedModel:
         return other
 
     def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, called once for each argument; its failures on what nobody published are the configuration's.
+        """`function`, called once for each argument; its failures on what nobody published are the
+        configuration's.
 
-        Raises InvalidInput for those: classes are built from most configurations, and fail when they run.
+        Raises InvalidInput for those: classes are built from most configurations, and fail when
+        they run.
         """
 
         def call(*arguments: P.args, **options: P.kwargs) -> T:
             try:
                 return function(*arguments, **options)
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            except (
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:
                 published = (dict(self.family.transformer_config), self.family.parts)
                 if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
                     raise
                 raise InvalidInput(
-                    f"a model of this configuration does not run: {first_line(error) or type(error).__name__}",
-                    hint="compare config.json in transformer/ and vae/ with those that were published",
+                    "a model of this configuration does not run: "
+                    f"{first_line(error) or type(error).__name__}",
+                    hint=(
+                        "compare config.json in transformer/ and vae/ with those that were "
+                        "published"
+                    ),
                 ) from error
 
         return cache(call)  # type: ignore[return-value]
@@ -213,14 +257,18 @@ class TracedModel:
     def masked(self, micro_batch_size: int) -> bool:
         """Whether attention gets a mask because captions differ in length."""
         always = self.family.has_attention_mask(1, "exact")
-        return not always and self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
+        return not always and self.family.has_attention_mask(
+            micro_batch_size, self.workload.text_padding
+        )
 
     def image_tokens(self, bucket: Bucket) -> int:
         """Tokens that the transformer makes of an image or a clip, its control images included."""
         frames = self.family.num_latent_frames(bucket.num_frames) + self.workload.num_control_images
         return self.family.tokens_per_frame(bucket) * frames
 
-    def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
+    def _model(
+        self, precision: str, quantization: str, modulation: str = "resident"
+    ) -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
         from autotune.cost.quantized import quantize_for_tracing
         from autotune.cost.trace.shapes import Remembering
@@ -235,7 +283,10 @@ class TracedModel:
             practice = self._practice(quantization)
             work = self.workload.changed(adapted_blocks=self._traced_blocks)
             not_drawn = diffusers.models.modeling_utils.no_init_weights()
-            with torch.device("meta"), not_drawn:  # peft would draw the adapter's numbers on the host first
+            with (
+                torch.device("meta"),
+                not_drawn,
+            ):  # peft would draw the adapter's numbers on the host first
                 add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
@@ -245,8 +296,12 @@ class TracedModel:
         return self.overheads.adapter_on(quantization) if self.overheads else None
 
     def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
-        """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
-        batch = meta_batch(self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype)
+        """Let modules make the rotary tables that they keep, or the first trace would count them
+        as its own.
+        """
+        batch = meta_batch(
+            self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype
+        )
         noise = torch.empty_like(batch["latents"])
         kernel = kernel_for("native", self.rules, self.masked(1))
         with substitutes(kernel, self.rules), torch.no_grad():
@@ -265,28 +320,42 @@ class TracedModel:
         norm_rope: str = "stock",
         train: bool = True,
     ) -> TracePass:
-        """A pass at micro-batch `size` whose first `recomputed` blocks of the shortened model recompute, all of them or
-        all but attention."""
+        """A pass at micro-batch `size` whose first `recomputed` blocks of the shortened model
+        recompute, all of them or all but attention."""
         transformer = self.model(precision, quantization, modulation)
         dtype, masked = torch_dtype(precision), self.masked(size)
         selective = recomputed if keeps_attention else 0
         whole = recomputed - selective
-        apply_recomputation(transformer, self.family, checkpointed_blocks=whole, selective_blocks=selective)
+        apply_recomputation(
+            transformer, self.family, checkpointed_blocks=whole, selective_blocks=selective
+        )
         if self.family.attention_layouts:
             NormRope().apply(transformer, self.family, norm_rope)
         known = self.family, self.config, self.workload
-        multiple = token_multiple(kernel) if self.overheads is None else 1  # others do not pad for it
+        multiple = (
+            token_multiple(kernel) if self.overheads is None else 1
+        )  # others do not pad for it
         batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
         return trace_pass(
-            self.family, transformer, batch, kernel=kernel, rules=self.rules, autocast=autocast, train=train
+            self.family,
+            transformer,
+            batch,
+            kernel=kernel,
+            rules=self.rules,
+            autocast=autocast,
+            train=train,
         )
 
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
-        """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
+        """Most that one item's forward pass takes without gradients: segments leave almost
+        nothing behind.
+        """
         kernel = kernel_for("native", self.rules, self.masked(1))
-        trace = self.traced(precision, quantization, kernel, 1, 0, modulation=modulation, train=False)
+        trace = self.traced(
+            precision, quantization, kernel, 1, 0, modulation=modulation, train=False
+        )
         level = peak = 0
         for segment in (trace.before, *trace.forward, trace.between):
             peak = max(peak, level + segment.peak_bytes)
@@ -294,18 +363,30 @@ class TracedModel:
         return peak
 
     def _vae_cost(self, precision: str) -> VaeCost:
-        """The family's autoencoder for the largest bucket, traced; nothing for a model whose parts are unknown."""
+        """The family's autoencoder for the largest bucket, traced; nothing for a model whose
+        parts are unknown.
+        """
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         with torch.device("meta"):
-            vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).eval()
-            torch.nn.Module.to(vae, dtype)  # diffusers' own warns of parts that stay in fp32, even if there are none
-            pixels = torch.empty(3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype)
+            vae = (
+                getattr(diffusers, self.parts.vae_class)
+                .from_config(dict(self.parts.vae_config))
+                .eval()
+            )
+            torch.nn.Module.to(
+                vae, dtype
+            )  # diffusers' own warns of parts that stay in fp32, even if there are none
+            pixels = torch.empty(
+                3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype
+            )
         latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
         calls = (
             lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
-            lambda: vae.decode(self.family.decodable(torch.empty(1, *latents, dtype=dtype, device="meta"))),
+            lambda: vae.decode(
+                self.family.decodable(torch.empty(1, *latents, dtype=dtype, device="meta"))
+            ),
         )
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         encode = trace_inference(calls[0], vae, self.rules)
@@ -318,7 +399,9 @@ class TracedModel:
         moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
 
-    def _model_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
+    def _model_bytes(
+        self, precision: str, quantization: str, modulation: str = "resident"
+    ) -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
         model = self.model(precision, quantization, modulation)
         blocks = self.family.blocks(model)
@@ -333,7 +416,11 @@ class TracedModel:
         outside_trainable = [p for p in all_trainable if id(p) not in in_blocks]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none", modulation))
-        sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
+        sizes = [
+            tensor.untyped_storage().nbytes()
+            for block in blocks
+            for tensor in stored_tensors(block)
+        ]
         kept = [(i + 1, size) for i, size in enumerate(sizes)] if self.rules == "cuda" else []
         return ModelBytes(
             weight_bytes=outside + sum(frozen[i] for i in index),
@@ -342,12 +429,19 @@ class TracedModel:
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
             adapter_shapes=Counter(tuple(p.shape) for p in full_trainable),
-            block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
+            block_adapter_bytes=tuple(
+                sum(p.numel() * p.element_size() for p in trainable[i]) for i in index
+            ),
             block_weight_bytes=tuple(frozen[i] for i in index),
             block_pinned_bytes=tuple(pinned[i] for i in index),
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
-            largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
-            waste_share={how: waste_share(kept, expandable_segments=how == "expandable") for how in ALLOCATORS},
+            largest_layer_bytes=max(
+                p.untyped_storage().nbytes() for block in plain for p in block.parameters()
+            ),
+            waste_share={
+                how: waste_share(kept, expandable_segments=how == "expandable")
+                for how in ALLOCATORS
+            },
             modulation=_away_modulation(knobs.find_modulation_ahead(model)),
         )
 
@@ -356,10 +450,15 @@ def _away_modulation(ahead: "knobs.ModulationAhead | None") -> ModulationBytes |
     if ahead is None:
         return None
     size = ahead.dtype.itemsize
-    shapes = tuple((like.shape[1], like.shape[0]) for like in ahead.tensors.values() if like.ndim == 2)
+    shapes = tuple(
+        (like.shape[1], like.shape[0]) for like in ahead.tensors.values() if like.ndim == 2
+    )
     weight_bytes = size * sum(like.numel() for like in ahead.tensors.values())
     return ModulationBytes(
-        weight_bytes, ahead.row_bytes, shapes, size * max(rows * columns for rows, columns in shapes)
+        weight_bytes,
+        ahead.row_bytes,
+        shapes,
+        size * max(rows * columns for rows, columns in shapes),
     )
 
 

@@ -1,4 +1,6 @@
-"""What several processes change in a prediction: memory of one device, and time for what they send each other."""
+"""What several processes change in a prediction: memory of one device, and time for what they
+send each other.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,8 +18,8 @@ PASSES = 2
 
 LINK_BANDWIDTH = {"nvlink": 150e9}
 PCIE_BANDWIDTH = 12e9
-"""Bytes per second and direction in a collective: about half of what third-generation NVLink and PCIe 4.0 x16 carry.
-Round figures, not measured here."""
+"""Bytes per second and direction in a collective: about half of what third-generation NVLink and
+PCIe 4.0 x16 carry. Round figures, not measured here."""
 COLLECTIVE_SHARE = 0.5
 """Of an interconnect's nominal bandwidth that a collective gets: the same round figure."""
 USUAL_INTERCONNECT = 10e9 / 8
@@ -46,13 +48,21 @@ class Parallel:
         return self.num_processes // self.num_nodes
 
     def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
-        """What one process may take: each has a device of its own, but on a CPU they share the memory."""
+        """What one process may take: each has a device of its own, but on a CPU they share the
+        memory.
+        """
         is_shared = hardware.device.kind == "cpu"
-        return budget.changed(num_bytes=budget.num_bytes // self.processes_per_node) if is_shared else budget
+        return (
+            budget.changed(num_bytes=budget.num_bytes // self.processes_per_node)
+            if is_shared
+            else budget
+        )
 
     @property
     def sharded(self) -> "tuple[Parallel, ...]":
-        """The ways to shard weights over these processes, the one that sends least over the interconnect first."""
+        """The ways to shard weights over these processes, the one that sends least over the
+        interconnect first.
+        """
         ways: tuple[Strategy, ...] = ("fsdp2",)
         if 1 < self.num_nodes < self.num_processes:
             ways = ("hybrid", "fsdp2")
@@ -65,7 +75,8 @@ class Parallel:
     def resident(self, whole: Resident, model_bytes: "ModelBytes") -> Resident:
         """What one device keeps of a model that alone would take `whole`.
 
-        DDP's buckets hold each gradient once more, beside the one that accumulates without synchronization.
+        DDP's buckets hold each gradient once more, beside the one that accumulates without
+        synchronization.
         """
         if self.strategy == "single":
             return whole
@@ -74,29 +85,43 @@ class Parallel:
             gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
         return replace(
             whole,
-            weight_bytes=self.weight_bytes(model_bytes) if self.num_shards > 1 else whole.weight_bytes,
+            weight_bytes=self.weight_bytes(model_bytes)
+            if self.num_shards > 1
+            else whole.weight_bytes,
             bucket_bytes=whole.adapter_bytes,
             gathered_bytes=gathered,
         )
 
-    def exchange_seconds(self, hardware: HardwareProfile, model_bytes: "ModelBytes", accumulation: int) -> float:
+    def exchange_seconds(
+        self, hardware: HardwareProfile, model_bytes: "ModelBytes", accumulation: int
+    ) -> float:
         """What one step sends; it overlaps with computing.
 
-        Each collective is a ring, through which every byte but a process's own passes: its slowest link decides. A ring
-        of `hybrid` that gathers weights stays within a node.
+        Each collective is a ring, through which every byte but a process's own passes: its slowest
+        link decides. A ring of `hybrid` that gathers weights stays within a node.
         """
         if self.strategy == "single":
             return 0.0
         paths = {link.path for link in hardware.device.links}
-        within = min((LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH)
+        within = min(
+            (LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH
+        )
         across = within
         if self.num_nodes > 1:
             across = COLLECTIVE_SHARE * (self.interconnect_bytes_per_second or USUAL_INTERCONNECT)
             across = min(within, across) if self.num_nodes < self.num_processes else across
         others = (self.num_processes - 1) / self.num_processes
-        seconds = 2 * model_bytes.adapter_bytes * others / across  # reduce, then gather: an all-reduce
+        seconds = (
+            2 * model_bytes.adapter_bytes * others / across
+        )  # reduce, then gather: an all-reduce
         if self.num_shards > 1:
-            gathered = PASSES * accumulation * model_bytes.weight_bytes * (self.num_shards - 1) / self.num_shards
+            gathered = (
+                PASSES
+                * accumulation
+                * model_bytes.weight_bytes
+                * (self.num_shards - 1)
+                / self.num_shards
+            )
             seconds += gathered / (within if self.strategy == "hybrid" else across)
         return seconds
 

@@ -19,7 +19,13 @@ from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts
-from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching, encoder_gpu_of
+from autotune.knobs import (
+    ELEMENTWISE_SHARE,
+    LAUNCH_SHARE,
+    TuningContext,
+    choose_caching,
+    encoder_gpu_of,
+)
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -38,17 +44,21 @@ from autotune.schema import (
 BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
 """Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 OPTIMIZER_BYTES_MOVED = 52
-"""Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and written, copy back."""
+"""Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and
+written, copy back.
+"""
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
-"""Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4 s for 1,440."""
+"""Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4
+s for 1,440.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
     """The cost model of one workload on one machine: an immutable value.
 
-    A prediction depends on its fields and the candidate alone. Methods that replace a field return a new cost model,
-    which shares everything that was traced.
+    A prediction depends on its fields and the candidate alone. Methods that replace a field return
+    a new cost model, which shares everything that was traced.
     """
 
     tables: PassTables
@@ -89,10 +99,12 @@ class CostModel:
             workload: of one process.
             family: of the model.
             config: of the transformer.
-            parts: the models around the transformer; by default the published ones of the published transformer.
+            parts: the models around the transformer; by default the published ones of the published
+                transformer.
             memory_budget: what a run may take of the device; by default what the device leaves.
             caching: how captions are encoded, and why; chosen to fit by default.
-            caching_pins: fields of `CachingSettings` that are fixed, as text; only if `caching` is not given.
+            caching_pins: fields of `CachingSettings` that are fixed, as text; only if `caching` is
+                not given.
             caching_exclusions: values of such fields that may not be chosen, as text.
             parallel: how many processes train together.
             overheads: of the program that trains, if that is not autotune's executor.
@@ -101,7 +113,9 @@ class CostModel:
             InvalidInput: a pin cannot be.
         """
         if parts is None:
-            parts = next((each.parts for each in family.models if dict(config) == dict(each.config)), Parts())
+            parts = next(
+                (each.parts for each in family.models if dict(config) == dict(each.config)), Parts()
+            )
         model = traced_model(family, config, workload, rules_of(hardware), parts, overheads)
         tables = PassTables(model, hardware, overheads)
         budget = memory_budget or hardware.device.budget
@@ -132,7 +146,9 @@ class CostModel:
 
     @property
     def resident_encoder_bytes(self) -> int:
-        """Bytes of encoders and VAE that stay on the device during training, if the caching settings keep them."""
+        """Bytes of encoders and VAE that stay on the device during training, if the caching
+        settings keep them.
+        """
         if self.caching.residency == "release":
             return 0
         size, vae_stays = self.tables.encoder_size, self.caching.vae_device == "training"
@@ -154,19 +170,31 @@ class CostModel:
         """What the choices for training depend on."""
         return TuningContext(self.hardware, self.family, self.workload, self.training_budget)
 
-    def with_calibration(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> Self:
-        """The same cost model, corrected by all of `trials` and by `priors`, in place of any earlier correction."""
-        pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
-        rates = [self.tables.rates_of(candidate) for candidate, _ in pairs] or [self.tables.usual_rates]
+    def with_calibration(
+        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+    ) -> Self:
+        """The same cost model, corrected by all of `trials` and by `priors`, in place of any
+        earlier correction.
+        """
+        pairs = [
+            (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
+        ]
+        rates = [self.tables.rates_of(candidate) for candidate, _ in pairs] or [
+            self.tables.usual_rates
+        ]
         measured = all(each.measured for each in rates)
         calibration = Calibration.of(pairs, rates_measured=measured, priors=priors)
-        return replace(self, calibration=calibration, process_bytes=self._measured_process_bytes(trials))
+        return replace(
+            self, calibration=calibration, process_bytes=self._measured_process_bytes(trials)
+        )
 
     def _measured_process_bytes(self, trials: Sequence[TrialResult]) -> int | None:
         if self.hardware.device.kind != "cpu":
             return None
         besides = [
-            t.host_memory_bytes - t.peak_memory_bytes for t in trials if t.host_memory_bytes and t.peak_memory_bytes
+            t.host_memory_bytes - t.peak_memory_bytes
+            for t in trials
+            if t.host_memory_bytes and t.peak_memory_bytes
         ]
         return max(0, round(statistics.median(besides))) if besides else None
 
@@ -182,10 +210,14 @@ class CostModel:
     def with_overheads(self, overheads: Overheads, caching: tuple[CachingSettings, Reason]) -> Self:
         """The same work by another program, which encodes captions in its way, before any trial."""
         tables = PassTables(self.model.with_overheads(overheads), self.hardware, overheads)
-        return replace(self, tables=tables, caching=caching[0], caching_reason=caching[1], calibration=None)
+        return replace(
+            self, tables=tables, caching=caching[0], caching_reason=caching[1], calibration=None
+        )
 
     def as_trials_run(self) -> Self:
-        """The same work as trials do it: by autotune's executor in one process, which keeps no buckets to send."""
+        """The same work as trials do it: by autotune's executor in one process, which keeps no
+        buckets to send.
+        """
         return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
     def for_hardware(self, hardware: HardwareProfile) -> Self:
@@ -201,8 +233,12 @@ class CostModel:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Bytes of the frozen weights as the candidate stores them; needs no trace."""
-        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
-        return self.parallel.weight_bytes(model_bytes) - away_bytes(model_bytes, candidate.swapped_blocks)
+        model_bytes = self.model.model_bytes(
+            candidate.precision, candidate.quantization, candidate.modulation
+        )
+        return self.parallel.weight_bytes(model_bytes) - away_bytes(
+            model_bytes, candidate.swapped_blocks
+        )
 
     def activation_bytes(self, candidate: Candidate) -> float:
         """Bytes that one micro-batch keeps for its backward pass."""
@@ -217,7 +253,9 @@ class CostModel:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
-        calibration = self.calibration or Calibration.of((), rates_measured=self.tables.rates_of(candidate).measured)
+        calibration = self.calibration or Calibration.of(
+            (), rates_measured=self.tables.rates_of(candidate).measured
+        )
         return self._predict(candidate, calibration)
 
     def predict_uncalibrated(self, candidate: Candidate) -> Prediction:
@@ -249,12 +287,16 @@ class CostModel:
         )
 
     def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
-        """A candidate's pass, what the allocator reserves beyond it, and seconds by class: trials change none of it."""
+        """A candidate's pass, what the allocator reserves beyond it, and seconds by class:
+        trials change none of it.
+        """
         self.prepare((candidate,))
         return self.tables.steps[candidate, self.parallel]
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
-        """Find at once what predictions of `candidates` rest on: sooner than one by one, and the same bits."""
+        """Find at once what predictions of `candidates` rest on: sooner than one by one, and the
+        same bits.
+        """
         alike: dict[tuple[object, ...], list[Candidate]] = {}
         for each in candidates:
             if (each, self.parallel) not in self.tables.steps:
@@ -263,7 +305,9 @@ class CostModel:
             self._prepare(group)
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
-        """What candidates must have in common to be composed of the same tables: all but how many blocks."""
+        """What candidates must have in common to be composed of the same tables: all but how
+        many blocks.
+        """
         others = (value for name, value in candidate if name not in BLOCK_NUMBERS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
@@ -271,11 +315,18 @@ class CostModel:
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
         """The same of candidates that are alike by `_all_but_depth`."""
-        one, numbers = candidates[0], np.array([[getattr(each, name) for name in BLOCK_NUMBERS] for each in candidates])
-        composed = self.tables.passes(PassChoice.of(one), numbers[:, :3], self._accumulation(one) > 1)
+        one, numbers = (
+            candidates[0],
+            np.array([[getattr(each, name) for name in BLOCK_NUMBERS] for each in candidates]),
+        )
+        composed = self.tables.passes(
+            PassChoice.of(one), numbers[:, :3], self._accumulation(one) > 1
+        )
         waste = self.tables.waste_bytes(one, numbers[:, 0] + numbers[:, 1], composed.saved_bytes)
         by_class = self._step_time(one, composed, numbers[:, 2:3], numbers[:, 3:])
-        seconds = {name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()}
+        seconds = {
+            name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()
+        }
         for at, each in enumerate(candidates):
             time = {name: float(values[at]) for name, values in seconds.items()}
             self.tables.steps[each, self.parallel] = composed[at], float(waste[at]), time
@@ -283,11 +334,13 @@ class CostModel:
     def predict_mixtures(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bytes of a training step and its seconds for many numbers of blocks at once, before any calibration.
+        """Bytes of a training step and its seconds for many numbers of blocks at once, before any
+        calibration.
 
         Args:
             candidate: all other choices.
-            passes: (passes, 3): numbers of checkpointed and selective blocks, and of offloaded inputs.
+            passes: (passes, 3): numbers of checkpointed and selective blocks, and of offloaded
+                inputs.
             swapped: (numbers,): numbers of swapped blocks.
 
         Returns:
@@ -295,9 +348,15 @@ class CostModel:
         """
         accumulation = self._accumulation(candidate)
         composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
-        waste = self.tables.waste_bytes(candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes)
-        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
-        weights = self.parallel.weight_bytes(model_bytes) - np.array([away_bytes(model_bytes, int(k)) for k in swapped])
+        waste = self.tables.waste_bytes(
+            candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes
+        )
+        model_bytes = self.model.model_bytes(
+            candidate.precision, candidate.quantization, candidate.modulation
+        )
+        weights = self.parallel.weight_bytes(model_bytes) - np.array(
+            [away_bytes(model_bytes, int(k)) for k in swapped]
+        )
         time = self._step_time(candidate, composed, passes[:, 2:], swapped[None])
         return (composed.peak_bytes + waste)[:, None] + weights, _total(time)
 
@@ -311,7 +370,8 @@ class CostModel:
         offloaded: NDArray[np.int64],
         swapped: NDArray[np.int64],
     ) -> dict[str, NDArray[np.float64]]:
-        """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers of swapped blocks).
+        """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers
+        of swapped blocks).
 
         Args:
             candidate: all other choices.
@@ -320,12 +380,18 @@ class CostModel:
             swapped: (1, numbers): numbers of swapped blocks; or (passes, 1), one for each.
         """
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
-        model_bytes = self.model.model_bytes(candidate.precision, candidate.quantization, candidate.modulation)
+        model_bytes = self.model.model_bytes(
+            candidate.precision, candidate.quantization, candidate.modulation
+        )
         shares = self.tables.typical_shares(candidate)
         is_compiled = candidate.compile == "block"
-        forward, whole = (accumulation * shares * work[:, :-1] for work in (composed.forward, composed.work))
+        forward, whole = (
+            accumulation * shares * work[:, :-1] for work in (composed.forward, composed.work)
+        )
         again = (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1]
-        first, launches = (accumulation * each for each in (composed.forward[:, -1], composed.work[:, -1] + again))
+        first, launches = (
+            accumulation * each for each in (composed.forward[:, -1], composed.work[:, -1] + again)
+        )
         if is_compiled:
             first, launches = first * LAUNCH_SHARE, launches * LAUNCH_SHARE
             for device in (forward, whole):
@@ -339,10 +405,13 @@ class CostModel:
             overhead = host
         else:
             begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
-            overhead = idle_seconds(begun, at_first) + idle_seconds(host - begun, computing - at_first + optimizer)
+            overhead = idle_seconds(begun, at_first) + idle_seconds(
+                host - begun, computing - at_first + optimizer
+            )
         exchange = self.parallel.exchange_seconds(self.hardware, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
-        # Blocks visit for the forward and for the backward pass, and inputs come back once, while others compute.
+        # Blocks visit for the forward and for the backward pass, and inputs come back once, while
+        # others compute.
         visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
         inputs = accumulation * composed.offloaded_bytes[:, None]
         beside = inputs * np.minimum(swapped, offloaded) / np.maximum(1, offloaded)
@@ -351,7 +420,9 @@ class CostModel:
         transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
         alone = (inputs - beside) / rates.host_to_device
         transfer = transfer + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
-        overhead = overhead + 2 * inputs / rates.bandwidth  # the device's memory is read and written for them
+        overhead = (
+            overhead + 2 * inputs / rates.bandwidth
+        )  # the device's memory is read and written for them
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(candidate)
         return {
@@ -359,13 +430,15 @@ class CostModel:
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
             "transfer_seconds": transfer,
-            "recompute_seconds": accumulation * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
+            "recompute_seconds": accumulation
+            * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
         }
 
 
 def idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How long a GPU waits in a pass for operations to be launched. The host launches one while the GPU works on
-    another, but no more than some 1,000 ahead, a few blocks' worth: what one pass leaves idle no other makes up for."""
+    """How long a GPU waits in a pass for operations to be launched. The host launches one while
+    the GPU works on another, but no more than some 1,000 ahead, a few blocks' worth: what one
+    pass leaves idle no other makes up for."""
     return np.maximum(0.0, host - device)
 
 

@@ -1,10 +1,11 @@
 """Quantized weights on the meta device: a format's own layers if they work there, else stand-ins.
 
-Other programs' ways with formats of plain numbers have stand-ins, too (`schema/overheads.py`, ProductPractice).
+Other programs' ways with formats of plain numbers have stand-ins, too (`schema/overheads.py`,
+ProductPractice).
 
-bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep and compute what its
-Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with
-nested statistics).
+bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep
+and compute what its Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and
+MatMul8bitLt; functional.py, quantize_4bit with nested statistics).
 """
 
 from collections.abc import Callable
@@ -23,16 +24,18 @@ from autotune.quantization import NESTED_BLOCK, NF4_BLOCK, as_stored
 from autotune.schema import ProductPractice
 
 FUSED_4_BIT_ROWS = 4
-"""Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its columns fill whole blocks
-(bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above, that depends on card and shape. Micro-batches
-above 4 follow the line through 2 and 4."""
+"""Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its
+columns fill whole blocks (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`);
+above, that depends on card and shape. Micro-batches above 4 follow the line through 2 and 4."""
 
 NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 """Code table, nested code table and offset of every layer."""
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64, one fp32 per 64 x 256."""
+    """Bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64, one fp32
+    per 64 x 256.
+    """
     maxima = -(-num_weights // NF4_BLOCK)
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
@@ -44,7 +47,9 @@ def quantize_for_tracing(
     rules: DeviceRules,
     practice: ProductPractice | None = None,
 ) -> None:
-    """Store weights as the knob does, as a stand-in of the same size and behavior, or as another program does."""
+    """Store weights as the knob does, as a stand-in of the same size and behavior, or as another
+    program does.
+    """
     weight_format = WEIGHT_FORMATS[quantization]
     if practice:
         stand_in = partial(_stand_in_for_practice, resolve_name(weight_format.quantize), practice)
@@ -54,7 +59,9 @@ def quantize_for_tracing(
         Quantization().apply(transformer, family, quantization)
         return
     stored = [transformer] if practice and practice.everywhere else family.blocks(transformer)
-    for layer in [layer for module in stored for layer in module.modules() if isinstance(layer, nn.Linear)]:
+    for layer in [
+        layer for module in stored for layer in module.modules() if isinstance(layer, nn.Linear)
+    ]:
         stand_in(layer)
 
 
@@ -72,15 +79,22 @@ def stand_in_for_int8(layer: nn.Linear, rules: DeviceRules) -> None:
     """Let a layer on the meta device take and do what bitsandbytes' `Linear8bitLt` would."""
     stored = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
     layer.weight = nn.Parameter(stored, requires_grad=False)
-    layer.register_parameter("scale", nn.Parameter(stored.new_empty(len(stored), dtype=torch.float32), False))
+    layer.register_parameter(
+        "scale", nn.Parameter(stored.new_empty(len(stored), dtype=torch.float32), False)
+    )
     _replace_forward(layer, lambda x: MatMul8bit.apply(x, layer, rules))  # type: ignore[no-untyped-call]
 
 
-def _stand_in_for_practice(quantize: Callable[[nn.Linear], None], practice: ProductPractice, layer: nn.Linear) -> None:
+def _stand_in_for_practice(
+    quantize: Callable[[nn.Linear], None], practice: ProductPractice, layer: nn.Linear
+) -> None:
     """Let a layer multiply by what `quantize` stores of it as a program does."""
     dtype = layer.weight.dtype
     quantize(layer)
-    ways: dict[str, Callable[..., torch.Tensor]] = {"weights": _keeping_weight, "inputs": WithWeightGradient.apply}
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "weights": _keeping_weight,
+        "inputs": WithWeightGradient.apply,
+    }
     multiply = ways[practice.keeps]
     _replace_forward(layer, lambda x: multiply(x, layer, dtype))
 
@@ -95,8 +109,8 @@ def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> to
 
 
 class WithWeightGradient(torch.autograd.Function):
-    """A product with int8 weights that computes their gradient, too, and converts them for each pass
-    (torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear)."""
+    """A product with int8 weights that computes their gradient, too, and converts them for each
+    pass (torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, dtype: torch.dtype) -> Any:
@@ -108,7 +122,9 @@ class WithWeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,), (x,), layer = gradients, ctx.saved_tensors, ctx.layer
-        of_input = (gradient * layer.scale.to(gradient.dtype)).matmul(layer.weight.to(gradient.dtype))
+        of_input = (gradient * layer.scale.to(gradient.dtype)).matmul(
+            layer.weight.to(gradient.dtype)
+        )
         flat = gradient.reshape(-1, len(layer.weight))
         unused = flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))
         del unused
@@ -120,19 +136,32 @@ def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.T
 
 
 class MatMul4Bit(torch.autograd.Function):
-    """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
+    """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored
+    weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:
         ctx.stored, ctx.shape = layer.weight, shape
-        if rules == "cuda" and x.numel() // shape[1] <= FUSED_4_BIT_ROWS and shape[1] % NF4_BLOCK == 0:
-            return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)  # reads what is stored
+        if (
+            rules == "cuda"
+            and x.numel() // shape[1] <= FUSED_4_BIT_ROWS
+            and shape[1] % NF4_BLOCK == 0
+        ):
+            return layer.weight.new_empty(
+                (*x.shape[:-1], shape[0]), dtype=x.dtype
+            )  # reads what is stored
         return nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        return gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+        return (
+            gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)),
+            None,
+            None,
+            None,
+        )
 
 
 class MatMul8bit(torch.autograd.Function):
@@ -154,7 +183,9 @@ class MatMul8bit(torch.autograd.Function):
 
 
 def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A full-precision copy: one kernel that reads what is stored, after one for the blocks' absolute maxima."""
+    """A full-precision copy: one kernel that reads what is stored, after one for the blocks'
+    absolute maxima.
+    """
     maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
     maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0
     return stored.new_empty(shape, dtype=dtype)

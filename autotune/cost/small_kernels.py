@@ -1,25 +1,28 @@
-"""What a GPU takes for kernels that the rates of large ones do not describe: tiny ones, those whose tensors are still
-in the L2 cache, and products with a rank as a dimension. A CPU has none of these terms.
+"""What a GPU takes for kernels that the rates of large ones do not describe: tiny ones, those whose
+tensors are still in the L2 cache, and products with a rank as a dimension. A CPU has none of these
+terms.
 """
 
 from autotune.schema import HardwareProfile
 
 KERNEL_SECONDS = 3e-6
-"""From the start of a kernel to that of the next, however little it does, where no probe measured it: some 3 us for
-kernels that do nothing, on recent cards and drivers (forums.developer.nvidia.com, thread 233645)."""
+"""From the start of a kernel to that of the next, however little it does, where no probe
+measured it: some 3 us for kernels that do nothing, on recent cards and drivers
+(forums.developer.nvidia.com, thread 233645)."""
 CACHE_SHARE = 0.9
-"""Of the L2 cache, what a kernel's operands and results may take to be there still. Published curves of a buffer
-that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its rate up to 93% of an L40's, then fall to the
-memory's."""
+"""Of the L2 cache, what a kernel's operands and results may take to be there still. Published
+curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its
+rate up to 93% of an L40's, then fall to the memory's."""
 CACHE_SHARE_IN_HALVES = 0.7
-"""The same for data-center cards since the A100, whose cache has two halves that hold copies of each other's lines: 69%
-of an A100's, 72% of an H100's and of an H200's, in the same curves."""
+"""The same for data-center cards since the A100, whose cache has two halves that hold copies of
+each other's lines: 69% of an A100's, 72% of an H100's and of an H200's, in the same curves."""
 CACHE_GAIN = 2.0
-"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it. The cache itself is 2.5
-(H200) to 6 (L40) times as fast, in the same curves; but an operand from long ago, as a residual, comes from memory."""
+"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
+The cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from
+long ago, as a residual, comes from memory."""
 THIN = 64
-"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has 16 FLOPs a byte, where a
-GPU computes a hundred and more in the time that it moves one."""
+"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has
+16 FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
 
 
 def min_kernel_seconds(hardware: HardwareProfile) -> float:

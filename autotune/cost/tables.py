@@ -1,4 +1,6 @@
-"""What one traced model takes on one device, by candidate, before anything is learned from trials."""
+"""What one traced model takes on one device, by candidate, before anything is learned from
+trials.
+"""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +31,14 @@ from autotune.cost.model import TracedModel
 from autotune.cost.overheads import kept_part_bytes
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
-from autotune.knobs import EncoderSize, Precision, TuningContext, encoder_element_bytes, size_of, window_steps
+from autotune.knobs import (
+    EncoderSize,
+    Precision,
+    TuningContext,
+    encoder_element_bytes,
+    size_of,
+    window_steps,
+)
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -43,10 +52,14 @@ from autotune.schema import (
 )
 
 TRACED_SIZES = (2, 4)
-"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies there."""
+"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip
+copies there.
+"""
 
 PAGEABLE_SHARE = 0.5
-"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not measured."""
+"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not
+measured.
+"""
 
 
 class PassChoice(NamedTuple):
@@ -77,20 +90,32 @@ class PassChoice(NamedTuple):
 
 
 class PassTables:
-    """Passes of a traced model at a device's rates. Every method is a pure function that remembers its results.
+    """Passes of a traced model at a device's rates. Every method is a pure function that remembers
+    its results.
 
     The first call for a `PassChoice` traces the model, which takes a fraction of a second.
     """
 
-    def __init__(self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None) -> None:
-        self.model, self.hardware, self.workload, self.overheads = model, hardware, model.workload, overheads
+    def __init__(
+        self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None
+    ) -> None:
+        self.model, self.hardware, self.workload, self.overheads = (
+            model,
+            hardware,
+            model.workload,
+            overheads,
+        )
         self._num_blocks, self._num_traced = model.num_blocks, sum(map(len, model.picked))
         self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
         self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
-        self.steps: dict[tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]] = {}
-        """What cost models on these tables have found for candidates, whatever they learned from trials."""
+        self.steps: dict[
+            tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]
+        ] = {}
+        """What cost models on these tables have found for candidates, whatever they learned from
+        trials.
+        """
         self._modulation = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], Resident] = {}
         self._own: PassTables | None = None
@@ -99,7 +124,9 @@ class PassTables:
     def usual_choice(self) -> PassChoice:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
-        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident", "stock")
+        return PassChoice(
+            str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident", "stock"
+        )
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
@@ -118,7 +145,9 @@ class PassTables:
         return self._rates_of(self.usual_choice)
 
     def _rates_of(self, choice: PassChoice) -> Rates:
-        return self._rates(choice.precision, choice.attention, self._kernel(choice, choice.micro_batch_size))
+        return self._rates(
+            choice.precision, choice.attention, self._kernel(choice, choice.micro_batch_size)
+        )
 
     def _find_rates(self, precision: str, attention: str, kernel: str) -> Rates:
         return Rates(self.hardware, precision, attention, kernel)
@@ -129,17 +158,29 @@ class PassTables:
 
     def _kernel(self, choice: PassChoice, size: int) -> str:
         masked = self.model.masked(size)
-        return kernel_for(choice.attention, self.model.rules, masked, self.hardware, choice.precision)
+        return kernel_for(
+            choice.attention, self.model.rules, masked, self.hardware, choice.precision
+        )
 
     def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
-        """One micro-batch of the full model; `accumulates` if gradients of an earlier one are already there."""
-        mixture = candidate.checkpointed_blocks, candidate.selective_blocks, candidate.offloaded_inputs
+        """One micro-batch of the full model; `accumulates` if gradients of an earlier one are
+        already there.
+        """
+        mixture = (
+            candidate.checkpointed_blocks,
+            candidate.selective_blocks,
+            candidate.offloaded_inputs,
+        )
         return self._pass(PassChoice.of(candidate), mixture, accumulates)
 
-    def _find_pass(self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool) -> ComposedPass:
+    def _find_pass(
+        self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool
+    ) -> ComposedPass:
         return self.passes(choice, np.array([mixture]), accumulates)[0]
 
-    def passes(self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
+    def passes(
+        self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
+    ) -> ComposedPasses:
         """The same for many mixtures of what blocks keep, at once; see `compose`."""
         whole, selective, _ = mixtures.T
         at_most = self._num_blocks - selective
@@ -148,34 +189,53 @@ class PassTables:
         kinds = bool(selective.any()), bool(whole.any())
         return compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
 
-    def _find_blocks(self, choice: PassChoice, recomputed: int, selective: bool, whole: bool) -> BlockTables:
+    def _find_blocks(
+        self, choice: PassChoice, recomputed: int, selective: bool, whole: bool
+    ) -> BlockTables:
         tables = [self._table(choice, PLAIN, 0)] * 3
-        if selective or whole:  # what keeps attention is told by its difference from what keeps nothing
+        if (
+            selective or whole
+        ):  # what keeps attention is told by its difference from what keeps nothing
             tables[WHOLE] = self._table(choice, WHOLE, recomputed)
         if selective:
             tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
-        model_bytes = self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
+        model_bytes = self.model.model_bytes(
+            choice.precision, choice.quantization, choice.modulation
+        )
         return BlockTables(tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
-        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `BlockTables`."""
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind;
+        see `BlockTables`.
+        """
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
         if kind == SELECTIVE:
-            # What it saves to keep attention has nothing to do with weights, and is proportional to the micro-batch.
+            # What it saves to keep attention has nothing to do with weights, and is proportional to
+            # the micro-batch.
             usual = choice._replace(quantization="none", micro_batch_size=1 if size == 1 else low)
-            start, end = (self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE))
-            return self._table(choice, WHOLE, recomputed).plus(size / usual.micro_batch_size, start, end)
+            start, end = (
+                self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE)
+            )
+            return self._table(choice, WHOLE, recomputed).plus(
+                size / usual.micro_batch_size, start, end
+            )
         if size in (1, low, high):
             return self._traced_table(choice, kind, recomputed)
         ends = [self._traced_table(choice, kind, recomputed, at) for at in TRACED_SIZES]
         return ends[0].plus((size - low) / (high - low), *ends)
 
-    def _find_traced_table(self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None) -> PassTable:
-        """From a trace at the micro-batch of the choice, or at `size` at the rates of the choice."""
+    def _find_traced_table(
+        self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None
+    ) -> PassTable:
+        """From a trace at the micro-batch of the choice, or at `size` at the rates of the
+        choice.
+        """
         at = size or choice.micro_batch_size
         options = choice.traced_options() | ({"keeps_attention": True} if kind == SELECTIVE else {})
         kernel = self._kernel(choice, at)
-        trace = self.model.traced(choice.precision, choice.quantization, kernel, at, recomputed, **options)
+        trace = self.model.traced(
+            choice.precision, choice.quantization, kernel, at, recomputed, **options
+        )
         table = table_of(trace, self._rates_of(choice), self.workload.rank)
         return table.stretched(self.model.index)
 
@@ -189,7 +249,8 @@ class PassTables:
     ) -> NDArray[np.float64]:
         """Bytes that the caching allocator reserves beyond the peaks of passes.
 
-        Known for no recomputing block and for all but one; between them it goes by the share of blocks.
+        Known for no recomputing block and for all but one; between them it goes by the share of
+        blocks.
 
         Args:
             candidate: all other choices.
@@ -198,7 +259,11 @@ class PassTables:
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
-        choice, allocator, last = PassChoice.of(candidate), candidate.allocator, max(1, self._num_blocks - 1)
+        choice, allocator, last = (
+            PassChoice.of(candidate),
+            candidate.allocator,
+            max(1, self._num_blocks - 1),
+        )
         share = np.minimum(1.0, recomputed / last)
         low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
         own = [self._scaled_waste(choice, allocator, end, saved_bytes) for end in (0, last)]
@@ -210,17 +275,32 @@ class PassTables:
         return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
     def _scaled_waste(
-        self, choice: PassChoice, allocator: str, checkpointed: int, saved_bytes: NDArray[np.float64]
+        self,
+        choice: PassChoice,
+        allocator: str,
+        checkpointed: int,
+        saved_bytes: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         traced_size = 1 if choice.micro_batch_size == 1 else TRACED_SIZES[0]
         waste = self._waste(
-            choice._replace(micro_batch_size=traced_size), allocator, self._num_traced - 1 if checkpointed else 0
+            choice._replace(micro_batch_size=traced_size),
+            allocator,
+            self._num_traced - 1 if checkpointed else 0,
         )
-        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * saved_bytes
+        return (
+            waste.fixed_bytes * choice.micro_batch_size / traced_size
+            + waste.saved_share * saved_bytes
+        )
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size
-        traced = choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed
+        traced = (
+            choice.precision,
+            choice.quantization,
+            self._kernel(choice, size),
+            size,
+            checkpointed,
+        )
         trace = self.model.traced(*traced, **choice.traced_options())
         segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
         block = trace.forward[len(trace.forward) // 2].events
@@ -229,30 +309,47 @@ class PassTables:
         events = [event for segment in segments for event in segment.events]
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 
-    def resident_of(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Resident:
+    def resident_of(
+        self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
+    ) -> Resident:
         """What stays on one device, whatever the micro-batch and checkpointing."""
         stored = candidate.precision, candidate.quantization, candidate.modulation
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
         if key not in self._residents:
-            stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
+            stay, encoder_bytes = (
+                caching.residency == "keep",
+                self.encoder_size.device_bytes(caching),
+            )
             stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
-            if caching.vae_device != "training" and not self.model.family.max_controls:  # which previews encode here
+            if (
+                caching.vae_device != "training" and not self.model.family.max_controls
+            ):  # which previews encode here
                 alone = replace(alone, encode_transient_bytes=0)
-            # Before the transformer comes, by one process of a node for all of them: each counts its share.
+            # Before the transformer comes, by one process of a node for all of them: each counts
+            # its share.
             encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.processes_per_node)
             encoding = HOST_PROCESS_BYTES + encoders
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.model_bytes(*stored))
         return self._residents[key]
 
-    def kept_part_bytes(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Mapping[str, int]:
-        """What the program that trains keeps on one device in each phase, beyond what autotune's executor does."""
+    def kept_part_bytes(
+        self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
+    ) -> Mapping[str, int]:
+        """What the program that trains keeps on one device in each phase, beyond what autotune's
+        executor does.
+        """
         if self.overheads is None or not self.overheads.kept:
             return {}
-        vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(candidate.precision)
-        resident, encoders = self.resident_of(candidate, caching, parallel), self.encoder_size.weight_bytes(caching)
+        vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(
+            candidate.precision
+        )
+        resident, encoders = (
+            self.resident_of(candidate, caching, parallel),
+            self.encoder_size.weight_bytes(caching),
+        )
         return kept_part_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
 
     @property
@@ -264,15 +361,19 @@ class PassTables:
         return self._own
 
     def modulation_seconds(self, candidate: Candidate) -> float:
-        """A step's share of computing a window of modulations ahead, and the way of its own ones to the device.
+        """A step's share of computing a window of modulations ahead, and the way of its own ones to
+        the device.
 
-        The layers' files are mapped, and taken to be in the system's page cache after the first window; the products
-        are those of many draws at once. What is computed crosses the bus to the host, and then to the device again.
+        The layers' files are mapped, and taken to be in the system's page cache after the first
+        window; the products are those of many draws at once. What is computed crosses the bus to
+        the host, and then to the device again.
         """
         return self._modulation(PassChoice.of(candidate))
 
     def _find_modulation(self, choice: PassChoice) -> float:
-        layers = self.model.model_bytes(choice.precision, choice.quantization, choice.modulation).modulation
+        layers = self.model.model_bytes(
+            choice.precision, choice.quantization, choice.modulation
+        ).modulation
         if layers is None:
             return 0.0
         images, rates = self.workload.effective_batch_size, self._rates_of(choice)
@@ -280,20 +381,25 @@ class PassTables:
         draws = steps * images
         rows = draws * layers.row_bytes
         products = sum(
-            rates.seconds(("matmul", (draws, *shape), 2 * draws * math.prod(shape), 0)) for shape in layers.shapes
+            rates.seconds(("matmul", (draws, *shape), 2 * draws * math.prod(shape), 0))
+            for shape in layers.shapes
         )
         if self.model.rules == "cpu":
             moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
         else:
-            bus = self.hardware.rate("host_to_device.pageable") or PAGEABLE_SHARE * rates.host_to_device
+            bus = (
+                self.hardware.rate("host_to_device.pageable")
+                or PAGEABLE_SHARE * rates.host_to_device
+            )
             moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
         return (products + moved) / steps
 
     def typical_shares(self, candidate: Candidate) -> NDArray[np.float64] | float:
         """What steps of usual shapes take of the time that the largest take, by class of operation.
 
-        Between captions of mean length and the longest, both traced without checkpoints, it goes by the length that
-        micro-batches are padded to: the larger they are, the more often they hold a long one.
+        Between captions of mean length and the longest, both traced without checkpoints, it goes by
+        the length that micro-batches are padded to: the larger they are, the more often they hold a
+        long one.
         """
         work, size = self.workload, candidate.micro_batch_size
         if not has_typical_shape(work):
@@ -309,16 +415,30 @@ class PassTables:
 
     def padded_to(self, candidate: Candidate) -> int:
         """What the candidate's micro-batches are padded to a multiple of tokens of."""
-        has_padding = self.model.masked(candidate.micro_batch_size) and not self.model.family.separates_prompts
-        return token_multiple(self.kernel_of(candidate)) if has_padding and self.overheads is None else 1
+        has_padding = (
+            self.model.masked(candidate.micro_batch_size)
+            and not self.model.family.separates_prompts
+        )
+        return (
+            token_multiple(self.kernel_of(candidate))
+            if has_padding and self.overheads is None
+            else 1
+        )
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
         choice, size = self.usual_choice, self.usual_choice.micro_batch_size
         traced = choice.precision, choice.quantization, self._kernel(choice, size), size, 0
         typical, largest = (
-            table_of(model.traced(*traced, **choice.traced_options()), self.usual_rates, self.workload.rank)
+            table_of(
+                model.traced(*traced, **choice.traced_options()),
+                self.usual_rates,
+                self.workload.rank,
+            )
             .stretched(model.index)
             .seconds
-            for model in (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)
+            for model in (
+                self.model.in_shape(typical_bucket(self.workload), text_tokens),
+                self.model,
+            )
         )
         return np.divide(typical, largest, out=np.ones_like(typical), where=largest > 0)

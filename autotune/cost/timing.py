@@ -1,13 +1,15 @@
-"""Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
+"""Seconds of one operation class on one machine: measured rates where the probe has them, else the
+datasheet's.
 
-Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalog
-knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by class, round figures from
-published measurements:
+Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt
+where the catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by
+class, round figures from published measurements:
 
-- matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
+- matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the
+  SMs in whole waves;
 - attention: see `assumed_efficiency`;
-- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less), but
-  for those that the probe measured by themselves;
+- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided
+  reads less), but for those that the probe measured by themselves;
 - small kernels: see `small_kernels`.
 """
 
@@ -19,7 +21,13 @@ from itertools import pairwise
 
 from autotune.backends import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.cost.kernels import CLASSES, Work
-from autotune.cost.small_kernels import bytes_per_flop, cache_gain, cached_bytes, is_thin, min_kernel_seconds
+from autotune.cost.small_kernels import (
+    bytes_per_flop,
+    cache_gain,
+    cached_bytes,
+    is_thin,
+    min_kernel_seconds,
+)
 from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
@@ -27,19 +35,21 @@ MATMUL_EFFICIENCY = 0.81
 CPU_ATTENTION_EFFICIENCY = 0.6
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.15
-"""Published steps of LoRA training take .7 to 2.1 times their kernels at the efficiencies above, but for five that wait
-for the host or do what nobody computes here: 49 readings of seven programs on nine cards (benchmarks/published.py lists
-them), 1.15 in the median, and 1.17 without those of SimpleTuner. They do not say which attention kernel ran; cuDNN is
-charged on the H100. Used where nothing was measured."""
+"""Published steps of LoRA training take .7 to 2.1 times their kernels at the efficiencies above,
+but for five that wait for the host or do what nobody computes here: 49 readings of seven
+programs on nine cards (benchmarks/published.py lists them), 1.15 in the median, and 1.17 without
+those of SimpleTuner. They do not say which attention kernel ran; cuDNN is charged on the H100.
+Used where nothing was measured."""
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
-"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
-launch."""
+"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on
+an EPYC core), and a launch."""
 RECOMPUTED_LAUNCHES = 3
-"""Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors are packed and
-unpacked in Python. Small models of all families on a CPU: 2.9 to 3.5 times the probe's rate."""
+"""Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors
+are packed and unpacked in Python. Small models of all families on a CPU: 2.9 to 3.5 times the
+probe's rate."""
 LAUNCHES_OF = {"dequantization.uint8": 8}
-"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next to none backward
-(small models of all families on a CPU)."""
+"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and
+next to none backward (small models of all families on a CPU)."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
@@ -61,7 +71,9 @@ class MeasuredProduct:
 class Rates:
     """What one machine does per second, for one compute dtype and one attention kernel."""
 
-    def __init__(self, hardware: HardwareProfile, precision: str, attention: str, kernel: str) -> None:
+    def __init__(
+        self, hardware: HardwareProfile, precision: str, attention: str, kernel: str
+    ) -> None:
         self.hardware = hardware
         self.precision = precision
         self.kernel = kernel
@@ -73,13 +85,19 @@ class Rates:
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
-        self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
+        self.launch_seconds = (
+            hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
+        )
         self.min_kernel_seconds = min_kernel_seconds(hardware)
         self.cached_bytes, self.cache_gain = cached_bytes(hardware), cache_gain(hardware)
         known = measured_products(hardware, precision)
-        on_gpu = hardware.device.kind == "cuda"  # on a CPU a slice of what takes too long is measured, for its FLOP/s
+        on_gpu = (
+            hardware.device.kind == "cuda"
+        )  # on a CPU a slice of what takes too long is measured, for its FLOP/s
         self.products = [each for each in known if not (on_gpu and is_thin(each.shape))]
-        self._thin = _thin_products([each for each in known if on_gpu and is_thin(each.shape)], precision)
+        self._thin = _thin_products(
+            [each for each in known if on_gpu and is_thin(each.shape)], precision
+        )
         self._eight_bits = {dtype: measured_products(hardware, dtype) for dtype in EIGHT_BITS}
         self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
@@ -87,8 +105,8 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """Device time of one operation.
 
-        A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of operands in its
-        caches, and in a step they come from memory first: both count.
+        A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of
+        operands in its caches, and in a step they come from memory first: both count.
         """
         kind, shape, flops, moved = work
         if kind == "matmul" and self._thin and is_thin(shape):
@@ -98,18 +116,28 @@ class Rates:
             seconds /= self.cache_gain
         if flops:
             variant = kind.partition(".")[2]
-            rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape, variant)
+            rate = (
+                self.attention_rate(shape[2])
+                if kind.startswith("attention")
+                else self.matmul_rate(shape, variant)
+            )
             computes = flops / rate
-            seconds = seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
-        return max(self.min_kernel_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS)
+            seconds = (
+                seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
+            )
+        return max(
+            self.min_kernel_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS
+        )
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
-        """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from measurements of those, or as
-        much faster than other products as the datasheet says."""
+        """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from
+        measurements of those, or as much faster than other products as the datasheet says."""
         if eight_bits:
             if measured := self._eight_bits[eight_bits]:
                 return _interpolated(tuple(measured), shape)
-            return _gain(self.hardware.datasheet, self.precision, eight_bits) * self.matmul_rate(shape)
+            return _gain(self.hardware.datasheet, self.precision, eight_bits) * self.matmul_rate(
+                shape
+            )
         if not self.products:
             return self.reached * MATMUL_EFFICIENCY * self._filled(shape)
         return _interpolated(tuple(self.products), shape or (1024, 1024, 1024))
@@ -122,7 +150,9 @@ class Rates:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
         if self.kernel == "cpu":
             return self.reached * CPU_ATTENTION_EFFICIENCY
-        return self.reached * assumed_efficiency(self.kernel, self.hardware.device.compute_capability)
+        return self.reached * assumed_efficiency(
+            self.kernel, self.hardware.device.compute_capability
+        )
 
     def _filled(self, shape: tuple[int, ...]) -> float:
         units = self.hardware.device.sm_count
@@ -133,7 +163,9 @@ class Rates:
 
 
 def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
-    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does not tell."""
+    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does
+    not tell.
+    """
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
@@ -151,7 +183,8 @@ def host_flops_per_second(host: Host) -> float:
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
     """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
 
-    Before compute capability 8.0 there is neither: tensor cores do the work in fp16, and plain fp32 units in fp32.
+    Before compute capability 8.0 there is neither: tensor cores do the work in fp16, and plain fp32
+    units in fp32.
     """
     if sheet is None or sheet.bf16_flops_per_second is None:
         if sheet is None:
@@ -169,10 +202,14 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
-    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of m, k and n."""
+    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of
+    m, k and n.
+    """
     total = weight = 0.0
     for product in products:
-        distance = sum((math.log(a) - math.log(b)) ** 2 for a, b in zip(product.shape, shape, strict=True))
+        distance = sum(
+            (math.log(a) - math.log(b)) ** 2 for a, b in zip(product.shape, shape, strict=True)
+        )
         share = 1 / (distance + 1e-3)
         total += share * math.log(product.rate)
         weight += share
@@ -180,8 +217,12 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
 
 
 def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
-    """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as training computes them."""
-    names = ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
+    """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as
+    training computes them.
+    """
+    names = (
+        ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
+    )
     for name in names:
         prefix = f"matmul.{name}."
         found = [
@@ -195,10 +236,13 @@ def measured_products(hardware: HardwareProfile, precision: str) -> list[Measure
     return []
 
 
-def _thin_products(products: Sequence[MeasuredProduct], precision: str) -> tuple[MeasuredProduct, ...]:
+def _thin_products(
+    products: Sequence[MeasuredProduct], precision: str
+) -> tuple[MeasuredProduct, ...]:
     element_bytes = 4 if precision == "fp32" else 2
     return tuple(
-        MeasuredProduct(each.shape, each.rate * bytes_per_flop(each.shape, element_bytes)) for each in products
+        MeasuredProduct(each.shape, each.rate * bytes_per_flop(each.shape, element_bytes))
+        for each in products
     )
 
 
@@ -207,12 +251,19 @@ def _measured_attention(
 ) -> tuple[tuple[int, float], ...]:
     """(tokens, FLOP/s) of the backend, or of `native` where only that was measured.
 
-    The probe measures without a mask: `native` with one may run the efficient kernel instead, measured by itself.
+    The probe measures without a mask: `native` with one may run the efficient kernel instead,
+    measured by itself.
     """
-    same = [each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"]
+    same = [
+        each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
+    ]
     for name in (*(same if backend == "native" else (backend,)), "native"):
         prefix = f"attention.{name}.{precision}."
-        points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
+        points = [
+            (int(r.name.removeprefix(prefix)), r.value)
+            for r in hardware.rates
+            if r.name.startswith(prefix)
+        ]
         if points:
             return tuple(sorted(points))
     return ()

@@ -1,4 +1,6 @@
-"""Training data: read a folder, sort it into buckets, encode and cache it, order it into batches."""
+"""Training data: read a folder, sort it into buckets, encode and cache it, order it into
+batches.
+"""
 
 from typing import TYPE_CHECKING
 

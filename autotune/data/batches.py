@@ -1,13 +1,16 @@
-"""Which samples make up each optimizer step, and how they are cut into micro-batches. Pure planning of indices.
+"""Which samples make up each optimizer step, and how they are cut into micro-batches. Pure planning
+of indices.
 
-The order is a function of seed, data and effective batch size alone. Neither the micro-batch size nor the number of
-processes changes which images a step sees, so tuning, a fallback or a second GPU never changes what is learned.
+The order is a function of seed, data and effective batch size alone. Neither the micro-batch size
+nor the number of processes changes which images a step sees, so tuning, a fallback or a second GPU
+never changes what is learned.
 
-An epoch shows every image `repeats` times. Steps are cut from the endless sequence of epochs, so a step may span two
-epochs and no image is lost to a remainder. Within an epoch the images of a bucket are shuffled, and the sequence is
-built in runs that end where steps end: each run takes as many images of one bucket, chosen at random in proportion to
-what it has left, as the open step still needs. So a step mixes buckets only if one of them runs out, or where two
-epochs meet. Its images of one bucket form micro-batches of sizes as even as possible, and each weighs by its size.
+An epoch shows every image `repeats` times. Steps are cut from the endless sequence of epochs, so a
+step may span two epochs and no image is lost to a remainder. Within an epoch the images of a bucket
+are shuffled, and the sequence is built in runs that end where steps end: each run takes as many
+images of one bucket, chosen at random in proportion to what it has left, as the open step still
+needs. So a step mixes buckets only if one of them runs out, or where two epochs meet. Its images of
+one bucket form micro-batches of sizes as even as possible, and each weighs by its size.
 """
 
 import math
@@ -22,7 +25,9 @@ from typing import NamedTuple
 FLIP_SHARE = 0.5
 """Share of images that are mirrored, with `flip`."""
 PLANNED_STEPS = 32
-"""Steps planned at once: planning a single step right after a model pass took four times as long."""
+"""Steps planned at once: planning a single step right after a model pass took four times as
+long.
+"""
 
 
 class Draw(NamedTuple):
@@ -47,8 +52,9 @@ class MicroBatch:
 
     draws: tuple[Draw, ...]
     weight: float
-    """Share of this process's part of the step: the factor of its mean loss. The weights of a step sum to 1 on every
-    process, and averaging gradients over processes then gives the mean over the effective batch."""
+    """Share of this process's part of the step: the factor of its mean loss. The weights of a
+    step sum to 1 on every process, and averaging gradients over processes then gives the mean
+    over the effective batch."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -64,7 +70,8 @@ class BatchOrder:
         repeats: number of times that each item is seen per epoch.
         effective_batch_size: images per optimizer step, over all processes.
         seed: seed of the shuffle and of caption dropout.
-        caption_dropout: probability that a caption is dropped, drawn anew each time an image is seen.
+        caption_dropout: probability that a caption is dropped, drawn anew each time an image is
+            seen.
         num_captions: captions of each item, one of which is drawn each time; empty if each has one.
         flip: whether an image is mirrored half of the time.
     """
@@ -84,7 +91,9 @@ class BatchOrder:
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps that an epoch takes; the last of them may be shared with the next epoch."""
+        """Optimizer steps that an epoch takes; the last of them may be shared with the next
+        epoch.
+        """
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[Draw, ...]:
@@ -95,19 +104,25 @@ class BatchOrder:
 
     @cached_property
     def _epoch(self) -> Callable[[int], Chunk]:
-        """All images of an epoch, by its number; the last few epochs are cached, since a step may span several."""
+        """All images of an epoch, by its number; the last few epochs are cached, since a step
+        may span several.
+        """
         return lru_cache(maxsize=4)(partial(_shuffle_epoch, self))
 
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> tuple[MicroBatch, ...]:
-        """What one process computes in one step; every process gets equally many images and micro-batches.
+        """What one process computes in one step; every process gets equally many images and
+        micro-batches.
 
         `world_size` must divide the effective batch, as `describe.require_even_shares` checks.
         """
         share = self.effective_batch_size // world_size
         images = sorted(self.images(step), key=self._group)
-        parts = [self._cut(images[start : start + share], micro_batch_size) for start in range(0, len(images), share)]
+        parts = [
+            self._cut(images[start : start + share], micro_batch_size)
+            for start in range(0, len(images), share)
+        ]
         chunks = _split_to(parts[rank], max(len(part) for part in parts))
         return tuple(MicroBatch(tuple(chunk), len(chunk) / share) for chunk in chunks)
 
@@ -126,9 +141,15 @@ class BatchOrder:
         return self.groups[image.item]
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
-        """Images sorted by group, cut within each group into the fewest even parts of at most `micro_batch_size`."""
+        """Images sorted by group, cut within each group into the fewest even parts of at most
+        `micro_batch_size`.
+        """
         groups = [tuple(members) for _, members in groupby(images, key=self._group)]
-        return [part for group in groups for part in _even_parts(group, math.ceil(len(group) / micro_batch_size))]
+        return [
+            part
+            for group in groups
+            for part in _even_parts(group, math.ceil(len(group) / micro_batch_size))
+        ]
 
 
 def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:

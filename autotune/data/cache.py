@@ -1,8 +1,8 @@
 """A folder of encoded tensors: one safetensors file per entry, named by what it was made from.
 
-Entries are written atomically (temporary file, fsync, rename) and carry their key and a digest of their tensors, so
-what an interruption or a bad disk leaves behind, or a copy under another name, is never trusted. A file's modification
-time is the time of its last use.
+Entries are written atomically (temporary file, fsync, rename) and carry their key and a digest of
+their tensors, so what an interruption or a bad disk leaves behind, or a copy under another name, is
+never trusted. A file's modification time is the time of its last use.
 """
 
 import contextlib
@@ -37,7 +37,9 @@ Tensors = dict[str, Tensor]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name of an entry: `kind` and the SHA-256 of `parts`, what it is made from, in JSON. Runs resume by it."""
+    """Name of an entry: `kind` and the SHA-256 of `parts`, what it is made from, in JSON. Runs
+    resume by it.
+    """
     text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -49,7 +51,9 @@ class Cache:
         self.folder = folder
 
     def read(self, key: str) -> Tensors | None:
-        """The tensors of an entry, or None if it is missing; a damaged one is removed and counts as missing."""
+        """The tensors of an entry, or None if it is missing; a damaged one is removed and counts
+        as missing.
+        """
         path = self._path(key)
         try:
             tensors, metadata = load_file(path)
@@ -57,7 +61,11 @@ class Cache:
             return None
         except BadWeights:
             tensors, metadata = {}, {}
-        if not tensors or metadata.get("key") != key or metadata.get("digest") != tensors_digest(tensors):
+        if (
+            not tensors
+            or metadata.get("key") != key
+            or metadata.get("digest") != tensors_digest(tensors)
+        ):
             path.unlink(missing_ok=True)
             return None
         self._touch(path)
@@ -72,16 +80,20 @@ class Cache:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         path = self._path(key)
         try:
-            with reraise_disk_full(self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"):
+            with reraise_disk_full(
+                self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"
+            ):
                 save_file(path, plain, {"key": key, "digest": tensors_digest(plain)})
         except OSError as error:
             raise AutotuneError(
-                f"cannot write to the cache folder {self.folder}: {error.strerror}", hint=CHOOSE_FOLDER
+                f"cannot write to the cache folder {self.folder}: {error.strerror}",
+                hint=CHOOSE_FOLDER,
             ) from error
         return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
-        """Remove the least recently used entries until the others are within the limit; return how many were removed.
+        """Remove the least recently used entries until the others are within the limit; return how
+        many were removed.
 
         Those in `keep` stay even if they alone exceed the limit: a run cannot do without its own.
         """
@@ -101,12 +113,17 @@ class Cache:
         return removed
 
     def refuse_pickles(self) -> None:
-        """Raise InvalidInput if caches of another program lie here: reading a pickle can run any code."""
+        """Raise InvalidInput if caches of another program lie here: reading a pickle can run any
+        code.
+        """
         found = next(iter(sorted(self.folder.glob("*.pt"))), None)
         if found is not None:
             raise InvalidInput(
                 f"{found} is a pickled cache, which autotune does not read: it could run any code",
-                hint="delete the .pt files there and run again: captions and images are encoded anew, as safetensors",
+                hint=(
+                    "delete the .pt files there and run again: captions and images are encoded "
+                    "anew, as safetensors"
+                ),
             )
 
     def remove_stale(self) -> None:
@@ -124,13 +141,17 @@ class Cache:
         return self.folder / f"{key}.safetensors"
 
     def _touch(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # a read-only cache still works, without times of last use
+        with contextlib.suppress(
+            OSError
+        ):  # a read-only cache still works, without times of last use
             if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
                 os.utime(path)
 
 
 class MemoryCache(Cache):
-    """Encoded tensors in this process's memory: nothing is written, and they are gone when it ends."""
+    """Encoded tensors in this process's memory: nothing is written, and they are gone when it
+    ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -140,7 +161,9 @@ class MemoryCache(Cache):
         return self._entries.get(key)
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
-        self._entries[key] = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        self._entries[key] = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+        }
         return 0
 
     def evict(self, keep: Collection[str]) -> int:

@@ -1,4 +1,6 @@
-"""Captions and weights of images: `metadata.jsonl`, a text file per image, one caption for all, a trigger word."""
+"""Captions and weights of images: `metadata.jsonl`, a text file per image, one caption for all,
+a trigger word.
+"""
 
 import json
 import os
@@ -43,8 +45,9 @@ class UnreadableCaption(ValueError):
 def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, ...]]:
     """Read `metadata.jsonl`: its lines by file name, and what is wrong with the others.
 
-    The layout is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is a field of our own that weighs
-    an image, and with it `text` may be left out. Of two lines for one file the first counts.
+    The layout is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is a field of
+    our own that weighs an image, and with it `text` may be left out. Of two lines for one file the
+    first counts.
     """
     lines: dict[str, MetadataLine] = {}
     problems: list[str] = []
@@ -73,7 +76,9 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, 
 def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
     try:
         entry = json.loads(raw)
-        json.dumps(entry, ensure_ascii=False).encode()  # half a surrogate pair, as in "\ud83d", is JSON but not text
+        json.dumps(
+            entry, ensure_ascii=False
+        ).encode()  # half a surrogate pair, as in "\ud83d", is JSON but not text
     except (ValueError, RecursionError) as error:
         raise ValueError("not JSON, or not UTF-8") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
@@ -100,14 +105,19 @@ def read_captions(media: Media, metadata: Mapping[str, MetadataLine]) -> tuple[s
         try:
             text = read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8 text"
+            reason = (
+                f"cannot be read: {error.strerror}"
+                if isinstance(error, OSError)
+                else "is not UTF-8 text"
+            )
             raise UnreadableCaption(f"its caption {file.name} {reason}") from error
     others = line.other_texts if line else ()
     return tuple(" ".join((one or "").split()) for one in (text, *others))
 
 
 def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, ...]:
-    """A caption's comma-separated tags in up to `num_orders` orders, the written one first; `keep` tags stay in front.
+    """A caption's comma-separated tags in up to `num_orders` orders, the written one first; `keep`
+    tags stay in front.
 
     A pure function of its arguments: each order is encoded once.
     """
@@ -120,7 +130,9 @@ def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, .
 
 
 def complete_caption(text: str, *, caption: str | None, trigger: str | None) -> str:
-    """`text`, or `caption` if it is empty, with the trigger word in front unless it occurs there already."""
+    """`text`, or `caption` if it is empty, with the trigger word in front unless it occurs there
+    already.
+    """
     text = text or " ".join((caption or "").split())
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text

@@ -1,4 +1,6 @@
-"""The dataset check before training: what a folder holds, what is wrong with it, and how training will use it."""
+"""The dataset check before training: what a folder holds, what is wrong with it, and how
+training will use it.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +12,9 @@ from autotune.data.sources import data_text
 from autotune.schema import Bucket, DataPlace, Frozen, NaturalInt, PositiveInt
 
 MAX_UPSCALING = 1.5
-"""By default images enlarged by more (per side) are counted: blur is learned like any other feature."""
+"""By default images enlarged by more (per side) are counted: blur is learned like any other
+feature.
+"""
 
 MAX_CROP = 0.25
 """By default images that lose more than this share of their area to the crop are named."""
@@ -46,12 +50,16 @@ class DataReport(Frozen):
     @property
     def can_train(self) -> bool:
         """Whether `read_dataset` would accept the folder."""
-        return self.num_usable > 0 and all(problem.kind != "captionless" for problem in self.problems)
+        return self.num_usable > 0 and all(
+            problem.kind != "captionless" for problem in self.problems
+        )
 
     @property
     def is_clean(self) -> bool:
         """Whether there is nothing to complain of: what a strict check asks for."""
-        return self.can_train and not (self.problems or self.num_enlarged or self.cropped or self.num_unverified)
+        return self.can_train and not (
+            self.problems or self.num_enlarged or self.cropped or self.num_unverified
+        )
 
 
 def check_dataset(
@@ -66,7 +74,8 @@ def check_dataset(
     on_pairs: Callable[[Sequence[tuple[Item, Bucket]]], None] = lambda pairs: None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it; `on_pairs` gets the usable items with their buckets.
+    """Check every file as training would read it; `on_pairs` gets the usable items with their
+    buckets.
 
     Raises:
         InvalidInput: a folder does not exist, or the resolution is too small.
@@ -74,7 +83,8 @@ def check_dataset(
     dataset = scan_dataset(folder, options or DatasetOptions(), on_progress)
     buckets = make_buckets(dataset, resolution_px, multiple_px, max_side_px)
     pairs = [
-        (item, buckets[index]) for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
+        (item, buckets[index])
+        for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
     on_pairs(pairs)
     words = sorted(len(item.caption.split()) for item in dataset.items)
@@ -90,7 +100,9 @@ def check_dataset(
         max_upscaling=max_upscaling,
         max_crop=max_crop,
         num_enlarged=sum(_scale(item, bucket) > max_upscaling for item, bucket in pairs),
-        cropped=tuple(item.path.name for item, bucket in pairs if _lost_share(item, bucket) > max_crop),
+        cropped=tuple(
+            item.path.name for item, bucket in pairs if _lost_share(item, bucket) > max_crop
+        ),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )
 

@@ -1,4 +1,5 @@
-"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that is unusable.
+"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that
+is unusable.
 
 read_dataset     for training: raises if captions are missing or nothing usable is left
 scan_dataset     for the check before it: never raises because of a file's content
@@ -13,7 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.data.captions import METADATA, read_metadata
-from autotune.data.files import MASK_SUFFIX, Media, find_masks, find_media, find_runs, find_unsupported
+from autotune.data.files import (
+    MASK_SUFFIX,
+    Media,
+    find_masks,
+    find_media,
+    find_runs,
+    find_unsupported,
+)
 from autotune.data.items import REMARKS, Item, ItemReader, Problem, file_digest
 from autotune.data.options import DEFAULT_OPTIONS, DatasetOptions
 from autotune.data.sources import data_text, is_list, list_folders
@@ -21,7 +29,9 @@ from autotune.errors import InvalidInput
 from autotune.schema import DataPlace
 
 VERIFY_SECONDS = 120.0
-"""Time limit for decoding images to prove them whole; damage in the others is found when they are encoded."""
+"""Time limit for decoding images to prove them whole; damage in the others is found when they
+are encoded.
+"""
 
 MAX_LISTED_PROBLEMS = 5
 """Unusable files that a summary names one by one."""
@@ -46,12 +56,17 @@ class Dataset:
 
     @property
     def problem_summary(self) -> tuple[str, ...]:
-        """Lines that tell a user what teaches nothing or is left out: counts, the first files by name; or no line."""
+        """Lines that tell a user what teaches nothing or is left out: counts, the first files by
+        name; or no line.
+        """
         untrained = [problem for problem in self.problems if problem.kind == "black"]
         lines = _first_of(untrained, "{} more images have masks that are black everywhere")
         if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
             counts = Counter(problem.kind for problem in problems)
-            lines.append("left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
+            lines.append(
+                "left out of the data: "
+                + ", ".join(f"{number} {kind}" for kind, number in counts.items())
+            )
             lines += _first_of(problems, "and {} more: `autotune data check --json` names all")
         return tuple(lines)
 
@@ -67,8 +82,8 @@ def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -
     """Read the usable part of a data folder; unusable files are left out and named in `problems`.
 
     Args:
-        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too; or a YAML file that
-            lists several such folders; or several of these.
+        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too;
+            or a YAML file that lists several such folders; or several of these.
         options: captions, control images and clips.
 
     Raises:
@@ -84,7 +99,8 @@ def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -
         )
     if not dataset.items:
         raise InvalidInput(
-            f"no usable image in {data_text(folder)}" + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
+            f"no usable image in {data_text(folder)}"
+            + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
             hint="put png, jpeg or webp files there; `autotune data check` names what is wrong",
         )
     return dataset
@@ -99,11 +115,13 @@ def scan_dataset(
 ) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
-    `verify_seconds` is the time limit of decoding, `VERIFY_SECONDS` by default; 0 reads headers alone.
+    `verify_seconds` is the time limit of decoding, `VERIFY_SECONDS` by default; 0 reads headers
+    alone.
 
     Raises:
-        InvalidInput: a folder does not exist or lies in another, the data lies in the control folder, `num_frames` is
-            not positive, or pairs for editing would be flipped or cropped elsewhere than at the center.
+        InvalidInput: a folder does not exist or lies in another, the data lies in the control
+            folder, `num_frames` is not positive, or pairs for editing would be flipped or cropped
+            elsewhere than at the center.
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
@@ -113,7 +131,10 @@ def scan_dataset(
     parts = []
     for folder in list_folders(data):
         part = _scan_folder(Path(folder.path), folder.options(options), on_progress, verify_seconds)
-        items = (replace(item, repeats=item.repeats * folder.repeats, weight=folder.weight) for item in part.items)
+        items = (
+            replace(item, repeats=item.repeats * folder.repeats, weight=folder.weight)
+            for item in part.items
+        )
         named = (problem.changed(file=f"{folder.path}/{problem.file}") for problem in part.problems)
         parts.append(Dataset(tuple(items), tuple(named), part.num_unverified))
     return Dataset(
@@ -130,16 +151,21 @@ def _scan_folder(
     control = _locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
         raise InvalidInput(
-            "pairs for editing are neither flipped nor cropped at the top", hint="leave --flip and --crop out"
+            "pairs for editing are neither flipped nor cropped at the top",
+            hint="leave --flip and --crop out",
         )
     clips = options.num_frames > 1
     media = find_media(folder, clips=clips, exclude=control)
     metadata, line_problems = read_metadata(folder)
     unmatched = metadata.keys() - {one.name for one in media}
     line_problems += tuple(f"no image {name}" for name in metadata if name in unmatched)
-    problems = [Problem(file=METADATA, kind="metadata", message=message) for message in line_problems]
+    problems = [
+        Problem(file=METADATA, kind="metadata", message=message) for message in line_problems
+    ]
     masks = find_masks(folder, exclude=control)
-    problems += _other_problems(folder, control, options, masks.keys() - {one.stem for one in media})
+    problems += _other_problems(
+        folder, control, options, masks.keys() - {one.stem for one in media}
+    )
     controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
     reader = ItemReader(options, metadata, controls, masks, time.monotonic() + verify_seconds)
     items: list[tuple[str, Item]] = []
@@ -148,7 +174,9 @@ def _scan_folder(
         problems += [result for result in results if isinstance(result, Problem)]
     unique, duplicates = _drop_duplicates(items, reader.captioned)
     problems += [
-        Problem(file=name, kind="captionless", message="has no caption") for name, item in unique if not item.caption
+        Problem(file=name, kind="captionless", message="has no caption")
+        for name, item in unique
+        if not item.caption
     ]
     usable = tuple(item for _, item in unique if item.caption)
     return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
@@ -157,21 +185,36 @@ def _scan_folder(
 def _other_problems(
     folder: Path, control: Path | None, options: DatasetOptions, lone_masks: Collection[str]
 ) -> list[Problem]:
-    """What lies in the folder besides images: unread formats, masks that are not used, outputs of runs."""
+    """What lies in the folder besides images: unread formats, masks that are not used, outputs
+    of runs.
+    """
     unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
-    found = [Problem(file=name, kind="unsupported", message=message) for name, message in unsupported.items()]
+    found = [
+        Problem(file=name, kind="unsupported", message=message)
+        for name, message in unsupported.items()
+    ]
     is_used = options.loss_mask == "files"
-    message = "there is no image of this name" if is_used else "a mask is used with --loss-mask files"
+    message = (
+        "there is no image of this name" if is_used else "a mask is used with --loss-mask files"
+    )
     masks = lone_masks if is_used else find_masks(folder, exclude=control)
-    found += [Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message) for stem in sorted(masks)]
+    found += [
+        Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message) for stem in sorted(masks)
+    ]
     return found + [
-        Problem(file=run.relative_to(folder).as_posix(), kind="run", message="the output folder of a run, not data")
+        Problem(
+            file=run.relative_to(folder).as_posix(),
+            kind="run",
+            message="the output folder of a run, not data",
+        )
         for run in find_runs(folder)
     ]
 
 
 def _locate_control(folder: Path, control: Path) -> Path:
-    """The control folder, spelled below the data folder if it lies there, so that its images are not taken for data."""
+    """The control folder, spelled below the data folder if it lies there, so that its images are
+    not taken for data.
+    """
     _require_folder(control, "control")
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
@@ -204,16 +247,21 @@ def _read_items(
 def _drop_duplicates(
     items: list[tuple[str, Item]], captioned: Collection[str]
 ) -> tuple[list[tuple[str, Item]], list[Problem]]:
-    """Keep one of items whose files (controls too) have equal bytes: the first that is `captioned`, if any is."""
+    """Keep one of items whose files (controls too) have equal bytes: the first that is
+    `captioned`, if any is.
+    """
     files = [(*item.pixel_paths, *item.control_paths) for _, item in items]
     sizes = [
-        (item.span, *(path.stat().st_size for path in paths)) for (_, item), paths in zip(items, files, strict=True)
+        (item.span, *(path.stat().st_size for path in paths))
+        for (_, item), paths in zip(items, files, strict=True)
     ]
     num_of_sizes = Counter(sizes)
     first: dict[tuple[str, ...], str] = {}
     unique: list[tuple[str, Item]] = []
     problems: list[Problem] = []
-    known = sorted(zip(items, files, sizes, strict=True), key=lambda one: one[0][0] not in captioned)
+    known = sorted(
+        zip(items, files, sizes, strict=True), key=lambda one: one[0][0] not in captioned
+    )
     for (name, item), paths, size in known:
         is_alone = num_of_sizes[size] == 1  # then it need not be read
         original = name if is_alone else first.setdefault(tuple(map(file_digest, paths)), name)

@@ -1,7 +1,9 @@
-"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both stored in the cache.
+"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both stored in the
+cache.
 
-Entries are found by content, so a changed image alone is encoded again, and the pipeline is loaded only if something is
-missing. Samples of a small dataset come from memory, those of a large one from the cache.
+Entries are found by content, so a changed image alone is encoded again, and the pipeline is loaded
+only if something is missing. Samples of a small dataset come from memory, those of a large one from
+the cache.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +31,9 @@ from autotune.runtime import map_large_buffers
 from autotune.schema import Bucket, Crop
 
 MEMORY_BYTES = 512 * 1024**2
-"""Encoded tensors up to this size stay in memory; the others are read from the cache for each batch."""
+"""Encoded tensors up to this size stay in memory; the others are read from the cache for each
+batch.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,18 @@ class EncodedDataset:
 
     @cached_property
     def _is_weighted(self) -> bool:
-        return any(entries.mask_key for entries in self.entries) or any(item.weight != 1 for item in self.items)
+        return any(entries.mask_key for entries in self.entries) or any(
+            item.weight != 1 for item in self.items
+        )
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """For each item a number that is equal for pixels of equal shapes, which can share a batch."""
+        """For each item a number that is equal for pixels of equal shapes, which can share a
+        batch.
+        """
         shapes = [
-            (bucket, len(entries.latents)) for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
+            (bucket, len(entries.latents))
+            for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
         ]
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
@@ -78,8 +87,11 @@ class EncodedDataset:
             entries=tuple(self.entries[index] for index in indices),
         )
 
-    def sample(self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False) -> Sample:
-        """One sample as a `Draw` names it; with `dropped`, conditioned on the empty caption instead of its own.
+    def sample(
+        self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
+    ) -> Sample:
+        """One sample as a `Draw` names it; with `dropped`, conditioned on the empty caption instead
+        of its own.
 
         Raises:
             AutotuneError: the cache has lost the entry since it was made.
@@ -126,11 +138,11 @@ def encode_dataset(
     An item with an unreadable file is left out and named in the result's `problems`.
 
     Args:
-        encoders: loaded only if something is missing; text encoders are released as soon as captions are done.
-            Entries that other encoders made are never used.
+        encoders: loaded only if something is missing; text encoders are released as soon as
+            captions are done. Entries that other encoders made are never used.
         dataset: what is encoded.
-        buckets: shapes that images are resized to, as `make_buckets` returns them or as a plan fixes them. Control
-            images take the shape of the image they belong to.
+        buckets: shapes that images are resized to, as `make_buckets` returns them or as a plan
+            fixes them. Control images take the shape of the image they belong to.
         cache: where entries are stored.
         caption_dropout: above 0, the empty caption is encoded too.
         flip: images are encoded mirrored, too.
@@ -139,13 +151,16 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
+        InvalidInput: no image could be read, or pickled caches of another program lie in the
+            cache's folder.
     """
     cache.refuse_pickles()
     cache.remove_stale()
     bucket_indices, with_empty = assign_buckets(dataset, buckets), caption_dropout > 0
     of_items = [buckets[index] for index in bucket_indices]
-    planned, masks, failures = _plan_entries(encoders, dataset, of_items, cache, with_empty=with_empty, flip=flip)
+    planned, masks, failures = _plan_entries(
+        encoders, dataset, of_items, cache, with_empty=with_empty, flip=flip
+    )
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = _EntryStore(cache, len(needed), on_progress)
     unreadable = _encode_missing(encoders, store, needed.values())
@@ -159,11 +174,15 @@ def encode_dataset(
             hint="`autotune data check DIR` names what is wrong",
         )
     cache.evict(keep={key for index in usable for key in planned[index].keys})
-    broken = ((dataset.items[index].path.name, message) for index, message in sorted(failures.items()))
+    broken = (
+        (dataset.items[index].path.name, message) for index, message in sorted(failures.items())
+    )
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
         bucket_indices=tuple(bucket_indices[index] for index in usable),
-        problems=tuple(Problem(file=name, kind="broken", message=message) for name, message in broken),
+        problems=tuple(
+            Problem(file=name, kind="broken", message=message) for name, message in broken
+        ),
         entries=tuple(planned[index] for index in usable),
         cache=cache,
         in_memory=store.in_memory,
@@ -181,16 +200,27 @@ def list_entries(
     caption_dropout: float = 0.0,
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
-    """The items and their entries as `encode_dataset` gives them if all files can be decoded; it loads no model."""
+    """The items and their entries as `encode_dataset` gives them if all files can be decoded; it
+    loads no model.
+    """
     of_items = [buckets[index] for index in assign_buckets(dataset, buckets)]
-    planned, _, _ = _plan_entries(encoders, dataset, of_items, cache, with_empty=caption_dropout > 0, flip=flip)
+    planned, _, _ = _plan_entries(
+        encoders, dataset, of_items, cache, with_empty=caption_dropout > 0, flip=flip
+    )
     return tuple(dataset.items[index] for index in planned), tuple(planned.values())
 
 
 def _plan_entries(
-    encoders: Encoders, dataset: Dataset, buckets: Sequence[Bucket], cache: Cache, *, with_empty: bool, flip: bool
+    encoders: Encoders,
+    dataset: Dataset,
+    buckets: Sequence[Bucket],
+    cache: Cache,
+    *,
+    with_empty: bool,
+    flip: bool,
 ) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:
-    """What each item needs, by its number; masks by their keys; and why an item's files cannot be read.
+    """What each item needs, by its number; masks by their keys; and why an item's files cannot be
+    read.
 
     `buckets` has one for each item.
     """
@@ -201,7 +231,12 @@ def _plan_entries(
     for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
         try:
             entries = make_item_entries(
-                item, bucket, encoders.identity, with_empty=with_empty, with_flipped=flip, digest=digest
+                item,
+                bucket,
+                encoders.identity,
+                with_empty=with_empty,
+                with_flipped=flip,
+                digest=digest,
             )
             if item.mask_path:
                 shapes = encoders.model.family.sample_shapes(encoders.model.config, bucket, 1)
@@ -217,7 +252,9 @@ def _plan_entries(
 
 @dataclass
 class _EntryStore:
-    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of them in memory."""
+    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of
+    them in memory.
+    """
 
     cache: Cache
     num_entries: int
@@ -254,16 +291,24 @@ class _EntryStore:
             self.on_progress(self.num_done, self.num_entries)
 
 
-def _encode_missing(encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]) -> dict[str, str]:
+def _encode_missing(
+    encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]
+) -> dict[str, str]:
     """Find or make every entry; returns by key why an entry could not be made from its files."""
     missing = [entry for entry in entries if not store.find(entry, encoders.model)]
-    unreadable = _encode_each(encoders, store, [entry for entry in missing if entry.caption is not None])
+    unreadable = _encode_each(
+        encoders, store, [entry for entry in missing if entry.caption is not None]
+    )
     encoders.release_text()
-    return unreadable | _encode_each(encoders, store, [entry for entry in missing if entry.caption is None])
+    return unreadable | _encode_each(
+        encoders, store, [entry for entry in missing if entry.caption is None]
+    )
 
 
 def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
-    """Whether names and shapes are those of a sample: a digest that fits tells only that nothing changed since."""
+    """Whether names and shapes are those of a sample: a digest that fits tells only that nothing
+    changed since.
+    """
     prompt = tensors.get("prompt_embeds")
     num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
     shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
@@ -279,7 +324,9 @@ class _Unreadable(Exception):
     """A file that an entry is made from cannot be decoded."""
 
 
-def _encode_each(encoders: Encoders, store: _EntryStore, entries: Sequence[CacheEntry]) -> dict[str, str]:
+def _encode_each(
+    encoders: Encoders, store: _EntryStore, entries: Sequence[CacheEntry]
+) -> dict[str, str]:
     unreadable: dict[str, str] = {}
     for number, entry in enumerate(entries, start=1):
         try:
@@ -294,7 +341,8 @@ def _encode_each(encoders: Encoders, store: _EntryStore, entries: Sequence[Cache
 
 @torch.no_grad()
 def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
-    """Encode one entry. Files are opened first: broken ones, met again in every run, must not load the encoders.
+    """Encode one entry. Files are opened first: broken ones, met again in every run, must not load
+    the encoders.
 
     Raises:
         _Unreadable: a file cannot be decoded.
@@ -306,7 +354,9 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
     try:
         if entry.caption is None:
             with map_large_buffers():
-                encoded: Sample = {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
+                encoded: Sample = {
+                    "latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))
+                }
         else:
             encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -349,17 +399,27 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
 
 
 def open_pixels(
-    paths: Sequence[Path], width_px: int, height_px: int, span: ClipSpan | None = None, *, crop: Crop = "center"
+    paths: Sequence[Path],
+    width_px: int,
+    height_px: int,
+    span: ClipSpan | None = None,
+    *,
+    crop: Crop = "center",
 ) -> Tensor:
-    """One image, or the frames of one clip, resized and cropped: float32 (3, frames, height, width) in [-1, 1].
+    """One image, or the frames of one clip, resized and cropped: float32 (3, frames, height, width)
+    in [-1, 1].
 
     Raises:
         OSError: a file cannot be read or decoded.
     """
     images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
     size, sharp = (width_px, height_px), Image.Resampling.LANCZOS
-    frames = [np.asarray(ImageOps.fit(one, size, sharp, centering=CENTERING[crop])) for one in images]  # one at a time
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1)
+    frames = [
+        np.asarray(ImageOps.fit(one, size, sharp, centering=CENTERING[crop])) for one in images
+    ]  # one at a time
+    return (
+        torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1)
+    )
 
 
 def _open_rgb(path: Path) -> Image.Image:

@@ -1,4 +1,6 @@
-"""The text encoders and the VAE of a run: loaded once, as the plan says, and released when everything is encoded."""
+"""The text encoders and the VAE of a run: loaded once, as the plan says, and released when
+everything is encoded.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +24,16 @@ from autotune.weights import DOWNLOAD_AGAIN, Transform, cast_as_loaded, load_com
 class Encoders:
     """Text encoders and VAE, loaded on first use, for the `device` that trains.
 
-    `caching` says where they run and how text encoders are stored, `settings` the precision of the rest and the loader.
+    `caching` says where they run and how text encoders are stored, `settings` the precision of the
+    rest and the loader.
     """
 
     def __init__(
-        self, model: ResolvedModel, caching: CachingSettings, settings: Candidate, device: torch.device
+        self,
+        model: ResolvedModel,
+        caching: CachingSettings,
+        settings: Candidate,
+        device: torch.device,
     ) -> None:
         self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
         self.dtype = torch_dtype(encoder_precision(settings.precision))
@@ -70,25 +77,31 @@ class Encoders:
         return self.device if place == "training" else torch.device(place)
 
     def load_pipeline(self, *, with_text: bool = True) -> Any:
-        """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders' device.
+        """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders'
+        device.
 
         Without text encoders, if they are not needed, it encodes pixels, on `vae_device`.
         """
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
-        # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at control images.
+        # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at
+        # control images.
         vae_device = self.device if with_text else self.vae_device
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
             parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
             parts["vae"] = self.load_vae(vae_device)
             pipeline = self.build_pipeline(torch_dtype=self.dtype, **parts)
-            pipeline.encode_prompt = run_on_device(pipeline.encode_prompt, self._text_device, self.device)
+            pipeline.encode_prompt = run_on_device(
+                pipeline.encode_prompt, self._text_device, self.device
+            )
             self._pipeline = pipeline
         self._pipeline.vae.to(vae_device)
         return self._pipeline
 
     def build_pipeline(self, **parts: Any) -> Any:
-        """The stock pipeline with these components. Raises InvalidInput if one of its files is damaged."""
+        """The stock pipeline with these components. Raises InvalidInput if one of its files is
+        damaged.
+        """
         folder = self.model.weights
         try:
             return self.model.family.load_pipeline(folder, **parts)
@@ -96,7 +109,9 @@ class Encoders:
             if is_out_of_memory(error):
                 raise
             reason = first_line(error)
-            raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
+            raise InvalidInput(
+                f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN
+            ) from error
 
     def load_vae(self, device: torch.device) -> nn.Module:
         """The pipeline's VAE if it is loaded, or else a new one on `device`."""
@@ -115,7 +130,9 @@ class Encoders:
             return quantize_inside(blocks, self.caching.text_encoder_quantization)
 
         device = str(self._text_device)
-        return self._load(name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize)
+        return self._load(
+            name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize
+        )
 
     def _load(self, name: str, **options: Any) -> nn.Module:
         weights = self.model.part_files.get(name)
@@ -123,11 +140,16 @@ class Encoders:
         return component
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
-        """A component whose layers come to the device one by one, and turn to `dtype`, each time they are called."""
-        # Memory-mapped as stored, so that the host can drop pages that it has no room for and read them again.
+        """A component whose layers come to the device one by one, and turn to `dtype`, each time
+        they are called.
+        """
+        # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
+        # them again.
         component = self._load(name, dtype=dtype, casts=False)
         cpu_offload(component, self.device, offload_buffers=True)
-        cast_as_loaded(component, dtype)  # on meta: each layer's weights turn to what stands in their place
+        cast_as_loaded(
+            component, dtype
+        )  # on meta: each layer's weights turn to what stands in their place
         return component
 
     def release(self) -> None:
@@ -137,7 +159,9 @@ class Encoders:
             release_memory()
 
     def release_text(self) -> None:
-        """Free the text encoders alone, unless the plan keeps them loaded: pixels are encoded without."""
+        """Free the text encoders alone, unless the plan keeps them loaded: pixels are encoded
+        without.
+        """
         if self.caching.residency == "release" and self._pipeline is not None:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
@@ -147,7 +171,9 @@ class Encoders:
 def run_on_device(
     function: Callable[..., Any], device: torch.device, result_device: torch.device
 ) -> Callable[..., Any]:
-    """Wrap a pipeline's `encode_prompt`: its arguments move to `device`, its results to `result_device`."""
+    """Wrap a pipeline's `encode_prompt`: its arguments move to `device`, its results to
+    `result_device`.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)

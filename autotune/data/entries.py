@@ -1,4 +1,6 @@
-"""Which cache entries each item needs: what an entry is made from, which encoder makes it, and so its key."""
+"""Which cache entries each item needs: what an entry is made from, which encoder makes it, and
+so its key.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -19,12 +21,16 @@ from autotune.weights import open_weights, weights_digest
 NO_FILES: Mapping[str, Path] = MappingProxyType({})
 
 WEIGHT_SAMPLE_BYTES = 1024**2
-"""Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take half a minute."""
+"""Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take
+half a minute.
+"""
 
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Everything about the encoders that decides their results: code, weights, precision and library versions."""
+    """Everything about the encoders that decides their results: code, weights, precision and
+    library versions.
+    """
 
     text_encoder: str
     vae: str
@@ -41,16 +47,21 @@ def identify_encoders(
 ) -> EncoderIdentity:
     """Identify the encoders of a pipeline by its files, in the diffusers layout.
 
-    `settings` is their dtype, e.g. `bfloat16`; `text_settings` and `vae_settings` are what else decides their output,
-    e.g. a quantization; `files` are the weights of components that are not in that folder.
+    `settings` is their dtype, e.g. `bfloat16`; `text_settings` and `vae_settings` are what else
+    decides their output, e.g. a quantization; `files` are the weights of components that are not in
+    that folder.
     """
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
     vae = _components_digest(model_folder, ("vae",))
     text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
     encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
-    encoder += "".join(f" {name} {digest}" for name, digest in sorted(elsewhere.items()) if name != "vae")
-    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings)
+    encoder += "".join(
+        f" {name} {digest}" for name, digest in sorted(elsewhere.items()) if name != "vae"
+    )
+    return EncoderIdentity(
+        text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings
+    )
 
 
 def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:
@@ -73,7 +84,9 @@ class CacheEntry:
 
     key: str
     paths: tuple[Path, ...]
-    """Files of the pixels; for a caption, the control images that the text encoder of an edit model reads with it."""
+    """Files of the pixels; for a caption, the control images that the text encoder of an edit
+    model reads with it.
+    """
     digests: tuple[str, ...]
     """SHA-256 of each of these files, as the key contains them."""
     bucket: Bucket
@@ -87,7 +100,11 @@ class CacheEntry:
     """Whether it is mirrored."""
 
     def __str__(self) -> str:
-        return f"pixels of {self.paths[0]}" if self.caption is None else f"caption {self.caption[:80]!r}"
+        return (
+            f"pixels of {self.paths[0]}"
+            if self.caption is None
+            else f"caption {self.caption[:80]!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,9 @@ class ItemEntries:
     empty_prompt: CacheEntry | None
     """The empty caption; None unless captions may be dropped."""
     latents: Mapping[str, CacheEntry]
-    """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its control images."""
+    """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its
+    control images.
+    """
     flipped_latents: Mapping[str, CacheEntry]
     """The same mirrored; empty unless images may be flipped."""
     mask_key: str | None = None
@@ -112,7 +131,9 @@ class ItemEntries:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(entry.key for entry in self.all) | ({self.mask_key} if self.mask_key else set())
+        return frozenset(entry.key for entry in self.all) | (
+            {self.mask_key} if self.mask_key else set()
+        )
 
 
 def make_item_entries(
@@ -126,21 +147,35 @@ def make_item_entries(
 ) -> ItemEntries:
     """The entries of one item whose images take the shape of `bucket`.
 
-    `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is `file_digest`, which the
-    caller may have remember large files.
+    `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is
+    `file_digest`, which the caller may have remember large files.
 
     Raises:
         OSError: one of its files cannot be read.
     """
-    controls = {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
+    controls = {
+        f"control_latents_{number}": (path,)
+        for number, path in enumerate(item.control_paths, start=1)
+    }
     return ItemEntries(
-        prompts=tuple(make_prompt_entry(one, item.control_paths, bucket, identity) for one in item.captions),
-        empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity) if with_empty else None,
+        prompts=tuple(
+            make_prompt_entry(one, item.control_paths, bucket, identity) for one in item.captions
+        ),
+        empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity)
+        if with_empty
+        else None,
         latents={
             "latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item),
-            **{name: _make_latents_entry(paths, bucket, identity, digest) for name, paths in controls.items()},
+            **{
+                name: _make_latents_entry(paths, bucket, identity, digest)
+                for name, paths in controls.items()
+            },
         },
-        flipped_latents={"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item, flipped=True)}
+        flipped_latents={
+            "latents": _make_latents_entry(
+                item.pixel_paths, bucket, identity, digest, item, flipped=True
+            )
+        }
         if with_flipped
         else {},
     )
@@ -152,7 +187,9 @@ def make_prompt_entry(
     """The entry of a caption alone, or with control images in the shape of `bucket`."""
     size = (bucket.width_px, bucket.height_px) if control_paths else None
     digests = tuple(map(file_digest, control_paths))
-    key = entry_key("prompt", text=caption, controls=digests, size=size, encoder=identity.text_encoder)
+    key = entry_key(
+        "prompt", text=caption, controls=digests, size=size, encoder=identity.text_encoder
+    )
     return CacheEntry(key, control_paths, digests, bucket, caption)
 
 
@@ -165,10 +202,16 @@ def _make_latents_entry(
     *,
     flipped: bool = False,
 ) -> CacheEntry:
-    """The entry for the pixels of `item`, or of one of its control images, which are whole and never mirrored."""
+    """The entry for the pixels of `item`, or of one of its control images, which are whole and
+    never mirrored.
+    """
     digests = tuple(map(digest, paths))
     span, crop = (item.span, item.crop) if item else (None, "center")
-    usual = {"clip": None, "crop": "center", "flipped": False}  # parts that keys have not always had
+    usual = {
+        "clip": None,
+        "crop": "center",
+        "flipped": False,
+    }  # parts that keys have not always had
     parts = {"clip": asdict(span) if span else None, "crop": crop, "flipped": flipped}
     unusual = {name: value for name, value in parts.items() if value != usual[name]}
     size = (bucket.width_px, bucket.height_px)

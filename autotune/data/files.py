@@ -1,4 +1,6 @@
-"""What lies in a data folder: images, videos, clips of frames, control images. Looks at names only."""
+"""What lies in a data folder: images, videos, clips of frames, control images. Looks at names
+only.
+"""
 
 import importlib.util
 import os
@@ -14,15 +16,21 @@ from autotune.schema import RUN_PLAN_FILE
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
 ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
-OTHER_VIDEO_SUFFIXES = frozenset({".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"})
+OTHER_VIDEO_SUFFIXES = frozenset(
+    {".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"}
+)
 UNSUPPORTED_SUFFIXES = (
-    VIDEO_SUFFIXES | OTHER_VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
+    VIDEO_SUFFIXES
+    | OTHER_VIDEO_SUFFIXES
+    | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
 )
 """Files that people expect to be read: those that are not are named instead of ignored."""
 MASK_SUFFIX = ".mask.png"
 """End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
 REPEATS = re.compile(r"(\d{1,3})_.+")
-"""A folder's name by which kohya's trainers show its images so many times per epoch, e.g. `10_dog`."""
+"""A folder's name by which kohya's trainers show its images so many times per epoch, e.g.
+`10_dog`.
+"""
 
 
 def has_video_decoder() -> bool:
@@ -51,16 +59,19 @@ class Media:
 
     @property
     def folder_repeats(self) -> int:
-        """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if none does."""
+        """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if
+        none does.
+        """
         matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
         return max(1, next((int(match[1]) for match in matches if match), 1))
 
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips` videos too, and each folder of images is one clip.
+    """Find the images below `folder`, sorted by name; with `clips` videos too, and each folder of
+    images is one clip.
 
-    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder inside the data) or in
-    the output folder of a run.
+    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder
+    inside the data) or in the output folder of a run.
     """
     suffixes = _readable_suffixes(clips=clips)
     files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
@@ -87,7 +98,10 @@ def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) 
     """Media files that are not read, by name, with what to do about each."""
     suffixes = UNSUPPORTED_SUFFIXES - _readable_suffixes(clips=clips)
     paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes)
-    return {path.relative_to(folder).as_posix(): _explain_unsupported(path, clips=clips) for path in paths}
+    return {
+        path.relative_to(folder).as_posix(): _explain_unsupported(path, clips=clips)
+        for path in paths
+    }
 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:
@@ -101,7 +115,11 @@ def _explain_unsupported(path: Path, *, clips: bool) -> str:
     as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     if path.suffix.lower() in OTHER_VIDEO_SUFFIXES:
         return f"its format is not supported, a folder of frames is: {as_frames}"
-    return f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or {as_frames}"
+    return (
+        "videos are read with PyAV, or as folders of frames: pip install "
+        "'lora-autotune[video]', "
+        f"or {as_frames}"
+    )
 
 
 def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
@@ -112,7 +130,9 @@ def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
 
 def find_runs(folder: Path) -> tuple[Path, ...]:
     """Output folders of runs below `folder`: their pictures are no training data."""
-    return tuple(sorted(file.parent for file in folder.rglob(RUN_PLAN_FILE) if file.parent != folder))
+    return tuple(
+        sorted(file.parent for file in folder.rglob(RUN_PLAN_FILE) if file.parent != folder)
+    )
 
 
 def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
@@ -132,10 +152,14 @@ def natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
 
 
 def match_controls(media: Media, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
-    """Control images of an image: `NAME.*`, or else `NAME_1.*`, `NAME_2.*` and so on; empty if any is missing."""
+    """Control images of an image: `NAME.*`, or else `NAME_1.*`, `NAME_2.*` and so on; empty if
+    any is missing.
+    """
     if media.stem in by_stem:
         return (by_stem[media.stem],)
     pattern = re.compile(re.escape(media.stem) + r"_(\d+)")
-    numbered = {int(match[1]): path for stem, path in by_stem.items() if (match := pattern.fullmatch(stem))}
+    numbered = {
+        int(match[1]): path for stem, path in by_stem.items() if (match := pattern.fullmatch(stem))
+    }
     is_complete = sorted(numbered) == list(range(1, len(numbered) + 1))
     return tuple(numbered[number] for number in sorted(numbered)) if is_complete else ()

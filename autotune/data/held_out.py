@@ -1,4 +1,6 @@
-"""Which images are held out of training, so that the loss on them tells learning from remembering."""
+"""Which images are held out of training, so that the loss on them tells learning from
+remembering.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -29,11 +31,14 @@ class SplitDataset:
         return replace(self.training, items=(*self.training.items, *self.held_out))
 
 
-def read_split(folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int) -> SplitDataset:
-    """Read a data folder and hold some images out: a pure function of seed and file names decides which.
+def read_split(
+    folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int
+) -> SplitDataset:
+    """Read a data folder and hold some images out: a pure function of seed and file names decides
+    which.
 
-    `validation` is a share such as `10%`, a folder of held-out images, or None for none. What lies in that folder, and
-    equal files elsewhere, are not trained on.
+    `validation` is a share such as `10%`, a folder of held-out images, or None for none. What lies
+    in that folder, and equal files elsewhere, are not trained on.
 
     Raises:
         InvalidInput: as `read_dataset` for either folder; or nothing would be left to train on.
@@ -53,28 +58,39 @@ def read_split(folder: DataPlace, options: DatasetOptions, validation: str | Non
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(
-            f"with the images held out for validation, none of {data_text(folder)} is left to train on",
-            hint="add images, hold out a smaller share, or name a folder of others: --validation FOLDER",
+            f"with the images held out for validation, none of {data_text(folder)} is left to "
+            "train on",
+            hint=(
+                "add images, hold out a smaller share, or name a folder of others: --validation "
+                "FOLDER"
+            ),
         )
     return SplitDataset(replace(dataset, items=training), tuple(held_out))
 
 
 def _name(item: Item, folder: DataPlace) -> str:
-    """The path below the data folder, or below the folder of a list that it lies in, after that folder's name.
+    """The path below the data folder, or below the folder of a list that it lies in, after that
+    folder's name.
 
     The second of several folders of one name gets a number: names tell apart what is drawn.
     """
     places = [Path(place) for place in list_places(folder)]
     at = next(at for at, place in enumerate(places) if item.path.is_relative_to(place))
-    place, earlier = places[at], len({one for one in places[:at] if one.name == places[at].name} - {places[at]})
+    place, earlier = (
+        places[at],
+        len({one for one in places[:at] if one.name == places[at].name} - {places[at]}),
+    )
     own = item.path.relative_to(place).as_posix()
     return own if len(places) == 1 else f"{place.name}{f' {earlier + 1}' if earlier else ''}/{own}"
 
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
-    """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes few of the others."""
+    """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes
+    few of the others.
+    """
     unique = sorted(
-        set(names), key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest()
+        set(names),
+        key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest(),
     )
     return frozenset(unique[: min(MAX_HELD_OUT, max(1, round(share * len(unique))))])
 
@@ -86,5 +102,8 @@ def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[It
     return tuple(
         item
         for item in items
-        if not any(path.stat().st_size in sizes and file_digest(path) in digests for path in item.pixel_paths)
+        if not any(
+            path.stat().st_size in sizes and file_digest(path) in digests
+            for path in item.pixel_paths
+        )
     )

@@ -1,4 +1,6 @@
-"""From files to training items: sizes, captions, control images and clips, each file proven readable."""
+"""From files to training items: sizes, captions, control images and clips, each file proven
+readable.
+"""
 
 import errno
 import hashlib
@@ -11,8 +13,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from autotune.data.captions import MetadataLine, UnreadableCaption, complete_caption, order_tags, read_captions
-from autotune.data.files import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
+from autotune.data.captions import (
+    MetadataLine,
+    UnreadableCaption,
+    complete_caption,
+    order_tags,
+    read_captions,
+)
+from autotune.data.files import (
+    ANIMATION_SUFFIXES,
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    Media,
+    match_controls,
+)
 from autotune.data.options import DatasetOptions
 from autotune.data.pixels import is_black_mask, open_image, read_size
 from autotune.data.video import ClipSpan, choose_spans, is_animation, read_clip, read_facts
@@ -40,7 +54,9 @@ ProblemKind = Literal[
 ]
 REMARKS = frozenset({"variable", "black"})
 """Kinds of problems for which nothing is left out."""
-PrintableStr = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
+PrintableStr = Annotated[
+    str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())
+]
 """Text for people; a file name in it may hold bytes that are not UTF-8."""
 
 
@@ -71,7 +87,9 @@ class Item:
     other_captions: tuple[str, ...] = ()
     """Captions that it is seen with as well."""
     mask_path: Path | None = None
-    """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to count all of it."""
+    """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to
+    count all of it.
+    """
     crop: Crop = "center"
     weight: float = 1.0
     """Factor of its loss."""
@@ -123,13 +141,17 @@ class ItemReader:
         suffix = media.path.suffix.lower()
         if self.options.num_frames == 1 or media.is_clip:
             return False
-        return suffix in VIDEO_SUFFIXES or (suffix in ANIMATION_SUFFIXES and is_animation(media.path))
+        return suffix in VIDEO_SUFFIXES or (
+            suffix in ANIMATION_SUFFIXES and is_animation(media.path)
+        )
 
     def _read_video(self, media: Media) -> list[Item | Problem]:
         options = self.options
         try:
             facts = read_facts(media.path)
-            spans = choose_spans(facts, options.clips, options.clip_lengths, options.frames_per_second)
+            spans = choose_spans(
+                facts, options.clips, options.clip_lengths, options.frames_per_second
+            )
             self._verify(media.path, spans)
         except MemoryError:  # says nothing of the file
             raise
@@ -162,7 +184,9 @@ class ItemReader:
         return has_time
 
     def _read(self, media: Media) -> Item:
-        number = max((one for one in self.options.clip_lengths if one <= len(media.frame_paths)), default=0)
+        number = max(
+            (one for one in self.options.clip_lengths if one <= len(media.frame_paths)), default=0
+        )
         if media.is_clip and not number:
             needed = min(self.options.clip_lengths)
             raise _Unusable("short", f"has {len(media.frame_paths)} frames, {needed} are needed")
@@ -190,17 +214,25 @@ class ItemReader:
 
     def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
         if self.options.loss_mask == "alpha":
-            return media.path if media.path.suffix.lower() in IMAGE_SUFFIXES and _has_alpha(media.path) else None
+            return (
+                media.path
+                if media.path.suffix.lower() in IMAGE_SUFFIXES and _has_alpha(media.path)
+                else None
+            )
         path = self.masks.get(media.stem) if self.options.loss_mask == "files" else None
         if path is None:
             return None
         width, height = _read_size(media, path, self._has_time())
         if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
-            raise _Unusable("mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio")
+            raise _Unusable(
+                "mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio"
+            )
         return path
 
     def _black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
-        """The remark that a mask, or a transparent image, lets nothing be learned; damage shows elsewhere."""
+        """The remark that a mask, or a transparent image, lets nothing be learned; damage shows
+        elsewhere.
+        """
         path = next((one.mask_path for one in found if isinstance(one, Item)), None)
         if path is None or time.monotonic() > self.deadline:
             return []
@@ -209,7 +241,11 @@ class ItemReader:
                 return []
         except Exception:  # decoders raise anything for damaged files
             return []
-        what = "it is transparent everywhere" if path == media.path else f"its mask {path.name} is black everywhere"
+        what = (
+            "it is transparent everywhere"
+            if path == media.path
+            else f"its mask {path.name} is black everywhere"
+        )
         message = f"{what}: nothing of it is trained, but for --mask-floor"
         return [Problem(file=media.name, kind="black", message=message)]
 
@@ -226,7 +262,10 @@ class ItemReader:
             for text in dict.fromkeys(own)
             for order in order_tags(text, options.shuffle_tags, options.keep_tags, options.seed)
         )
-        return tuple(complete_caption(one, caption=options.caption, trigger=options.trigger) for one in orders)
+        return tuple(
+            complete_caption(one, caption=options.caption, trigger=options.trigger)
+            for one in orders
+        )
 
 
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
@@ -259,7 +298,8 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex.
 
     Raises:
-        OSError: it cannot be read or is not a regular file, such as a pipe that might be waited for without end.
+        OSError: it cannot be read or is not a regular file, such as a pipe that might be waited for
+            without end.
     """
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

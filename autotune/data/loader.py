@@ -1,9 +1,10 @@
 """Collated batches ahead of the training step, and the time spent waiting for them.
 
-Threads work ahead, not the worker processes of torch's `DataLoader`, which would break three promises (measured with
-torch 2.13, 200 samples of 118 MiB): an error arrives as a `RuntimeError` that holds a traceback as text instead of its
-hint; a spawned worker takes seconds to start and 231 MiB that no prediction of memory counts, and a forked one must not
-follow CUDA or threads. Without workers `DataLoader` reads nothing ahead, and it has no threads.
+Threads work ahead, not the worker processes of torch's `DataLoader`, which would break three
+promises (measured with torch 2.13, 200 samples of 118 MiB): an error arrives as a `RuntimeError`
+that holds a traceback as text instead of its hint; a spawned worker takes seconds to start and 231
+MiB that no prediction of memory counts, and a forked one must not follow CUDA or threads. Without
+workers `DataLoader` reads nothing ahead, and it has no threads.
 """
 
 import time
@@ -24,10 +25,11 @@ EXTRA_BATCHES = 1
 
 @dataclass
 class BatchLoader:
-    """Iterable of collated micro-batches on the CPU, in the order of `batch_sampler`. Fields are named as in torch's
-    `DataLoader`.
+    """Iterable of collated micro-batches on the CPU, in the order of `batch_sampler`. Fields are
+    named as in torch's `DataLoader`.
 
-    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is raised in the loop.
+    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
+    raised in the loop.
     """
 
     dataset: EncodedDataset
@@ -46,7 +48,9 @@ class BatchLoader:
             yield from map(self._time, tasks)
             return
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
-            queue = deque(threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES))
+            queue = deque(
+                threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES)
+            )
             try:
                 while queue:
                     batch = self._time(queue.popleft().result)
@@ -63,4 +67,8 @@ class BatchLoader:
 
     def _load(self, planned: MicroBatch) -> Batch:
         batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+        return (
+            {name: tensor.pin_memory() for name, tensor in batch.items()}
+            if self.pin_memory
+            else batch
+        )

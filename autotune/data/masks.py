@@ -1,4 +1,6 @@
-"""Loss masks: which parts of an image the loss counts, by a mask beside it or by its own alpha channel."""
+"""Loss masks: which parts of an image the loss counts, by a mask beside it or by its own alpha
+channel.
+"""
 
 from pathlib import Path
 
@@ -13,8 +15,11 @@ from autotune.data.pixels import CENTERING, open_mask
 from autotune.schema import Bucket
 
 
-def find_mask(cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, int]) -> tuple[str, Tensor]:
-    """The key and the mask of an item at the (height, width) of its latents: uint8, 255 where all of the loss counts.
+def find_mask(
+    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, int]
+) -> tuple[str, Tensor]:
+    """The key and the mask of an item at the (height, width) of its latents: uint8, 255 where all
+    of the loss counts.
 
     `path` is the mask's file, or the item's own for its alpha channel.
 
@@ -28,19 +33,27 @@ def find_mask(cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[
     if stored is not None:
         return key, stored["mask"]
     try:
-        mask = ImageOps.fit(open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop])
+        mask = ImageOps.fit(
+            open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop]
+        )
     except MemoryError:  # says nothing of the file
         raise
     except Exception as error:  # decoders raise anything for damaged files
         raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
-    small = mask.resize((size[1], size[0]), Image.Resampling.BOX)  # the mean over the pixels of each latent
+    small = mask.resize(
+        (size[1], size[0]), Image.Resampling.BOX
+    )  # the mean over the pixels of each latent
     tensor = torch.from_numpy(np.array(small))
     cache.write(key, {"mask": tensor})
     return key, tensor
 
 
-def loss_weights(mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool) -> Tensor:
-    """Factors of the loss of one item, (1, 1, height, width): `floor` where its mask is black, times its `weight`."""
+def loss_weights(
+    mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool
+) -> Tensor:
+    """Factors of the loss of one item, (1, 1, height, width): `floor` where its mask is black,
+    times its `weight`.
+    """
     if mask is None:
         return torch.full((1, 1, *size), weight)
     if flipped:

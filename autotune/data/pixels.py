@@ -1,4 +1,6 @@
-"""From image files to pixels: sizes from headers, decoding that proves a file whole, conversion to 8-bit RGB."""
+"""From image files to pixels: sizes from headers, decoding that proves a file whole, conversion
+to 8-bit RGB.
+"""
 
 import stat
 import threading
@@ -13,15 +15,17 @@ TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)
 """Values of the EXIF orientation that swap width and height."""
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-"""Pillow goes by a file's content, whatever its name: one of its other decoders would start Ghostscript."""
+"""Pillow goes by a file's content, whatever its name: one of its other decoders would start
+Ghostscript.
+"""
 ANIMATED_FORMATS = ("GIF", "WEBP")
 
 CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
 """For each kind of crop, the share of what is cut off that is on the left, and at the top."""
 
 MAX_PIXELS = 1 << 26
-"""Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600 MiB. Pillow itself opens
-180 million, for which a file of some 100 KiB is enough."""
+"""Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600
+MiB. Pillow itself opens 180 million, for which a file of some 100 KiB is enough."""
 LARGE_PIXELS = 1 << 24
 """Images from this size on are decoded one at a time, whatever the number of threads."""
 BAND_PIXELS = 1 << 20
@@ -34,8 +38,8 @@ def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
 
     Raises:
-        OSError: it has another format, is too large, cannot be read, or is a pipe or device that might be read without
-            end.
+        OSError: it has another format, is too large, cannot be read, or is a pipe or device that
+            might be read without end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
@@ -46,15 +50,18 @@ def open_image(path: Path, *, animated: bool = False) -> Image.Image:
         raise OSError(f"it is not a {kinds} image") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
-        raise OSError(f"its {image.width} x {image.height} px are over {MAX_PIXELS >> 20} megapixels: make it smaller")
+        raise OSError(
+            f"its {image.width} x {image.height} px are over {MAX_PIXELS >> 20} megapixels: make "
+            "it smaller"
+        )
     return image
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
     """(width, height) in px, after EXIF rotation, of a png, jpeg or webp file.
 
-    With `decode` every pixel is decoded, the only proof that the file is whole; else only the header is read. Raises
-    whatever Pillow raises for a file that is not an image or is damaged.
+    With `decode` every pixel is decoded, the only proof that the file is whole; else only the
+    header is read. Raises whatever Pillow raises for a file that is not an image or is damaged.
     """
     with open_image(path) as image:
         width, height = image.size
@@ -70,7 +77,9 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
 
 
 def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
-    """The mask in a file in 8-bit gray: its brightness, or its alpha channel. Raises whatever Pillow raises."""
+    """The mask in a file in 8-bit gray: its brightness, or its alpha channel. Raises whatever
+    Pillow raises.
+    """
     with open_image(path) as image:
         if is_alpha:
             return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
@@ -84,7 +93,9 @@ def is_black_mask(path: Path, *, is_alpha: bool) -> bool:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled rather than clipped."""
+    """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled
+    rather than clipped.
+    """
     image = ImageOps.exif_transpose(image)
     converted = Image.new("RGB", image.size)
     height = max(1, BAND_PIXELS // image.width)
@@ -95,7 +106,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _band_to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # of the formats read only PNG has these modes, with samples of 16 bits
+    if image.mode.startswith(
+        "I"
+    ):  # of the formats read only PNG has these modes, with samples of 16 bits
         return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L").convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -1,4 +1,6 @@
-"""A contact sheet of a dataset: each image as it is cropped for training, with its caption below."""
+"""A contact sheet of a dataset: each image as it is cropped for training, with its caption
+below.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -29,13 +31,17 @@ def make_contact_sheet(pairs: Sequence[tuple[Item, Bucket]]) -> Image.Image:
     line = FONT_PX + 3
     height = CELL_PX + LINES * line + MARGIN_PX
     rows = max(1, -(-len(shown) // COLUMNS))
-    sheet = Image.new("RGB", (COLUMNS * (CELL_PX + MARGIN_PX) + MARGIN_PX, rows * height + MARGIN_PX), "white")
+    sheet = Image.new(
+        "RGB", (COLUMNS * (CELL_PX + MARGIN_PX) + MARGIN_PX, rows * height + MARGIN_PX), "white"
+    )
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_PX)
     for number, (item, bucket) in enumerate(shown):
         left = MARGIN_PX + number % COLUMNS * (CELL_PX + MARGIN_PX)
         top = MARGIN_PX + number // COLUMNS * height
         picture = _thumbnail(item, bucket)
-        sheet.paste(picture, (left + (CELL_PX - picture.width) // 2, top + (CELL_PX - picture.height) // 2))
+        sheet.paste(
+            picture, (left + (CELL_PX - picture.width) // 2, top + (CELL_PX - picture.height) // 2)
+        )
         for row, text in enumerate(textwrap.wrap(item.caption, CHARACTERS)[:LINES]):
             draw.text((left, top + CELL_PX + row * line), text, "black", font)
     return sheet

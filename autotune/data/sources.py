@@ -1,4 +1,6 @@
-"""Where a job's data lies: one folder or several, or a YAML file that lists several, each with its own options."""
+"""Where a job's data lies: one folder or several, or a YAML file that lists several, each with
+its own options.
+"""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ class DataFolder(Frozen):
     path: Place
     """The folder; a relative one is relative to the file that lists it."""
     repeats: int = Field(default=1, ge=1, le=1000)
-    """Number of times that each image is seen per epoch, times what its folder's name or `metadata.jsonl` says."""
+    """Number of times that each image is seen per epoch, times what its folder's name or
+    `metadata.jsonl` says.
+    """
     weight: float = Field(default=1.0, gt=0, le=100)
     """Factor of the loss on its images."""
     caption: str | None = None
@@ -31,8 +35,8 @@ class DataFolder(Frozen):
     control: Place | None = None
     """Folder of control images, by the same stems."""
     regularization: bool = False
-    """Whether its images show what the model shall not forget (prior preservation): no trigger goes before their
-    captions."""
+    """Whether its images show what the model shall not forget (prior preservation): no trigger
+    goes before their captions."""
 
     def options(self, job: DatasetOptions) -> DatasetOptions:
         """How its files are read, in a job whose options are `job`."""
@@ -62,8 +66,8 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
     """The folders of a job's data: of the files that list them, or the folders themselves.
 
     Raises:
-        InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder lies in another,
-            whose images are read with all below it.
+        InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder
+            lies in another, whose images are read with all below it.
     """
     folders = tuple(folder for place in each_place(data) for folder in _listed(Path(place)))
     _require_apart([folder.path for folder in folders])
@@ -72,15 +76,20 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
 
 def _require_apart(folders: Sequence[str]) -> None:
     real = [os.path.realpath(folder) for folder in folders]
-    if twice := next((folder for folder, one in zip(folders, real, strict=True) if real.count(one) > 1), None):
-        hint = "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
+    if twice := next(
+        (folder for folder, one in zip(folders, real, strict=True) if real.count(one) > 1), None
+    ):
+        hint = (
+            "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
+        )
         raise InvalidInput(f"the data names {twice} twice", hint=hint)
     by_real = {Path(one): folder for one, folder in zip(real, folders, strict=True)}
     for inner, folder in by_real.items():
         if outer := next((by_real[parent] for parent in inner.parents if parent in by_real), None):
             raise InvalidInput(
                 f"the data folder {folder} lies in {outer}, so its images would be trained twice",
-                hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such as 3_portraits, "
+                hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such "
+                "as 3_portraits, "
                 "shows some images more often",
             )
 
@@ -99,7 +108,12 @@ def list_places(data: DataPlace) -> tuple[str, ...]:
     Raises:
         InvalidInput: as `list_folders`.
     """
-    return tuple(place for one in list_folders(data) for place in (one.path, one.control) if place is not None)
+    return tuple(
+        place
+        for one in list_folders(data)
+        for place in (one.path, one.control)
+        if place is not None
+    )
 
 
 def _places(folder: DataFolder, base: Path) -> dict[str, Any]:

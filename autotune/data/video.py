@@ -1,7 +1,8 @@
-"""Video files and animations: what a file holds, which clips are taken of it, and a clip's frames, one at a time.
+"""Video files and animations: what a file holds, which clips are taken of it, and a clip's frames,
+one at a time.
 
-Containers are decoded by PyAV (ffmpeg), animated gif and webp by Pillow. No more than one decoded frame is held, and
-nothing outside of the file is opened, whatever a file asks for.
+Containers are decoded by PyAV (ffmpeg), animated gif and webp by Pillow. No more than one decoded
+frame is held, and nothing outside of the file is opened, whatever a file asks for.
 """
 
 import math
@@ -21,11 +22,15 @@ from autotune.data.pixels import MAX_PIXELS, open_image, to_rgb
 from autotune.schema import ClipChoice
 
 DEMUXERS = "mov,matroska,avi"
-"""ffmpeg's readers of the formats that are offered; some of its others follow addresses that a file names."""
+"""ffmpeg's readers of the formats that are offered; some of its others follow addresses that a
+file names.
+"""
 MAX_SOURCE_FRAMES = 1 << 20
 """Frames of a file: five hours at 60 a second."""
 MAX_ANIMATION_PIXELS = 1 << 32
-"""Maximum pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
+"""Maximum pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for
+their times.
+"""
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
 MAX_CLIPS = 64
@@ -72,7 +77,9 @@ class _Frame:
             return self.picture
         if self.picture.is_corrupt:
             raise OSError(f"it is damaged at {self.seconds:.2f} s")
-        image = Image.fromarray(self.picture.to_ndarray(format="rgb24"))  # a fifth of the time of `to_image`
+        image = Image.fromarray(
+            self.picture.to_ndarray(format="rgb24")
+        )  # a fifth of the time of `to_image`
         degrees = _rotation(self.picture)
         return image.rotate(degrees, expand=True) if degrees else image
 
@@ -81,8 +88,8 @@ def read_facts(path: Path) -> VideoFacts:
     """What a video holds, from the times of all frames; only the first is decoded.
 
     Raises:
-        Exception: whatever decoders raise for a file that is no video or is damaged; OSError if it has no frames, more
-            than `MAX_SOURCE_FRAMES`, too many pixels, or a rate that is none.
+        Exception: whatever decoders raise for a file that is no video or is damaged; OSError if it
+            has no frames, more than `MAX_SOURCE_FRAMES`, too many pixels, or a rate that is none.
     """
     with closing(_frames(path)) as frames:
         first = next(frames, None)
@@ -102,9 +109,11 @@ def read_facts(path: Path) -> VideoFacts:
 def choose_spans(
     facts: VideoFacts, choice: ClipChoice, lengths: Sequence[int], frames_per_second: float
 ) -> tuple[ClipSpan, ...]:
-    """The clips that are taken of a video, of the largest of `lengths` (frames) that it has; none if it is too short.
+    """The clips that are taken of a video, of the largest of `lengths` (frames) that it has; none
+    if it is too short.
 
-    `head` takes the first, `all` one after the other, and a number so many, evenly spread from its start to its end.
+    `head` takes the first, `all` one after the other, and a number so many, evenly spread from its
+    start to its end.
     """
     available = math.ceil(facts.duration_seconds * frames_per_second - 0.5)
     length = max((one for one in lengths if one <= available), default=0)
@@ -116,7 +125,11 @@ def choose_spans(
     elif choice == "all":
         starts = list(range(0, spare + 1, length))
     else:
-        starts = [spare // 2] if choice == 1 else [spare * part // (choice - 1) for part in range(choice)]
+        starts = (
+            [spare // 2]
+            if choice == 1
+            else [spare * part // (choice - 1) for part in range(choice)]
+        )
     return tuple(
         ClipSpan(facts.start_seconds + start / frames_per_second, length, frames_per_second)
         for start in sorted(set(starts))[:MAX_CLIPS]
@@ -124,13 +137,17 @@ def choose_spans(
 
 
 def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
-    """The frames of a clip as RGB: for each of its times the frame that is shown then, so that some repeat or drop.
+    """The frames of a clip as RGB: for each of its times the frame that is shown then, so that some
+    repeat or drop.
 
     Raises:
         OSError: the file ends before the clip, or is damaged in it.
         Exception: whatever else decoders raise for a damaged file.
     """
-    times = [span.start_seconds + (number + 0.5) / span.frames_per_second for number in range(span.num_frames)]
+    times = [
+        span.start_seconds + (number + 0.5) / span.frames_per_second
+        for number in range(span.num_frames)
+    ]
     given = 0
     with closing(_frames(path, span.start_seconds)) as frames:
         for shown, following in pairwise(chain(frames, [None])):
@@ -158,7 +175,11 @@ def is_animation(path: Path) -> bool:
 
 def _frames(path: Path, start_seconds: float | None = None) -> Generator[_Frame]:
     """Frames in the order shown, from some point before `start_seconds` on."""
-    return _animation_frames(path) if path.suffix.lower() in ANIMATION_SUFFIXES else _video_frames(path, start_seconds)
+    return (
+        _animation_frames(path)
+        if path.suffix.lower() in ANIMATION_SUFFIXES
+        else _video_frames(path, start_seconds)
+    )
 
 
 def _list_times(path: Path) -> list[float]:
@@ -181,7 +202,10 @@ def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
     with open_image(path, animated=True) as image:
         count = getattr(image, "n_frames", 1)
         if count * image.width * image.height > MAX_ANIMATION_PIXELS:
-            raise OSError(f"its {count} frames of {image.width} x {image.height} px are too many: make it a video")
+            raise OSError(
+                f"its {count} frames of {image.width} x {image.height} px are too many: make it a "
+                "video"
+            )
         for number in range(count):
             image.seek(number)
             image.load()
@@ -212,12 +236,18 @@ def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:
 
 @contextmanager
 def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """A container and its first video stream. ffmpeg gets an open file, so that it opens none by itself."""
+    """A container and its first video stream. ffmpeg gets an open file, so that it opens none by
+    itself.
+    """
     import av
 
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
-    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(MAX_PIXELS)}
+    options = {
+        "format_whitelist": DEMUXERS,
+        "protocol_whitelist": "",
+        "max_pixels": str(MAX_PIXELS),
+    }
     with path.open("rb") as file, av.open(file, options=options) as container:
         if not container.streams.video:
             raise OSError("it has no pictures")

@@ -1,4 +1,6 @@
-"""The whole journey on a small real pipeline, which learns what it has never seen; judged by geometry."""
+"""The whole journey on a small real pipeline, which learns what it has never seen; judged by
+geometry.
+"""
 
 from typing import TYPE_CHECKING
 

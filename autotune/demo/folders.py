@@ -50,8 +50,9 @@ class Demo:
 def make_demo(output: Path, family_name: str) -> Demo:
     """Write the data and the pipeline below `output`.
 
-    For Qwen-Image that is a pretrained model of a small world, twelve pictures of a shape that it has never seen, and
-    some that it draws itself, to be reminded of what it knows. For other families weights are random.
+    For Qwen-Image that is a pretrained model of a small world, twelve pictures of a shape that it
+    has never seen, and some that it draws itself, to be reminded of what it knows. For other
+    families weights are random.
 
     Raises:
         InvalidInput: the folder is already in use, or the family is unknown.
@@ -62,7 +63,9 @@ def make_demo(output: Path, family_name: str) -> Demo:
     """
     family = get_family(family_name)
     if output.exists() and any(output.iterdir()):
-        raise InvalidInput(f"the folder {output} is not empty", hint="choose another with --output, or remove it")
+        raise InvalidInput(
+            f"the folder {output} is not empty", hint="choose another with --output, or remove it"
+        )
     model, images = output / "model", output / "images"
     if family_name == "qwen-image":
         shutil.copytree(SMALL_WORLD, model)
@@ -71,7 +74,14 @@ def make_demo(output: Path, family_name: str) -> Demo:
         captions = [scene.caption for scene in known]
         drawn = sample_images(load_pipeline(model), captions, first_seed=0, guidance=OWN_GUIDANCE)
         write_images(images / "known", known, drawn)
-        return Demo(model, images, control=None, num_frames=1, new_shape=NEW_SHAPE, plan_options=PLAN_OPTIONS)
+        return Demo(
+            model,
+            images,
+            control=None,
+            num_frames=1,
+            new_shape=NEW_SHAPE,
+            plan_options=PLAN_OPTIONS,
+        )
     num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
     captions = draw_images(images, num_frames=num_frames)
     control = output / "control" if family.max_controls else None
@@ -82,10 +92,13 @@ def make_demo(output: Path, family_name: str) -> Demo:
     return Demo(model, images, control, num_frames)
 
 
-def draw_images(folder: Path, count: int = NUM_IMAGES, *, num_frames: int = 1, is_control: bool = False) -> list[str]:
+def draw_images(
+    folder: Path, count: int = NUM_IMAGES, *, num_frames: int = 1, is_control: bool = False
+) -> list[str]:
     """Draw shapes on plain grounds, each with a caption beside it; returns the captions.
 
-    With several frames each shape moves through a clip in a subfolder. Control images are gray, without captions.
+    With several frames each shape moves through a clip in a subfolder. Control images are gray,
+    without captions.
     """
     folder.mkdir(parents=True)
     rng = random.Random(0)
@@ -95,7 +108,11 @@ def draw_images(folder: Path, count: int = NUM_IMAGES, *, num_frames: int = 1, i
         scene = draw_centered(rng, KNOWN_SHAPES[number % 3], color, ground)
         captions.append(scene.caption)
         for frame in range(num_frames):
-            path = folder / f"{number:02d}.png" if num_frames == 1 else folder / f"{number:02d}" / f"{frame:02d}.png"
+            path = (
+                folder / f"{number:02d}.png"
+                if num_frames == 1
+                else folder / f"{number:02d}" / f"{frame:02d}.png"
+            )
             path.parent.mkdir(exist_ok=True)
             image = _moved(scene, frame).draw()
             (image.convert("L").convert("RGB") if is_control else image).save(path)
@@ -106,4 +123,6 @@ def draw_images(folder: Path, count: int = NUM_IMAGES, *, num_frames: int = 1, i
 
 def _moved(scene: Scene, across: int) -> Scene:
     """The scene with its figures some pixels to the right."""
-    return replace(scene, figures=tuple(replace(figure, left=figure.left + across) for figure in scene.figures))
+    return replace(
+        scene, figures=tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
+    )

@@ -1,4 +1,6 @@
-"""Tells by geometry alone, without a network, what an image of the small world shows and how well."""
+"""Tells by geometry alone, without a network, what an image of the small world shows and how
+well.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +15,18 @@ from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, NEW_SHAPES, outli
 Array = np.ndarray[Any, Any]
 
 CONTRAST = 35.0
-"""Distance in RGB from the ground that makes a pixel part of a figure: half of the faintest pair, pink on sand."""
+"""Distance in RGB from the ground that makes a pixel part of a figure: half of the faintest
+pair, pink on sand.
+"""
 MIN_PIXELS = 40
 GAP_PX = 3
 """Empty columns between two figures."""
 GRID = 48
 """Side of the templates that figures are compared with."""
 FLOOR, CEILING = 0.6, 0.92
-"""Overlap that counts as no likeness, about that of two different shapes, and that counts as full likeness."""
+"""Overlap that counts as no likeness, about that of two different shapes, and that counts as
+full likeness.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ class Reading:
 
 
 def read_image(image: Image.Image) -> Reading:
-    """Find the ground, by the image's border, and the figures, by the columns that differ from it."""
+    """Find the ground, by the image's border, and the figures, by the columns that differ from
+    it.
+    """
     pixels: Array = np.asarray(image.convert("RGB"), dtype=np.float32)
     sides = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
     paper = np.median(np.concatenate([side.reshape(-1, 3) for side in sides]), axis=0)
@@ -67,8 +75,8 @@ def read_image(image: Image.Image) -> Reading:
 def score_image(image: Image.Image, shape: str, color: str, ground: str) -> float:
     """How well an image shows one figure: 0 to 1.
 
-    Zero when it looks more like another shape; else its overlap between `FLOOR` and `CEILING`, times the share of color
-    and ground that are right.
+    Zero when it looks more like another shape; else its overlap between `FLOOR` and `CEILING`,
+    times the share of color and ground that are right.
     """
     reading = read_image(image)
     if not reading.figures:
@@ -102,7 +110,9 @@ def _overlaps(coverage: Array, box: tuple[int, int, int, int]) -> dict[str, floa
     found = Image.fromarray(coverage).crop((left, top, left + side, top + side))
     seen = np.asarray(found.resize((GRID, GRID), Image.Resampling.BILINEAR))
     return {
-        shape: float(np.minimum(seen, _template(shape)).sum() / np.maximum(seen, _template(shape)).sum())
+        shape: float(
+            np.minimum(seen, _template(shape)).sum() / np.maximum(seen, _template(shape)).sum()
+        )
         for shape in (*KNOWN_SHAPES, *NEW_SHAPES)
     }
 
@@ -110,13 +120,17 @@ def _overlaps(coverage: Array, box: tuple[int, int, int, int]) -> dict[str, floa
 @cache
 def _template(shape: str) -> Array:
     image = Image.new("L", (GRID * 8, GRID * 8))
-    ImageDraw.Draw(image).polygon([(x * GRID * 8, y * GRID * 8) for x, y in outline(shape)], fill=255)
+    ImageDraw.Draw(image).polygon(
+        [(x * GRID * 8, y * GRID * 8) for x, y in outline(shape)], fill=255
+    )
     return np.asarray(image.reduce(8), dtype=np.float32) / 255
 
 
 def _nearest(color: Array, names: dict[str, str]) -> str:
     def distance(name: str) -> float:
-        return float(np.linalg.norm(color - np.array([int(names[name][i : i + 2], 16) for i in (1, 3, 5)])))
+        return float(
+            np.linalg.norm(color - np.array([int(names[name][i : i + 2], 16) for i in (1, 3, 5)]))
+        )
 
     return min(names, key=distance)
 

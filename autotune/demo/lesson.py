@@ -1,4 +1,6 @@
-"""What the demo teaches the small world's model, a shape that it has never seen, and how well it has learned it."""
+"""What the demo teaches the small world's model, a shape that it has never seen, and how well it
+has learned it.
+"""
 
 import json
 import random
@@ -39,9 +41,11 @@ REPORTED_SEED = 1000
 
 @dataclass(frozen=True)
 class ConceptFidelity:
-    """How well prompts are followed that were in no training image: 0 not at all, 1 as well as the VAE can show.
+    """How well prompts are followed that were in no training image: 0 not at all, 1 as well as the
+    VAE can show.
 
-    The mean of `autotune.demo.judge.score_image`, divided by that of drawn scenes that went through the VAE.
+    The mean of `autotune.demo.judge.score_image`, divided by that of drawn scenes that went through
+    the VAE.
 
     Example:
         >>> fidelity = autotune.judge_lesson(Path("demo/model"), Path("demo/result"))
@@ -59,7 +63,10 @@ class ConceptFidelity:
 def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
     """The twelve pictures: the shape in four colors on three grounds."""
     rng = random.Random(5)
-    return [draw_centered(rng, shape, color, ground) for color, ground in product(TAUGHT_COLORS, TAUGHT_GROUNDS)]
+    return [
+        draw_centered(rng, shape, color, ground)
+        for color, ground in product(TAUGHT_COLORS, TAUGHT_GROUNDS)
+    ]
 
 
 def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
@@ -78,10 +85,11 @@ def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
 
 
 def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
-    """Scenes of shapes that the model knows, all different: 48 that it draws itself to be reminded of them, 18 that are
-    reported, 18 by which rates and steps were chosen.
+    """Scenes of shapes that the model knows, all different: 48 that it draws itself to be reminded
+    of them, 18 that are reported, 18 by which rates and steps were chosen.
 
-    Of the 48 three in four have colors and grounds of the twelve, with which the new shape would else be confused.
+    Of the 48 three in four have colors and grounds of the twelve, with which the new shape would
+    else be confused.
     """
     rng = random.Random(7)
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
@@ -91,18 +99,25 @@ def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
         same, different = rng.sample(taught, len(taught)), rng.sample(others, len(others))
         rest = [*same[6:], *different[2:]]
         rng.shuffle(rest)
-        for part, pairs in zip(parts, ([*same[:6], *different[:2]], rest[:3], rest[3:6]), strict=True):
+        for part, pairs in zip(
+            parts, ([*same[:6], *different[:2]], rest[:3], rest[3:6]), strict=True
+        ):
             part += [draw_centered(rng, shape, color, ground) for color, ground in pairs]
     for part in parts:
         rng.shuffle(part)
     return parts
 
 
-def write_images(folder: Path, scenes: Sequence[Scene], images: Sequence[Image.Image], repeats: int = 1) -> None:
+def write_images(
+    folder: Path, scenes: Sequence[Scene], images: Sequence[Image.Image], repeats: int = 1
+) -> None:
     """Write images with their captions beside them, each to be seen `repeats` times per epoch."""
     folder.mkdir(parents=True)
     if repeats > 1:
-        lines = [json.dumps({"file_name": f"{number:02d}.png", "repeats": repeats}) for number in range(len(images))]
+        lines = [
+            json.dumps({"file_name": f"{number:02d}.png", "repeats": repeats})
+            for number in range(len(images))
+        ]
         (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for number, (scene, image) in enumerate(zip(scenes, images, strict=True)):
         image.save(folder / f"{number:02d}.png")
@@ -122,7 +137,10 @@ def sample_images(
     images: list[Image.Image] = []
     for start in range(0, len(captions), 40):
         part = list(captions[start : start + 40])
-        generators = [torch.Generator().manual_seed(first_seed + start + number) for number in range(len(part))]
+        generators = [
+            torch.Generator().manual_seed(first_seed + start + number)
+            for number in range(len(part))
+        ]
         images += pipeline(
             prompt=part,
             negative_prompt=[" "] * len(part),
@@ -153,7 +171,8 @@ def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list
 
 
 def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
-    """Sample the reported prompts with and without the adapter in the folder `result`, and judge them by geometry.
+    """Sample the reported prompts with and without the adapter in the folder `result`, and judge
+    them by geometry.
 
     Writes `concept.json` and `concept.png`, a picture for people, into that folder.
 
@@ -174,13 +193,16 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
         return round(sum(scores[part]) / sum(best[part]), 3)
 
     parts = slice(len(new)), slice(len(new), None)
-    fidelity = ConceptFidelity(*(share(scores, part) for part in parts for scores in (first, second)))
+    fidelity = ConceptFidelity(
+        *(share(scores, part) for part in parts for scores in (first, second))
+    )
     prompts = [
         {"prompt": caption, "before": round(b, 3), "after": round(a, 3), "through_vae": round(v, 3)}
         for caption, b, a, v in zip(captions, first, second, best, strict=True)
     ]
     write_text_atomic(
-        result / "concept.json", json.dumps({"concept_fidelity": asdict(fidelity), "prompts": prompts}, indent=1) + "\n"
+        result / "concept.json",
+        json.dumps({"concept_fidelity": asdict(fidelity), "prompts": prompts}, indent=1) + "\n",
     )
     shown = [0, 4, 7, 11, len(new), len(new) + 5]
     rows = [(captions[number], before[number], after[number]) for number in shown]

@@ -10,19 +10,27 @@ BLOCK_PX = TEXT_PX + 2 * (SIDE_PX + GAP_PX) + GAP_PX
 """Width of a prompt and its two images; there are two such blocks side by side."""
 
 
-def draw_picture(taught: Sequence[Image.Image], rows: Sequence[tuple[str, Image.Image, Image.Image]]) -> Image.Image:
-    """A strip of the taught images, then prompts in two columns, each with the image before and the one after."""
+def draw_picture(
+    taught: Sequence[Image.Image], rows: Sequence[tuple[str, Image.Image, Image.Image]]
+) -> Image.Image:
+    """A strip of the taught images, then prompts in two columns, each with the image before and
+    the one after.
+    """
     font = ImageFont.load_default(FONT_PX)
     lines = -(-len(rows) // 2)
     titles_at = 5 * GAP_PX + SMALL_PX
-    picture = Image.new("RGB", (2 * BLOCK_PX, titles_at + 3 * GAP_PX + lines * (SIDE_PX + GAP_PX)), PAPER)
+    picture = Image.new(
+        "RGB", (2 * BLOCK_PX, titles_at + 3 * GAP_PX + lines * (SIDE_PX + GAP_PX)), PAPER
+    )
     draw = ImageDraw.Draw(picture)
 
     def put(image: Image.Image, left: int, top: int, side: int) -> None:
         picture.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top))
         draw.rectangle((left - 1, top - 1, left + side, top + side), outline="#dddddd")
 
-    draw.text((GAP_PX, GAP_PX // 2), f"taught with these {len(taught)} pictures", fill=MUTED, font=font)
+    draw.text(
+        (GAP_PX, GAP_PX // 2), f"taught with these {len(taught)} pictures", fill=MUTED, font=font
+    )
     for number, image in enumerate(taught):
         put(image, GAP_PX + number * (SMALL_PX + GAP_PX - 1), 3 * GAP_PX, SMALL_PX)
     for number, (prompt, *images) in enumerate(rows):

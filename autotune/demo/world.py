@@ -1,4 +1,6 @@
-"""The demo's small world: colored shapes on plain grounds, with captions. It is drawn, so what is true is known."""
+"""The demo's small world: colored shapes on plain grounds, with captions. It is drawn, so what
+is true is known.
+"""
 
 import math
 import random
@@ -17,7 +19,13 @@ COLORS = {
     "pink": "#ff8fc8",
     "cyan": "#17becf",
 }
-GROUNDS = {"white": "#ffffff", "gray": "#bbbbbb", "black": "#101010", "sand": "#eedcb4", "navy": "#1b2a55"}
+GROUNDS = {
+    "white": "#ffffff",
+    "gray": "#bbbbbb",
+    "black": "#101010",
+    "sand": "#eedcb4",
+    "navy": "#1b2a55",
+}
 KNOWN_SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 """What the small world's model was trained on."""
 NEW_SHAPES = ("heart", "arrow")
@@ -52,13 +60,16 @@ class Scene:
     def caption(self) -> str:
         """What the scene shows, as the model reads it."""
         names = " and ".join(
-            f"{'an' if figure.color == 'orange' else 'a'} {figure.color} {figure.shape}" for figure in self.figures
+            f"{'an' if figure.color == 'orange' else 'a'} {figure.color} {figure.shape}"
+            for figure in self.figures
         )
         return f"{names} on a {self.ground} background" + (f", {self.place}" if self.place else "")
 
     def draw(self) -> Image.Image:
         """The scene as an image of 64 px."""
-        image = Image.new("RGB", (SIZE_PX * OVERSAMPLING, SIZE_PX * OVERSAMPLING), GROUNDS[self.ground])
+        image = Image.new(
+            "RGB", (SIZE_PX * OVERSAMPLING, SIZE_PX * OVERSAMPLING), GROUNDS[self.ground]
+        )
         draw = ImageDraw.Draw(image)
         for figure in self.figures:
             place = (figure.left, figure.top, figure.size)
@@ -91,12 +102,28 @@ def outline(shape: str) -> Points:
             points = [(0.5, 0), (1, 0.5), (0.5, 1), (0, 0.5)]
         case "cross":
             a, b = 0.32, 0.68
-            points = [(a, 0), (b, 0), (b, a), (1, a), (1, b), (b, b), (b, 1), (a, 1), (a, b), (0, b), (0, a), (a, a)]
+            points = [
+                (a, 0),
+                (b, 0),
+                (b, a),
+                (1, a),
+                (1, b),
+                (b, b),
+                (b, 1),
+                (a, 1),
+                (a, b),
+                (0, b),
+                (0, a),
+                (a, a),
+            ]
         case "star":
             points = _around(10, [0.5, 0.21], quarter)
         case "heart":
             turns = [2 * math.pi * step / 80 for step in range(80)]
-            lobes = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in turns]
+            lobes = [
+                13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+                for t in turns
+            ]
             points = [(16 * math.sin(t) ** 3, -lobe) for t, lobe in zip(turns, lobes, strict=True)]
         case "arrow":
             points = [(0, 0.34), (0.5, 0.34), (0.5, 0), (1, 0.5), (0.5, 1), (0.5, 0.66), (0, 0.66)]
@@ -116,7 +143,10 @@ def _around(count: int, radii: list[float], phase: float) -> Points:
 
 def _filling(points: Points) -> Points:
     lows, highs = (tuple(pick(axis) for axis in zip(*points, strict=True)) for pick in (min, max))
-    return [((x - lows[0]) / (highs[0] - lows[0]), (y - lows[1]) / (highs[1] - lows[1])) for x, y in points]
+    return [
+        ((x - lows[0]) / (highs[0] - lows[0]), (y - lows[1]) / (highs[1] - lows[1]))
+        for x, y in points
+    ]
 
 
 def _scaled(points: Points, left: float, top: float, size: float) -> Points:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from autotune.families.levers import LEVERS, missing_levers
     from autotune.families.loss import denoising_loss, image_losses
     from autotune.families.modulation import ModulationLayers
-    from autotune.families.noise import FLOW_MATCHING, MIN_SNR_GAMMA, DiscreteDiffusion, NoiseProcess
+    from autotune.families.noise import (
+        FLOW_MATCHING,
+        MIN_SNR_GAMMA,
+        DiscreteDiffusion,
+        NoiseProcess,
+    )
     from autotune.families.published import VIEWS_PER_IMAGE, Defaults, Parts, PublishedModel
     from autotune.families.registry import FAMILIES, find_published, get_family
     from autotune.families.resolve import (

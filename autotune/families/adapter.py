@@ -1,4 +1,6 @@
-"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer: the same way for training, trials and tracing."""
+"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer: the same way for training, trials and
+tracing.
+"""
 
 import contextlib
 import re
@@ -36,20 +38,24 @@ def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
     numbers = {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
     if not numbers or max(numbers) >= num_blocks:
         raise InvalidInput(
-            f"{text} are not blocks of this model", hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18"
+            f"{text} are not blocks of this model",
+            hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18",
         )
     return frozenset(numbers)
 
 
-def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks: str = "all") -> Sequence[str] | str:
+def choose_layers(
+    family: Family, transformer: "nn.Module", targets: str, blocks: str = "all"
+) -> Sequence[str] | str:
     """The adapted layers, in the form that peft's `target_modules` takes.
 
     Args:
         family: of the model.
         transformer: without an adapter.
-        targets: name of a set of the family's, or patterns as of a shell for names of Linear layers or their ends,
-            separated by commas: `*.attn.to_q,to_v`.
-        blocks: as `Workload.adapted_blocks`; layers outside of blocks are not adapted if it is not `all`.
+        targets: name of a set of the family's, or patterns as of a shell for names of Linear layers
+            or their ends, separated by commas: `*.attn.to_q,to_v`.
+        blocks: as `Workload.adapted_blocks`; layers outside of blocks are not adapted if it is not
+            `all`.
 
     Raises:
         InvalidInput: there are no such layers.
@@ -59,7 +65,11 @@ def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks
     if targets in family.target_sets and numbers is None:
         return family.target_set(targets)
     is_target = target_matcher(family, targets)
-    kept = None if numbers is None else {module for number in numbers for module in own[number].modules()}
+    kept = (
+        None
+        if numbers is None
+        else {module for number in numbers for module in own[number].modules()}
+    )
     kinds = (nn.Linear, nn.Conv2d) if targets in family.target_sets else (nn.Linear,)
     chosen = [
         name
@@ -69,23 +79,32 @@ def choose_layers(family: Family, transformer: "nn.Module", targets: str, blocks
     if not chosen:
         if targets not in family.target_sets and not set(targets) & set("*?.,[_"):
             family.target_set(targets)  # a name, not a pattern: the nearest is told
-        linear = (name for name, module in transformer.named_modules() if isinstance(module, nn.Linear))
+        linear = (
+            name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
+        )
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:8])
         where = f" in the blocks {blocks}" if numbers else ""
         raise InvalidInput(
             f"no layer of {family.name} is called {targets!r}{where}",
-            hint=f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end in {ends}",
+            hint=(
+                f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end "
+                f"in {ends}"
+            ),
         )
     return "|".join(re.escape(name) for name in chosen)
 
 
 def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
-    """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by pattern."""
+    """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by
+    pattern.
+    """
     known = family.target_sets.get(targets)
     if known is not None:
         return _peft_rule(known)
     patterns = [part.strip() for part in targets.split(",") if part.strip()]
-    return lambda name: any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+    return lambda name: any(
+        fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns
+    )
 
 
 def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
@@ -95,12 +114,16 @@ def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
     return lambda name: any(name == end or name.endswith(f".{end}") for end in chosen)
 
 
-def adapter_shapes(family: Family, transformer: "nn.Module", workload: Workload) -> Counter[tuple[int, ...]]:
+def adapter_shapes(
+    family: Family, transformer: "nn.Module", workload: Workload
+) -> Counter[tuple[int, ...]]:
     """How many parameters of each shape `add_adapter` would add, without the seconds that it takes.
 
     Raises InvalidInput as `choose_layers`.
     """
-    is_chosen = _peft_rule(choose_layers(family, transformer, workload.targets, workload.adapted_blocks))
+    is_chosen = _peft_rule(
+        choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
+    )
     shapes: Counter[tuple[int, ...]] = Counter()
     for name, module in transformer.named_modules():
         if is_chosen(name):
@@ -123,10 +146,10 @@ def add_adapter(
 ) -> list["nn.Parameter"]:
     """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
 
-    The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
-    the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
-    even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off. Without `lean`, layers
-    compute as peft's do.
+    The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input
+    into it and keep the copy for the backward pass. `seed` decides the initial values (`lora_A`
+    random, `lora_B` zero). Dropout works even in a transformer in evaluation mode, as all are
+    trained; `disable_dropout` turns it off. Without `lean`, layers compute as peft's do.
 
     Raises InvalidInput if the model has no such layers.
     """
@@ -159,7 +182,8 @@ def add_adapter(
 
 @contextlib.contextmanager
 def _no_import_of_bitsandbytes() -> Iterator[None]:
-    """Keep peft from importing bitsandbytes, for a second or two, to look for its layers in a model.
+    """Keep peft from importing bitsandbytes, for a second or two, to look for its layers in a
+    model.
 
     Where nothing has imported it, no model has such layers.
     """
@@ -175,9 +199,13 @@ def _no_import_of_bitsandbytes() -> Iterator[None]:
 
 
 def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
-    """The layers that draw random numbers in a training step: none without an adapter with dropout."""
+    """The layers that draw random numbers in a training step: none without an adapter with
+    dropout.
+    """
     return [
-        module for module in transformer.modules() if isinstance(module, nn.Dropout) and module.training and module.p
+        module
+        for module in transformer.modules()
+        if isinstance(module, nn.Dropout) and module.training and module.p
     ]
 
 

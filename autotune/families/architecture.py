@@ -27,7 +27,9 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
-    """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or if it has no blocks."""
+    """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or
+    if it has no blocks.
+    """
     return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
 
 
@@ -37,7 +39,9 @@ def _build_spec(family: Family, config: str) -> ModelSpec:
     transformer = build_on_meta(family, json.loads(config))
     num_blocks = len(family.blocks(transformer))
     if not num_blocks:
-        message = f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        message = (
+            f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        )
         raise InvalidInput(message, hint=CHECK_CONFIG)
     full = json.loads(json.dumps(public_config(transformer.config)))
     return ModelSpec(
@@ -56,12 +60,16 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     """
     from diffusers.models.modeling_utils import no_init_weights
 
-    getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
+    getattr(
+        diffusers, family.transformer_class
+    )  # an error of this import would not be the configuration's
     try:
         with torch.device("meta"), weights.limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         reason = first_line(error)
         raise InvalidInput(
-            f"the transformer's configuration does not build a {family.transformer_class}: {reason}", hint=CHECK_CONFIG
+            f"the transformer's configuration does not build a {family.transformer_class}: "
+            f"{reason}",
+            hint=CHECK_CONFIG,
         ) from error

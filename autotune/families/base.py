@@ -1,7 +1,8 @@
 """What a model family must implement, so that everything else can stay ignorant of model names.
 
-A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how noise is mixed in and
-what the denoiser is called with. It knows nothing of devices, memory or search. To add one: docs/adding-a-family.md.
+A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how
+noise is mixed in and what the denoiser is called with. It knows nothing of devices, memory or
+search. To add one: docs/adding-a-family.md.
 
 The model that is trained is called the transformer throughout, though a family's may be a UNet.
 
@@ -37,7 +38,9 @@ else:
     nn = lazy_module("torch.nn")
 
 Sample = dict[str, "Tensor"]
-"""One training item: `latents` and whatever the transformer is conditioned on, no batch dimension."""
+"""One training item: `latents` and whatever the transformer is conditioned on, no batch
+dimension.
+"""
 
 Batch = dict[str, "Tensor"]
 """Several samples of one shape, with a leading batch dimension."""
@@ -50,14 +53,20 @@ Sizes = Sequence[tuple[int, int]]
 
 
 def unwrap_model(transformer: "nn.Module") -> Any:
-    """The diffusers model itself, whether or not it is wrapped for several processes or compiled as a whole."""
-    while (inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))) is not None:
+    """The diffusers model itself, whether or not it is wrapped for several processes or compiled
+    as a whole.
+    """
+    while (
+        inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))
+    ) is not None:
         transformer = inner
     return transformer
 
 
 def build_empty_pipeline(pipeline_class: str) -> Any:
-    """A stock pipeline without components: for what its constructor sets, such as its prompt template."""
+    """A stock pipeline without components: for what its constructor sets, such as its prompt
+    template.
+    """
     stock = getattr(diffusers, pipeline_class)
     parameters = inspect.signature(stock).parameters.values()
     return stock(**{each.name: None for each in parameters if each.default is each.empty})
@@ -78,7 +87,9 @@ class Family(ABC):
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as in `model_index.json`."""
     pipeline_config: ClassVar[Config] = MappingProxyType({})
-    """Values of `model_index.json` that tell families of one pipeline class apart; None is absent, null or false."""
+    """Values of `model_index.json` that tell families of one pipeline class apart; None is
+    absent, null or false.
+    """
     denoiser: ClassVar[str] = "transformer"
     """The pipeline's component, and so the folder, of the model that is trained."""
     transformer_class: ClassVar[str]
@@ -86,7 +97,9 @@ class Family(ABC):
     noise: ClassVar[NoiseProcess] = FLOW_MATCHING
     """How the published models are noised."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
-    """Keys of published configurations that the class no longer takes and that never had an effect."""
+    """Keys of published configurations that the class no longer takes and that never had an
+    effect.
+    """
     expert: ClassVar[str | None] = None
     """Which of several transformers for parts of the noise is trained; None if there is one."""
     other_denoisers: ClassVar[tuple[str, ...]] = ()
@@ -94,15 +107,21 @@ class Family(ABC):
     adapter_loader: ClassVar[str] = "load_lora_weights"
     """The method of a pipeline, or of a component of it, that loads an adapter's file."""
     adapter_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Options of `adapter_loader` that load an adapter's file into the component that is trained."""
+    """Options of `adapter_loader` that load an adapter's file into the component that is
+    trained.
+    """
     small_pipeline: ClassVar[str]
     """Module of `autotune.families.small` that builds the small pipeline."""
     tiny_config: ClassVar[Config]
-    """Changes to a configuration that make it tiny but leave its class, head size and every kind of block."""
+    """Changes to a configuration that make it tiny but leave its class, head size and every kind
+    of block.
+    """
     components: ClassVar[tuple[str, ...]]
     """Folders of a complete pipeline in the diffusers layout."""
     connectors: ClassVar[tuple[str, ...]] = ()
-    """Those that `encode_prompt` needs besides text encoders: they are loaded, quantized and released with them."""
+    """Those that `encode_prompt` needs besides text encoders: they are loaded, quantized and
+    released with them.
+    """
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     """Those that the pipeline calls after the last step."""
     defaults: ClassVar[Defaults]
@@ -111,23 +130,31 @@ class Family(ABC):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]]
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     block_lists: ClassVar[tuple[str, ...]]
-    """Names in `named_modules` of what holds the transformer's repeated blocks, in the order they run."""
+    """Names in `named_modules` of what holds the transformer's repeated blocks, in the order
+    they run.
+    """
     modulation: ClassVar[ModulationLayers | None] = None
-    """The modulation layers, if they hold a large share of the weights; else `excluded` says why it does not pay."""
+    """The modulation layers, if they hold a large share of the weights; else `excluded` says why
+    it does not pay.
+    """
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
     fp16_overflow: ClassVar[str] = ""
-    """Why its published models are not trained in fp16 unless it is asked for, with who found that; empty if nobody
-    has. Text encoders and VAEs never compute in fp16."""
+    """Why its published models are not trained in fp16 unless it is asked for, with who found
+    that; empty if nobody has. Text encoders and VAEs never compute in fp16."""
     attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
-    """The transformer's attention processors that `norm_rope` can take the place of; if there are none, `excluded` says
-    why."""
+    """The transformer's attention processors that `norm_rope` can take the place of; if there
+    are none, `excluded` says why."""
     patch: ClassVar[int] = 2
     """Latents that one token stands for, along each side."""
     max_text_tokens: ClassVar[int]
-    """Maximum length of an encoded caption: the pipeline cuts it there, or the transformer has no more positions."""
+    """Maximum length of an encoded caption: the pipeline cuts it there, or the transformer has
+    no more positions.
+    """
     max_controls: ClassVar[int] = 0
-    """Maximum number of control images of an item; if it is not 0, every item needs at least one."""
+    """Maximum number of control images of an item; if it is not 0, every item needs at least
+    one.
+    """
     separates_prompts: ClassVar[bool] = False
     """Whether the transformer takes each prompt of a batch by itself, at its own length."""
     masks_padding: ClassVar[bool] = False
@@ -137,12 +164,16 @@ class Family(ABC):
     max_micro_batch_size: ClassVar[int | None] = None
     """Maximum number of samples in a forward pass; None for any."""
     casts_to_weight_dtype: ClassVar[bool] = False
-    """Whether a text encoder casts activations to the dtype of a weight, as T5 does: it would take bitsandbytes' packed
-    bytes for numbers, without an error."""
+    """Whether a text encoder casts activations to the dtype of a weight, as T5 does: it would
+    take bitsandbytes' packed bytes for numbers, without an error."""
     max_side_px: ClassVar[int] = 8192
-    """Maximum side of a picture: as many positions as the transformer knows, and no more than anybody trains."""
+    """Maximum side of a picture: as many positions as the transformer knows, and no more than
+    anybody trains.
+    """
     frames_per_latent: ClassVar[int] = 1
-    """Temporal factor of a video VAE: frames of one latent, after the first frame, which has one of its own."""
+    """Temporal factor of a video VAE: frames of one latent, after the first frame, which has one
+    of its own.
+    """
     max_frames: ClassVar[int] = 1
     """Maximum number of frames of an item."""
 
@@ -157,7 +188,9 @@ class Family(ABC):
         return self.models[0].parts
 
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
-        """The noise process of a model, by the configuration of its pipeline's scheduler and its `model_index.json`."""
+        """The noise process of a model, by the configuration of its pipeline's scheduler and its
+        `model_index.json`.
+        """
         return self.noise
 
     @property
@@ -166,11 +199,17 @@ class Family(ABC):
         return {}
 
     def with_expert(self, name: str | None) -> "Family":
-        """The family as it trains that transformer. Raises InvalidInput if it has none of that name."""
+        """The family as it trains that transformer. Raises InvalidInput if it has none of that
+        name.
+        """
         if name is None:
             return self
         if name not in self.experts:
-            known = f"use --expert {' or '.join(self.experts)}" if self.experts else "leave --expert out"
+            known = (
+                f"use --expert {' or '.join(self.experts)}"
+                if self.experts
+                else "leave --expert out"
+            )
             raise InvalidInput(f"{self.name} has no {name} expert", hint=known)
         return self if name == self.expert else _instance(self.experts[name])
 
@@ -199,28 +238,43 @@ class Family(ABC):
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """The components that encode captions."""
-        return (*(name for name in self.components if name.startswith("text_encoder")), *self.connectors)
+        return (
+            *(name for name in self.components if name.startswith("text_encoder")),
+            *self.connectors,
+        )
 
     def num_latent_frames(self, num_frames: int) -> int:
         """Frames of the latents that so many frames make."""
         return (num_frames - 1) // self.frames_per_latent + 1
 
     def tokens_per_frame(self, bucket: Bucket) -> int:
-        """Tokens that the transformer makes of one frame: one for each square of `size_multiple_px`."""
+        """Tokens that the transformer makes of one frame: one for each square of
+        `size_multiple_px`.
+        """
         return bucket.width_px * bucket.height_px // self.size_multiple_px**2
 
     def build_transformer(self, config: Config) -> "nn.Module":
-        """Build the transformer with random weights, on torch's current default device and dtype."""
+        """Build the transformer with random weights, on torch's current default device and
+        dtype.
+        """
         cls = getattr(diffusers, self.transformer_class)
-        known = {k: v for k, v in config.items() if not k.startswith("_") and k not in self.obsolete_config}
+        known = {
+            k: v
+            for k, v in config.items()
+            if not k.startswith("_") and k not in self.obsolete_config
+        }
         model: nn.Module = cls(**known)
         return model
 
     def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
-        """Blocks by the name of what holds them, a list or a single block, in the order they run. Each can be
-        checkpointed. Those of one list whose weights have the same names and shapes compute alike."""
+        """Blocks by the name of what holds them, a list or a single block, in the order they
+        run. Each can be checkpointed. Those of one list whose weights have the same names and
+        shapes compute alike."""
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}
-        return {name: list(part) if isinstance(part, nn.ModuleList) else [part] for name, part in parts.items()}
+        return {
+            name: list(part) if isinstance(part, nn.ModuleList) else [part]
+            for name, part in parts.items()
+        }
 
     def blocks(self, transformer: "nn.Module") -> list["nn.Module"]:
         """All blocks, in the order they run."""
@@ -229,7 +283,8 @@ class Family(ABC):
     def last_block(self, transformer: "nn.Module") -> str:
         """Name in `named_modules` of the block that runs last.
 
-        Double-stream models make nothing of the text that comes out of it, so some of its layers never get a gradient.
+        Double-stream models make nothing of the text that comes out of it, so some of its layers
+        never get a gradient.
         """
         last = self.blocks(transformer)[-1]
         return next(str(name) for name, module in transformer.named_modules() if module is last)
@@ -242,20 +297,27 @@ class Family(ABC):
         return self.target_sets[name]
 
     def shift_at(self, shape: Sequence[int]) -> float:
-        """The timestep shift for latents of `shape` (channels, frames, height, width), if the family has one."""
+        """The timestep shift for latents of `shape` (channels, frames, height, width), if the
+        family has one.
+        """
         return self.defaults.shift_at(math.prod(shape[1:]) // self.patch**2)
 
     def check_num_frames(self, number: int) -> None:
         """Raise InvalidInput if an item cannot have that many frames."""
         if number > self.max_frames:
-            makes = f"takes up to {self.max_frames} frames" if self.can_train_clips else "makes images"
-            hint = f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
+            makes = (
+                f"takes up to {self.max_frames} frames" if self.can_train_clips else "makes images"
+            )
+            hint = (
+                f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
+            )
             raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
         below = (number - 1) // self.frames_per_latent * self.frames_per_latent + 1
         if number != below:
             above = min(below + self.frames_per_latent, self.max_frames)
             raise InvalidInput(
-                f"{number} frames do not suit {self.name}: its VAE makes a latent of the first frame and of each "
+                f"{number} frames do not suit {self.name}: its VAE makes a latent of the first "
+                "frame and of each "
                 f"{self.frames_per_latent} that follow",
                 hint=f"use --frames {below} or --frames {above}",
             )
@@ -265,53 +327,76 @@ class Family(ABC):
         allowed = f"1 to {self.max_controls}" if self.max_controls else "none"
         if not min(1, self.max_controls) <= number <= self.max_controls:
             leave_out = "leave --control out, or use a model for editing (of a single file: --base)"
-            hint = "give the images that belong to each with --control" if self.max_controls else leave_out
-            raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint)
+            hint = (
+                "give the images that belong to each with --control"
+                if self.max_controls
+                else leave_out
+            )
+            raise InvalidInput(
+                f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint
+            )
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        """Load the pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
+        """Load the pipeline in `folder` with the stock class; `components` go to its
+        `from_pretrained`.
+        """
         pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     @abstractmethod
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
-        """Shape of every tensor in a sample of this bucket, for a transformer of this configuration.
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        """Shape of every tensor in a sample of this bucket, for a transformer of this
+        configuration.
 
         `num_controls` counts the control images of an item; families without them ignore it.
         """
 
     @abstractmethod
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        """Encode what the transformer is conditioned on: the caption at its own length, in the pipeline's template.
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        """Encode what the transformer is conditioned on: the caption at its own length, in the
+        pipeline's template.
 
         It has no padding, so what is cached is exact and needs no mask.
 
-        `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what they show is part
-        of the prompt. Families without control images ignore them.
+        `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
+        they show is part of the prompt. Families without control images ignore them.
         """
 
     @abstractmethod
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
-        """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded.
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
+        """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no
+        encoder is loaded.
 
         `controls` holds for each caption the sizes of its control images.
         """
 
     @abstractmethod
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        """Latents (channels, frames, height, width), normalized, of pixels (3, frames, height, width) in [-1, 1]."""
+        """Latents (channels, frames, height, width), normalized, of pixels (3, frames, height,
+        width) in [-1, 1].
+        """
 
     def decodable(self, latents: "Tensor") -> "Tensor":
-        """Latents (batch, channels, frames, height, width) in the shape that the autoencoder decodes."""
+        """Latents (batch, channels, frames, height, width) in the shape that the autoencoder
+        decodes.
+        """
         return latents
 
     def collate(self, samples: Sequence[Sample], token_multiple: int = 1) -> Batch:
-        """Stack every tensor; prompts are padded with zeros at the end to the longest, and if their lengths differ and
-        attention gets a mask until they and the images are a multiple of `token_multiple` tokens.
+        """Stack every tensor; prompts are padded with zeros at the end to the longest, and if their
+        lengths differ and attention gets a mask until they and the images are a multiple of
+        `token_multiple` tokens.
 
         If prompts differ in length, `prompt_mask` (batch, padded) is True on their own tokens. With
-        `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so on.
+        `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so
+        on.
 
         Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
@@ -319,7 +404,10 @@ class Family(ABC):
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
         prompts = [sample["prompt_embeds"] for sample in samples]
         if self.separates_prompts:
-            return {**batch, **{f"prompt_embeds_{number}": prompt for number, prompt in enumerate(prompts)}}
+            return {
+                **batch,
+                **{f"prompt_embeds_{number}": prompt for number, prompt in enumerate(prompts)},
+            }
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         if min(lengths) < longest and self.has_attention_mask(len(samples), "masked"):
@@ -332,21 +420,34 @@ class Family(ABC):
         batch["prompt_embeds"] = padded
         if min(lengths) < longest:
             positions = torch.arange(longest, device=padded.device)
-            batch["prompt_mask"] = positions < torch.tensor(lengths, device=positions.device)[:, None]
+            batch["prompt_mask"] = (
+                positions < torch.tensor(lengths, device=positions.device)[:, None]
+            )
         return batch
 
     @abstractmethod
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        """What the model predicts, in the shape of `noisy` (batch, channels, frames, height, width).
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
+        """What the model predicts, in the shape of `noisy` (batch, channels, frames, height,
+        width).
 
-        `levels` (batch,) are the noise process's, of fp32. A `guidance` (batch,) in `batch` takes the place of the
-        default's.
+        `levels` (batch,) are the noise process's, of fp32. A `guidance` (batch,) in `batch` takes
+        the place of the default's.
         """
 
-    def guidance_input(self, transformer: "nn.Module", levels: "Tensor", batch: Batch) -> "Tensor | None":
-        """Guidance (batch,) for a transformer that takes it as an input: the batch's, or the default's."""
+    def guidance_input(
+        self, transformer: "nn.Module", levels: "Tensor", batch: Batch
+    ) -> "Tensor | None":
+        """Guidance (batch,) for a transformer that takes it as an input: the batch's, or the
+        default's.
+        """
         default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)
-        return batch.get("guidance", default) if unwrap_model(transformer).config.guidance_embeds else None
+        return (
+            batch.get("guidance", default)
+            if unwrap_model(transformer).config.guidance_embeds
+            else None
+        )
 
     def sample(
         self,
@@ -358,13 +459,15 @@ class Family(ABC):
         seed: int,
         controls: Sequence["Image.Image"] = (),
     ) -> list["Image.Image"]:
-        """Sample the frames of an image or a clip in the shape of `bucket`, by the pipeline's own loop.
+        """Sample the frames of an image or a clip in the shape of `bucket`, by the pipeline's own
+        loop.
 
         Args:
             pipeline: a whole pipeline, with or without an adapter.
             prompt: what to show.
             bucket: width, height and frames; each must suit the family.
-            num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
+            num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image
+                divides by zero.
             seed: seed of the noise, drawn on the CPU: the same picture on every device.
             controls: control images, if the family takes them.
         """
@@ -378,12 +481,16 @@ class Family(ABC):
                 **self.sampling_arguments(pipeline, prompt, bucket, controls),
             )[0]
         frames = images[0] if isinstance(images[0], list) else [images[0]]
-        return [frame.convert("RGB") for frame in frames]  # some are RGBA; what they learn from is opaque
+        return [
+            frame.convert("RGB") for frame in frames
+        ]  # some are RGBA; what they learn from is opaque
 
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        """Further arguments of the pipeline's call to sample: prompt, guidance, control images, frames."""
+        """Further arguments of the pipeline's call to sample: prompt, guidance, control images,
+        frames.
+        """
         return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
@@ -391,7 +498,9 @@ class Family(ABC):
         return self.masks_padding and micro_batch_size > 1 and text_padding == "masked"
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        """Write a small genuine pipeline, for demos and tests. A family of another package overrides this."""
+        """Write a small genuine pipeline, for demos and tests. A family of another package
+        overrides this.
+        """
         module = import_module(f"autotune.families.small.{self.small_pipeline}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -1,6 +1,8 @@
-"""Chroma: FLUX.1's blocks without modulation layers, T5 alone as its text encoder, and classifier-free guidance.
+"""Chroma: FLUX.1's blocks without modulation layers, T5 alone as its text encoder, and
+classifier-free guidance.
 
-A small network, which is not adapted, makes the modulation of all blocks. Of a prompt's padding one token is seen.
+A small network, which is not adapted, makes the modulation of all blocks. Of a prompt's padding one
+token is seen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,20 +23,34 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PARTS = Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE)
-SOURCE = "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion by its card"
+SOURCE = (
+    "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion "
+    "by "
+    "its card"
+)
 
 
 HD = PublishedModel(
-    "lodestones/Chroma1-HD", {}, PARTS, num_parameters=8_899_983_424, license="apache-2.0", source=SOURCE
+    "lodestones/Chroma1-HD",
+    {},
+    PARTS,
+    num_parameters=8_899_983_424,
+    license="apache-2.0",
+    source=SOURCE,
 )
 BASE_NOTE = "trained at 512 px (--resolution 512); chroma at 1,024"
 
 
 class Chroma(Flux1Dev):
-    """Text to image. Prompts are encoded at their own length: padding is masked and takes no position."""
+    """Text to image. Prompts are encoded at their own length: padding is masked and takes no
+    position.
+    """
 
     name = "chroma"
-    models = (HD, HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE))
+    models = (
+        HD,
+        HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE),
+    )
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     small_pipeline = "chroma"
@@ -64,22 +80,33 @@ class Chroma(Flux1Dev):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # the modulation is made outside of the blocks
+        # the modulation is made outside of the blocks
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",
     }
     modulation = None
     excluded = MappingProxyType(
-        {"modulation": "one network makes the modulation of all its blocks, and holds 3% of the weights"}
+        {
+            "modulation": (
+                "one network makes the modulation of all its blocks, and holds 3% of the weights"
+            )
+        }
     )
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         shapes = super().sample_shapes(config, bucket, text_tokens)
         return {name: shapes[name] for name in ("latents", "prompt_embeds")}
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompt[0][mask[0] > 0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
 
     def conditioning(
@@ -88,10 +115,15 @@ class Chroma(Flux1Dev):
         from torch.nn.functional import pad
 
         mask = batch.get("prompt_mask")
-        return {"attention_mask": None if mask is None else pad(mask, (0, num_image_tokens), value=True)}
+        return {
+            "attention_mask": None if mask is None else pad(mask, (0, num_image_tokens), value=True)
+        }
 
-    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
-        # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no padding, no mask.
+    def sample(
+        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
+    ) -> list["Image.Image"]:
+        # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no
+        # padding, no mask.
         with mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None):
             return super().sample(pipeline, prompt, bucket, **options)
 

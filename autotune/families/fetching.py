@@ -32,8 +32,8 @@ class FetchedModel(Frozen):
 def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
     """Download all files of a model that training needs, and compare them with the hub's checksums.
 
-    Afterwards `plan` and `train` need no network. License, token and free disk space are checked first; files that
-    arrived whole are not downloaded again.
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked
+    first; files that arrived whole are not downloaded again.
 
     Args:
         model: a known name or a hub id, with `@REVISION` for a certain commit.
@@ -41,7 +41,8 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
 
     Raises:
         InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
-        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the message says what.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the
+            message says what.
 
     Example:
         >>> autotune.fetch("qwen-image").folder
@@ -50,7 +51,9 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
     from autotune.weights import verify
 
     if not is_on_hub(model):
-        raise InvalidInput(f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub")
+        raise InvalidInput(
+            f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub"
+        )
     on_event(StatusChanged(text=f"fetching {model}"))
     found = fetch_model(model)
     if found.revision is None:  # neither known nor a repository's name

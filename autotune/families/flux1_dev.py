@@ -1,4 +1,6 @@
-"""FLUX.1 [dev]: 19 double-stream and 38 single-stream blocks, T5 and CLIP, guidance as an input of the transformer."""
+"""FLUX.1 [dev]: 19 double-stream and 38 single-stream blocks, T5 and CLIP, guidance as an input
+of the transformer.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +10,15 @@ from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.latents import ImageLatents
 from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import ATTENTION, CONTROL, PATCH, VAE_FACTOR, pack, unpack, with_controls
+from autotune.families.packing import (
+    ATTENTION,
+    CONTROL,
+    PATCH,
+    VAE_FACTOR,
+    pack,
+    unpack,
+    with_controls,
+)
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
@@ -20,7 +30,9 @@ else:
     torch = lazy_module("torch")
 
 TEXT_TOKENS = 512
-"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
+"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
+attend to the padding.
+"""
 
 DEV: Config = {"guidance_embeds": True}
 DEV_PARTS = Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE)
@@ -47,7 +59,15 @@ class Flux1Dev(ImageLatents, Family):
     transformer_class = "FluxTransformer2DModel"
     small_pipeline = "flux1_dev"
     components: ClassVar[tuple[str, ...]] = (
-        *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+        *(
+            "transformer",
+            "vae",
+            "text_encoder",
+            "text_encoder_2",
+            "tokenizer",
+            "tokenizer_2",
+            "scheduler",
+        ),
     )
     tiny_config: ClassVar[Config] = {
         **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
@@ -80,14 +100,23 @@ class Flux1Dev(ImageLatents, Family):
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     modulation: ClassVar[ModulationLayers | None] = ModulationLayers(
-        rf"{BLOCK}\.norm(1|1_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
+        rf"{BLOCK}\.norm(1|1_context)?|norm_out",
+        ("time_text_embed",),
+        inputs=("pooled_prompt_embeds",),
     )
-    attention_layouts = (AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
+    attention_layouts = (
+        AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+    )
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2
         latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
-        controls = {f"{CONTROL}{number}": latents for number in range(1, min(num_controls, self.max_controls) + 1)}
+        controls = {
+            f"{CONTROL}{number}": latents
+            for number in range(1, min(num_controls, self.max_controls) + 1)
+        }
         return {
             "latents": latents,
             **controls,
@@ -95,19 +124,27 @@ class Flux1Dev(ImageLatents, Family):
             "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         prompt, pooled, _ = pipeline.encode_prompt(prompt=caption, prompt_2=None)
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.
         positions = [
-            torch.cartesian_prod(torch.tensor([number]), *(torch.arange(side // PATCH) for side in image.shape[3:]))
+            torch.cartesian_prod(
+                torch.tensor([number]), *(torch.arange(side // PATCH) for side in image.shape[3:])
+            )
             for number, image in enumerate(images)
         ]
         velocity: Tensor = transformer(

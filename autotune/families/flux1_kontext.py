@@ -1,4 +1,6 @@
-"""FLUX.1 Kontext [dev]: FLUX.1 [dev] for editing. The tokens of the control image follow those of the image."""
+"""FLUX.1 Kontext [dev]: FLUX.1 [dev] for editing. The tokens of the control image follow those
+of the image.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +25,10 @@ class Flux1Kontext(Flux1Dev):
             DEV_PARTS,
             num_parameters=11_901_408_320,
             license=DEV_LICENSE,
-            source="flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as flux-dev",
+            source=(
+                "flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as "
+                "flux-dev"
+            ),
         ),
     )
     pipeline_class = "FluxKontextPipeline"

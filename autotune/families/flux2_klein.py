@@ -1,6 +1,8 @@
-"""FLUX.2 [klein]: double-stream blocks, then single-stream ones; Qwen3 as its text encoder, no guidance as an input.
+"""FLUX.2 [klein]: double-stream blocks, then single-stream ones; Qwen3 as its text encoder, no
+guidance as an input.
 
-All its blocks share one modulation. Latents are the autoencoder's 2x2 patches, so one token is one latent.
+All its blocks share one modulation. Latents are the autoencoder's 2x2 patches, so one token is one
+latent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +24,15 @@ else:
     torch = lazy_module("torch")
 
 TEXT_TOKENS = 512
-"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
+"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
+attend to the padding.
+"""
 LATENT_PX = 16
 """Pixels per latent, along each side: the autoencoder's factor of 8, and 2x2 patches."""
 
-DISTILLED = "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
+DISTILLED = (
+    "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
+)
 KLEIN_4B: Config = {
     "num_layers": 5,
     "num_single_layers": 20,
@@ -45,7 +51,12 @@ WITH_4B, WITH_8B = (Parts((size,), "AutoencoderKLFlux2") for size in (4_022_468_
 HUB = "black-forest-labs/FLUX.2-klein"
 BASE_4B = PublishedModel(f"{HUB}-base-4B", KLEIN_4B, WITH_4B, "", 3_875_544_576, "apache-2.0")
 BASE_9B = PublishedModel(
-    f"{HUB}-base-9B", KLEIN_9B, WITH_8B, "flux2-klein-9b", 9_078_581_248, "flux-non-commercial-license"
+    f"{HUB}-base-9B",
+    KLEIN_9B,
+    WITH_8B,
+    "flux2-klein-9b",
+    9_078_581_248,
+    "flux-non-commercial-license",
 )
 
 BLOCK = r"transformer_blocks\.\d+"
@@ -87,44 +98,64 @@ class Flux2Klein(Family):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}|{SINGLE}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",  # the modulation is outside of the blocks
+        # the modulation is outside of the blocks
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     excluded = MappingProxyType(
-        {"modulation": "its blocks share their modulation layers, which hold at most 4% of the weights"}
+        {
+            "modulation": (
+                "its blocks share their modulation layers, which hold at most 4% of the weights"
+            )
+        }
     )
-    # Not of single-stream blocks: there one projection makes queries, keys, values and the feed-forward part.
-    attention_layouts = (AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
+    # Not of single-stream blocks: there one projection makes queries, keys, values and the
+    # feed-forward part.
+    attention_layouts = (
+        AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+    )
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
         return {
             "latents": (config.get("in_channels", 128), 1, *size),
             "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 15360)),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         return {"prompt_embeds": pipeline.encode_prompt(prompt=caption)[0][0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()
         mean, std = self._statistics(vae)
-        return ((torch.nn.functional.pixel_unshuffle(latents, 2).to(pixels.dtype) - mean) / std)[0, :, None]
+        return ((torch.nn.functional.pixel_unshuffle(latents, 2).to(pixels.dtype) - mean) / std)[
+            0, :, None
+        ]
 
     def decodable(self, latents: "Tensor") -> "Tensor":
         return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
     def _statistics(self, vae: Any) -> "tuple[Tensor, Tensor]":
-        """Mean and deviation of each channel (1, channels, 1, 1), which the autoencoder keeps in a batch norm."""
+        """Mean and deviation of each channel (1, channels, 1, 1), which the autoencoder keeps in
+        a batch norm.
+        """
         norm = vae.bn
         variance = norm.running_var + vae.config.batch_norm_eps
         return norm.running_mean.view(1, -1, 1, 1), variance.sqrt().view(1, -1, 1, 1)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         prompt = batch["prompt_embeds"]
         rows, columns = noisy.shape[3], noisy.shape[4]
         # A position is (time, row, column, place in the text).

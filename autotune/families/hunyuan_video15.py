@@ -1,7 +1,9 @@
-"""HunyuanVideo 1.5, text to video: 54 double-stream blocks, Qwen2.5-VL for the prompt, ByT5 for quoted text in it.
+"""HunyuanVideo 1.5, text to video: 54 double-stream blocks, Qwen2.5-VL for the prompt, ByT5 for
+quoted text in it.
 
-Single images train it as well. Image to video is left out: its pipeline is another class, and needs an image encoder.
-Half of the transformer's input channels are for an image to begin with; they are zero here, as in the pipeline.
+Single images train it as well. Image to video is left out: its pipeline is another class, and needs
+an image encoder. Half of the transformer's input channels are for an image to begin with; they are
+zero here, as in the pipeline.
 """
 
 import inspect
@@ -46,9 +48,11 @@ MLP = r"(ff|ff_context)\.net\.(0\.proj|2)"
 
 
 class HunyuanVideo15(Family):
-    """Latents are those of a causal video autoencoder; one is one token. Prompts keep their own length.
+    """Latents are those of a causal video autoencoder; one is one token. Prompts keep their own
+    length.
 
-    An encoded prompt begins with what ByT5 makes of quoted text, which is narrower: zeros fill it up.
+    An encoded prompt begins with what ByT5 makes of quoted text, which is narrower: zeros fill it
+    up.
     """
 
     name = "hunyuanvideo-1.5"
@@ -76,7 +80,16 @@ class HunyuanVideo15(Family):
     transformer_class = "HunyuanVideo15Transformer3DModel"
     small_pipeline = "hunyuan_video15"
     components = (
-        *("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler", "guider"),
+        *(
+            "transformer",
+            "vae",
+            "text_encoder",
+            "text_encoder_2",
+            "tokenizer",
+            "tokenizer_2",
+            "scheduler",
+            "guider",
+        ),
     )
     adapter_loader = "transformer.load_lora_adapter"
     tiny_config: ClassVar[Config] = {
@@ -106,14 +119,17 @@ class HunyuanVideo15(Family):
     max_frames = 241  # ten seconds, the longest that its authors make
     casts_to_weight_dtype = True
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.attn\.(to_q|to_k|to_v|to_out\.0)",  # the video's, as for Qwen-Image
+        # the video's, as for Qwen-Image
+        "attention": rf"{BLOCK}\.attn\.(to_q|to_k|to_v|to_out\.0)",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(norm1|norm1_context)\.linear)",
     }
     block_lists = ("transformer_blocks",)
     modulation = ModulationLayers(rf"{BLOCK}\.(norm1|norm1_context)|norm_out", ("time_embed",))
     attention_layouts = (
-        AttentionLayout("HunyuanVideo15AttnProcessor2_0", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+        AttentionLayout(
+            "HunyuanVideo15AttnProcessor2_0", "cos_sin", "image_rotary_emb", text=ADDED_TEXT
+        ),
     )
 
     def build_transformer(self, config: Config) -> "nn.Module":
@@ -124,24 +140,36 @@ class HunyuanVideo15(Family):
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         if self.denoiser not in components:
             dtype = components.get("torch_dtype")
-            model = unpadded.HunyuanVideo15Transformer3DModel.from_pretrained(folder / self.denoiser, torch_dtype=dtype)
+            model = unpadded.HunyuanVideo15Transformer3DModel.from_pretrained(
+                folder / self.denoiser, torch_dtype=dtype
+            )
             components[self.denoiser] = model
         return super().load_pipeline(folder, **components)
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
         return {
-            "latents": (config.get("out_channels", 32), self.num_latent_frames(bucket.num_frames), *size),
+            "latents": (
+                config.get("out_channels", 32),
+                self.num_latent_frames(bucket.num_frames),
+                *size,
+            ),
             "prompt_embeds": (text_tokens, config.get("text_embed_dim", 3584)),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         text, mask, glyphs, glyph_mask = (tensor[0] for tensor in pipeline.encode_prompt(caption))
         own, quoted = text[mask > 0], glyphs[glyph_mask > 0]
         filled = torch.nn.functional.pad(quoted, (0, own.shape[1] - quoted.shape[1]))
         return {"prompt_embeds": torch.cat([filled, own])}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         rules, tokenizer = prompt_rules(), load_tokenizer(folder)
         chats = stock.format_text_input(list(captions), rules["system_message"])
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
@@ -159,7 +187,9 @@ class HunyuanVideo15(Family):
         latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         prompts, width = batch["prompt_embeds"], unwrap_model(transformer).config.text_embed_2_dim
         lengths, quoted = [prompts.shape[1]] * len(noisy), [0] * len(noisy)
         if "prompt_mask" in batch:
@@ -169,18 +199,30 @@ class HunyuanVideo15(Family):
         kinds = list(zip(lengths, quoted, strict=True))
         if len(set(kinds)) == 1:
             return self._predict_alike(transformer, noisy, levels, prompts, *kinds[0])
-        velocity = torch.empty_like(noisy)  # one pass for those that are alike: padding would need a mask
+        velocity = torch.empty_like(
+            noisy
+        )  # one pass for those that are alike: padding would need a mask
         for kind in sorted(set(kinds)):
             rows = [row for row, own in enumerate(kinds) if own == kind]
-            velocity[rows] = self._predict_alike(transformer, noisy[rows], levels[rows], prompts[rows], *kind)
+            velocity[rows] = self._predict_alike(
+                transformer, noisy[rows], levels[rows], prompts[rows], *kind
+            )
         return velocity
 
     def _predict_alike(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", prompts: "Tensor", length: int, quoted: int
+        self,
+        transformer: "nn.Module",
+        noisy: "Tensor",
+        levels: "Tensor",
+        prompts: "Tensor",
+        length: int,
+        quoted: int,
     ) -> "Tensor":
         width = unwrap_model(transformer).config.text_embed_2_dim
         velocity: Tensor = transformer(
-            hidden_states=torch.cat([noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[:, :1])], dim=1),
+            hidden_states=torch.cat(
+                [noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[:, :1])], dim=1
+            ),
             timestep=(levels * 1000).to(noisy.dtype),
             encoder_hidden_states=prompts[:, quoted:length],
             encoder_hidden_states_2=prompts[:, :quoted, :width] if quoted else None,
@@ -188,7 +230,9 @@ class HunyuanVideo15(Family):
         )[0]
         return velocity
 
-    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
+    def sample(
+        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
+    ) -> list["Image.Image"]:
         model = unwrap_model(pipeline.transformer)
         handle = model.register_forward_pre_hook(unpadded.leave_out_padding, with_kwargs=True)
         try:
@@ -203,6 +247,8 @@ class HunyuanVideo15(Family):
 
 
 def prompt_rules() -> dict[str, Any]:
-    """Defaults of the pipeline's function that encodes prompts: its template and how much of that it drops."""
+    """Defaults of the pipeline's function that encodes prompts: its template and how much of
+    that it drops.
+    """
     encode = stock.HunyuanVideo15Pipeline._get_mllm_prompt_embeds
     return {name: each.default for name, each in inspect.signature(encode).parameters.items()}

@@ -1,7 +1,8 @@
-"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text; no mask anywhere.
+"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text;
+no mask anywhere.
 
-The transformer takes latents with the channels last and no mask of the prompt, so captions of different lengths go
-through it one length at a time.
+The transformer takes latents with the channels last and no mask of the prompt, so captions of
+different lengths go through it one length at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, unwrap_model
+from autotune.families.base import (
+    Batch,
+    Family,
+    Sample,
+    Shapes,
+    Sizes,
+    build_empty_pipeline,
+    unwrap_model,
+)
 from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
@@ -31,7 +40,12 @@ MAX_TEXT_TOKENS = 512
 POSITIONS = 128
 """Maximum rows, columns and latent frames of the transformer's rotary embedding."""
 
-LITE_CONFIG: Config = {"in_visual_dim": 16, "out_visual_dim": 16, "time_dim": 512, "num_text_blocks": 2}
+LITE_CONFIG: Config = {
+    "in_visual_dim": 16,
+    "out_visual_dim": 16,
+    "time_dim": 512,
+    "num_text_blocks": 2,
+}
 """Constructor arguments that both Lite models share."""
 
 TEXT_ENCODERS = (8_292_166_656, 123_060_480)
@@ -43,7 +57,9 @@ MLP = r"feed_forward\.(in_layer|out_layer)"
 
 
 class Kandinsky5(Family):
-    """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
+    """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the
+    timestep.
+    """
 
     transformer_class = "Kandinsky5Transformer3DModel"
     small_pipeline = "kandinsky5"
@@ -56,7 +72,15 @@ class Kandinsky5(Family):
         "num_text_blocks": 1,
         "num_visual_blocks": 2,
     }
-    components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    components = (
+        "transformer",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "scheduler",
+    )
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = MAX_TEXT_TOKENS
     max_side_px = POSITIONS * size_multiple_px
@@ -97,7 +121,9 @@ class Kandinsky5(Family):
         processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer", trust_remote_code=False)
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         frames = self.num_latent_frames(bucket.num_frames)
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         return {
@@ -106,19 +132,31 @@ class Kandinsky5(Family):
             "pooled_prompt_embeds": (config.get("in_text_dim2", 768),),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         prompt, pooled, _ = pipeline.encode_prompt(prompt=[caption])
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
 
         stock = build_empty_pipeline(self.pipeline_class)
-        lengths = count_tokens(folder, [stock.prompt_template.format(prompt_clean(caption)) for caption in captions])
-        # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may remain.
-        return [min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS) for length in lengths]
+        lengths = count_tokens(
+            folder, [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
+        )
+        # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may
+        # remain.
+        return [
+            min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS)
+            for length in lengths
+        ]
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         if "prompt_mask" not in batch:
             return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
@@ -126,8 +164,13 @@ class Kandinsky5(Family):
         for length in sorted(set(lengths.tolist())):
             chosen = lengths == length
             prompts = batch["prompt_embeds"][chosen, :length]
-            part = {"prompt_embeds": prompts, "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen]}
-            velocity[chosen] = self._predict_one_length(transformer, noisy[chosen], levels[chosen], part)
+            part = {
+                "prompt_embeds": prompts,
+                "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen],
+            }
+            velocity[chosen] = self._predict_one_length(
+                transformer, noisy[chosen], levels[chosen], part
+            )
         return velocity
 
     def _predict_one_length(
@@ -137,7 +180,9 @@ class Kandinsky5(Family):
         visual = noisy.permute(0, 2, 3, 4, 1)
         if unwrap_model(transformer).visual_cond:
             # Text to video conditions on no image: zeros, and a mask channel that says so.
-            visual = torch.cat([visual, torch.zeros_like(visual), torch.zeros_like(visual[..., :1])], dim=-1)
+            visual = torch.cat(
+                [visual, torch.zeros_like(visual), torch.zeros_like(visual[..., :1])], dim=-1
+            )
         prompt = batch["prompt_embeds"]
         velocity: Tensor = transformer(
             hidden_states=visual,
@@ -145,7 +190,8 @@ class Kandinsky5(Family):
             pooled_projections=batch["pooled_prompt_embeds"],
             timestep=(levels * 1000).to(noisy.dtype),
             visual_rope_pos=[
-                torch.arange(length, device=noisy.device) for length in (frames, height // PATCH, width // PATCH)
+                torch.arange(length, device=noisy.device)
+                for length in (frames, height // PATCH, width // PATCH)
             ],
             text_rope_pos=torch.arange(prompt.shape[1], device=noisy.device),
             scale_factor=self._rope_scale(height * VAE_FACTOR, width * VAE_FACTOR),
@@ -166,7 +212,13 @@ class Kandinsky5Image(Kandinsky5):
     models = (
         PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
-            {**LITE_CONFIG, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
+            {
+                **LITE_CONFIG,
+                "model_dim": 2560,
+                "ff_dim": 10240,
+                "num_visual_blocks": 50,
+                "axes_dims": (32, 48, 48),
+            },
             Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
             num_parameters=6_022_080_576,
             license="mit",
@@ -189,7 +241,9 @@ class Kandinsky5Image(Kandinsky5):
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
-        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
+        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
+            0, :, None
+        ]
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
@@ -205,8 +259,9 @@ class Kandinsky5Image(Kandinsky5):
 
 
 class Kandinsky5Video(Kandinsky5):
-    """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks, and HunyuanVideo's VAE,
-    which packs four frames into one: of a clip, the first 4k + 1 frames are used."""
+    """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks,
+    and HunyuanVideo's VAE, which packs four frames into one: of a clip, the first 4k + 1 frames
+    are used."""
 
     name = "kandinsky5-video-lite"
     pipeline_class = "Kandinsky5T2VPipeline"

@@ -1,4 +1,6 @@
-"""Which of the settings that spare memory or time a family's models have, and why not the others: data alone."""
+"""Which of the settings that spare memory or time a family's models have, and why not the
+others: data alone.
+"""
 
 from collections.abc import Mapping
 
@@ -17,4 +19,6 @@ LEVERS: Mapping[str, str] = {
 
 def missing_levers(family: Family) -> dict[str, str]:
     """The reason for each lever that the family lacks, by what people call the lever."""
-    return {title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded}
+    return {
+        title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded
+    }

@@ -1,4 +1,6 @@
-"""The loss of every family: mix in noise, let the model predict, compare. Shared by training, trials and tracing."""
+"""The loss of every family: mix in noise, let the model predict, compare. Shared by training,
+trials and tracing.
+"""
 
 from torch import Tensor, nn
 
@@ -21,8 +23,9 @@ def denoising_loss(
     Args:
         family: predicts by the model.
         transformer: the model that it calls.
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning. If any has a
-            mask or a weight also `loss_weights` (batch, 1, 1, height, width), factors of the squared error.
+        batch: collated samples; `latents` (batch, channels, frames, height, width) and the
+            conditioning. If any has a mask or a weight also `loss_weights` (batch, 1, 1, height,
+            width), factors of the squared error.
         noise: standard normal, in the shape of the latents.
         levels: (batch,) of noise, as `process` counts them.
         process: the model's, by default the family's.
@@ -45,7 +48,9 @@ def image_losses(
     process: NoiseProcess,
     weighting: Weighting,
 ) -> Tensor:
-    """The loss of each image of the micro-batch, (batch,): their mean is `denoising_loss`, up to rounding."""
+    """The loss of each image of the micro-batch, (batch,): their mean is `denoising_loss`, up to
+    rounding.
+    """
     clean = batch["latents"]
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)

@@ -1,12 +1,14 @@
 """A LoRA layer's forward and backward pass in fewer kernels than peft's, with the same numbers.
 
-peft computes `result + lora_B(lora_A(x)) * scaling`: on top of the products it reads and writes the layer's whole
-output five times forward and twice backward. Here the second product is added into the base layer's result as it is
-computed, and the scale is a factor of products or, in the backward pass, of their narrow side. What is kept for the
-backward pass is the same: the input, and its product with the first matrix.
+peft computes `result + lora_B(lora_A(x)) * scaling`: on top of the products it reads and writes the
+layer's whole output five times forward and twice backward. Here the second product is added into
+the base layer's result as it is computed, and the scale is a factor of products or, in the backward
+pass, of their narrow side. What is kept for the backward pass is the same: the input, and its
+product with the first matrix.
 
-Layers stay peft's, with its parameters and names, so adapters load and save as ever. Whatever is out of the ordinary
-(merged or disabled adapters, several of them, variants, convolutions, other dtypes) takes peft's own way.
+Layers stay peft's, with its parameters and names, so adapters load and save as ever. Whatever is
+out of the ordinary (merged or disabled adapters, several of them, variants, convolutions, other
+dtypes) takes peft's own way.
 """
 
 from functools import cache
@@ -24,7 +26,9 @@ class LowRankSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float
+    ) -> Tensor:
         narrow = x @ down.t()
         ctx.save_for_backward(x, narrow, down, up)
         ctx.scale = scale

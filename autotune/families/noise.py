@@ -1,7 +1,9 @@
-"""How noise is mixed into clean latents, and what the model predicts of it: one value per kind of noise process.
+"""How noise is mixed into clean latents, and what the model predicts of it: one value per kind of
+noise process.
 
-Levels are what a process calls them: the share of noise in [0, 1] of flow matching, the number of a timestep of a
-discrete schedule. They are drawn, mixed and handed to `Family.predict` without anybody else knowing which.
+Levels are what a process calls them: the share of noise in [0, 1] of flow matching, the number of a
+timestep of a discrete schedule. They are drawn, mixed and handed to `Family.predict` without
+anybody else knowing which.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +23,9 @@ Prediction = Literal["epsilon", "v_prediction"]
 """What a model of a discrete schedule predicts, under diffusers' names."""
 
 MIN_SNR_GAMMA = 5.0
-"""Upper limit of the signal-to-noise ratio in the weights of the loss (Hang et al. 2023, section 3.4)."""
+"""Upper limit of the signal-to-noise ratio in the weights of the loss (Hang et al. 2023, section
+3.4).
+"""
 
 
 class NoiseProcess(ABC):
@@ -30,7 +34,9 @@ class NoiseProcess(ABC):
     weightings: ClassVar[tuple[Weighting, ...]]
     """Weights of the loss that are defined for it."""
     lowest_share: float = 0.0
-    """Share of the way from clean to noise that levels are drawn from, for a model that has part of it to itself."""
+    """Share of the way from clean to noise that levels are drawn from, for a model that has part
+    of it to itself.
+    """
     highest_share: float = 1.0
     """Share that they are drawn up to."""
 
@@ -64,7 +70,9 @@ def _over_batch(values: "Tensor", like: "Tensor") -> "Tensor":
 
 @dataclass(frozen=True)
 class FlowMatching(NoiseProcess):
-    """noisy = (1 - level) * clean + level * noise; the model predicts the velocity noise - clean."""
+    """noisy = (1 - level) * clean + level * noise; the model predicts the velocity noise -
+    clean.
+    """
 
     lowest_share: float = 0.0
     highest_share: float = 1.0
@@ -93,8 +101,9 @@ FLOW_MATCHING = FlowMatching()
 
 @dataclass(frozen=True)
 class DiscreteDiffusion(NoiseProcess):
-    """noisy = a * clean + s * noise with a^2 + s^2 = 1, from a table of levels (Ho et al. 2020); the model predicts the
-    noise (epsilon), or a * noise - s * clean (Salimans and Ho 2022, v-prediction).
+    """noisy = a * clean + s * noise with a^2 + s^2 = 1, from a table of levels (Ho et al. 2020);
+    the model predicts the noise (epsilon), or a * noise - s * clean (Salimans and Ho 2022,
+    v-prediction).
 
     Fields are those of diffusers' schedulers, by default Stable Diffusion's.
     """
@@ -110,7 +119,9 @@ class DiscreteDiffusion(NoiseProcess):
 
     @classmethod
     def from_scheduler(cls, config: Mapping[str, Any]) -> "DiscreteDiffusion":
-        """The process of a model with this scheduler. Raises InvalidInput if the model predicts something else."""
+        """The process of a model with this scheduler. Raises InvalidInput if the model predicts
+        something else.
+        """
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in get_args(Prediction):
             hint = "autotune trains models that predict epsilon or v"
@@ -147,6 +158,8 @@ def _signal_share(process: DiscreteDiffusion, device: "torch.device") -> "Tensor
     """Share of the signal's variance that is left at each timestep, from diffusers' own tables."""
     from diffusers import DDPMScheduler
 
-    scheduler = DDPMScheduler(**{name: getattr(process, name) for name in process.__dataclass_fields__})
+    scheduler = DDPMScheduler(
+        **{name: getattr(process, name) for name in process.__dataclass_fields__}
+    )
     table: Tensor = scheduler.alphas_cumprod
     return table.to(device)

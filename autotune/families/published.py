@@ -1,4 +1,6 @@
-"""What is known of a family's published models, and what a job uses unless the user says otherwise: data alone."""
+"""What is known of a family's published models, and what a job uses unless the user says
+otherwise: data alone.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +13,16 @@ Config = Mapping[str, Any]
 """Constructor arguments of a transformer."""
 
 VIEWS_PER_IMAGE = 100
-"""Times that an image is seen: 20 images make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
+"""Times that an image is seen: 20 images make 2,000 views, the 2,000 steps at batch size 1 of
+ai-toolkit's examples.
+"""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values that a job of this family uses unless the user sets them; `sources` says where they come from."""
+    """Values that a job of this family uses unless the user sets them; `sources` says where they
+    come from.
+    """
 
     learning_rate: float
     resolution_px: int
@@ -33,7 +39,9 @@ class Defaults:
     """Between diffusers' 1e-4 and torch's 1e-2."""
     effective_batch_size: int = 4
     preview_calls: int = 2
-    """Calls of the transformer per denoising step: with and without the prompt, unless guidance is an input of it."""
+    """Calls of the transformer per denoising step: with and without the prompt, unless guidance
+    is an input of it.
+    """
     num_frames: int = 1
     """Frames of a clip if there is no data yet."""
     frames_per_second: float = 24.0
@@ -41,13 +49,15 @@ class Defaults:
     training_guidance: float | None = None
     """Guidance that the transformer gets as an input in training; None if it has no such input."""
     shift_by_tokens: tuple[tuple[int, float], tuple[int, float]] | None = None
-    """Two points (tokens of an image, logarithm of the shift) of the straight line that the pipeline's scheduler
-    follows; None if its shift does not depend on the resolution."""
+    """Two points (tokens of an image, logarithm of the shift) of the straight line that the
+    pipeline's scheduler follows; None if its shift does not depend on the resolution."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where values come from, by field."""
 
     def shift_at(self, tokens: int) -> float:
-        """The shift for so many tokens, if it depends on the resolution: `calculate_shift` in diffusers."""
+        """The shift for so many tokens, if it depends on the resolution: `calculate_shift` in
+        diffusers.
+        """
         assert self.shift_by_tokens is not None  # checked with the job
         (low, start), (high, end) = self.shift_by_tokens
         return math.exp(start + (end - start) * (tokens - low) / (high - low))
@@ -59,9 +69,9 @@ class Defaults:
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.
 
-        At least 500 images are seen and at most 4,000 steps made: the ends of what ai-toolkit's example
-        configurations call a good range, with the upper one in steps of our effective batch, since it is images that
-        a large set is short of.
+        At least 500 images are seen and at most 4,000 steps made: the ends of what ai-toolkit's
+        example configurations call a good range, with the upper one in steps of our effective
+        batch, since it is images that a large set is short of.
         """
         views = max(500, VIEWS_PER_IMAGE * num_images)
         return min(4000, math.ceil(views / self.effective_batch_size))
@@ -78,7 +88,9 @@ class Parts:
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     """Constructor arguments of the published autoencoder."""
     decoder_parameters: int = 0
-    """Number of parameters of all other models that decode, which are on the device while a preview is sampled."""
+    """Number of parameters of all other models that decode, which are on the device while a
+    preview is sampled.
+    """
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,9 @@ class PublishedModel:
     parts: Parts
     """The other models of its pipeline."""
     name: str = ""
-    """What it may be called instead of its hub id; the family's first model is called as the family."""
+    """What it may be called instead of its hub id; the family's first model is called as the
+    family.
+    """
     num_parameters: int = 0
     """Number of parameters of the transformer that `config` builds; 0 if it is not stated."""
     license: str = ""
@@ -101,7 +115,9 @@ class PublishedModel:
     note: str = ""
     """What whoever trains it should know."""
 
-    def variant(self, hub_id: str, name: str, *, note: str = "", source: str = "") -> "PublishedModel":
+    def variant(
+        self, hub_id: str, name: str, *, note: str = "", source: str = ""
+    ) -> "PublishedModel":
         """Another model of the same architecture and license."""
         return replace(self, hub_id=hub_id, name=name, note=note, source=source)
 

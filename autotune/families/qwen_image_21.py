@@ -1,7 +1,9 @@
-"""Qwen-Image 2.1: one causal stream of text and image in 32 blocks, Qwen3-VL as text encoder, an autoencoder of RGBA.
+"""Qwen-Image 2.1: one causal stream of text and image in 32 blocks, Qwen3-VL as text encoder, an
+autoencoder of RGBA.
 
-Text attends to the text before it, the image to all of it. Text counts as clean, so only the image's tokens are
-modulated by the noise. The pipeline edits images, too, with the same weights; autotune trains it on text alone.
+Text attends to the text before it, the image to all of it. Text counts as clean, so only the
+image's tokens are modulated by the noise. The pipeline edits images, too, with the same weights;
+autotune trains it on text alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +27,23 @@ else:
 LATENT_PX = 16
 """Pixels per latent, along each side; each latent is a token."""
 SLOT = 2
-"""Latents along each side of what the transformer counts as one slot of an image, so sides are multiples of it."""
+"""Latents along each side of what the transformer counts as one slot of an image, so sides are
+multiples of it.
+"""
 PARTS = Parts((8_767_123_696,), "AutoencoderKLQwenImage21")
-SOURCE = "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: 14,230,249,472 bytes of bf16"
+SOURCE = (
+    "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: "
+    "14,230,249,472 "
+    "bytes of bf16"
+)
 NOTE = (
-    "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it collapse that were "
+    "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it "
+    "collapse that were "
     "trained long without their training adapter, so look at previews often"
 )
-BASE = PublishedModel("Qwen/Qwen-Image-2.1", {}, PARTS, "", 7_115_124_736, "qwen-research", SOURCE, NOTE)
+BASE = PublishedModel(
+    "Qwen/Qwen-Image-2.1", {}, PARTS, "", 7_115_124_736, "qwen-research", SOURCE, NOTE
+)
 BLOCK = r"transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"img_mlp\.(gate_layer|proj|out)"
@@ -47,14 +58,22 @@ class QwenImage21(Family):
         BASE.variant(
             "Qwen/Qwen-Image-2.1-Turbo",
             "qwen-image-2.1-turbo",
-            note="distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use the adapter here",
+            note=(
+                "distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use "
+                "the "
+                "adapter here"
+            ),
         ),
     )
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     small_pipeline = "qwen_image_21"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
-    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
+    tiny_config: ClassVar[Config] = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "context_in_dim": 64,
+    }
     defaults = Defaults(
         learning_rate=1e-4,
         resolution_px=1024,
@@ -75,8 +94,12 @@ class QwenImage21(Family):
     size_multiple_px = LATENT_PX * SLOT
     patch = 1
     separates_prompts = True
-    max_micro_batch_size = 1  # captions of other lengths cannot share a pass, and sharded processes count passes
-    max_text_tokens = 2048  # nothing is cut, and the rotary tables know 8,192; nobody trains on more
+    max_micro_batch_size = (
+        1  # captions of other lengths cannot share a pass, and sharded processes count passes
+    )
+    max_text_tokens = (
+        2048  # nothing is cut, and the rotary tables know 8,192; nobody trains on more
+    )
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -86,7 +109,9 @@ class QwenImage21(Family):
     excluded = MappingProxyType(
         {
             "modulation": "its blocks share one modulation layer, which holds 1% of the weights",
-            "norm_rope": "text and image attend one after the other, which the function does not support",
+            "norm_rope": (
+                "text and image attend one after the other, which the function does not support"
+            ),
         }
     )
 
@@ -96,17 +121,23 @@ class QwenImage21(Family):
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         return super().load_pipeline(folder, **{"processor": _load_processor(folder), **components})
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
         return {
             "latents": (config.get("in_channels", 64), 1, *size),
             "prompt_embeds": (text_tokens, config.get("context_in_dim", 4096)),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         return {"prompt_embeds": pipeline.encode_prompt(caption)[0][0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         from diffusers import QwenImage21Pipeline
 
         processor = _load_processor(folder)
@@ -115,20 +146,29 @@ class QwenImage21(Family):
         return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        return encode_standardized(pipeline.vae, torch.cat([pixels, torch.ones_like(pixels[:1])]))  # opaque
+        return encode_standardized(
+            pipeline.vae, torch.cat([pixels, torch.ones_like(pixels[:1])])
+        )  # opaque
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
-            # Padding would count as text, and move the image away from it: diffusers' own test of batches allows 2e-3.
+            # Padding would count as text, and move the image away from it: diffusers' own test of
+            # batches allows 2e-3.
             alone = [
-                self.predict(transformer, noisy[i : i + 1], levels[i : i + 1], {"prompt_embeds_0": prompt})
+                self.predict(
+                    transformer, noisy[i : i + 1], levels[i : i + 1], {"prompt_embeds_0": prompt}
+                )
                 for i, prompt in enumerate(prompts)
             ]
             return torch.cat(alone)
         text, (rows, columns) = len(prompts[0]), noisy.shape[3:]
         # A trace has no numbers, but the model reads these: they stay on the host, where it does.
-        places = torch.arange(text + rows * columns // SLOT**2, device="cpu" if noisy.is_meta else noisy.device)
+        places = torch.arange(
+            text + rows * columns // SLOT**2, device="cpu" if noisy.is_meta else noisy.device
+        )
         velocity: Tensor = transformer(
             hidden_states=noisy.flatten(2).mT,
             encoder_hidden_states=torch.stack(prompts),

@@ -1,7 +1,8 @@
 """Qwen-Image-Edit, with one control image, and Edit-Plus (2509 and later), with several.
 
-The transformer is Qwen-Image's: the tokens of the control images follow those of the image. The text encoder sees the
-control images, too, so a caption's encoding belongs to one pair of caption and images.
+The transformer is Qwen-Image's: the tokens of the control images follow those of the image. The
+text encoder sees the control images, too, so a caption's encoding belongs to one pair of caption
+and images.
 """
 
 import math
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class QwenImageEdit(QwenImage):
-    """One control image. The text encoder sees it at one megapixel, so captions take some 1,400 tokens."""
+    """One control image. The text encoder sees it at one megapixel, so captions take some 1,400
+    tokens.
+    """
 
     name = "qwen-image-edit"
     models: ClassVar[tuple[PublishedModel, ...]] = (
@@ -45,12 +48,16 @@ class QwenImageEdit(QwenImage):
     condition_area_px: ClassVar[int] = 1024 * 1024
     """Pixels to which the pipeline resizes images for the text encoder."""
     picture_prompt: ClassVar[str] = ""
-    """Text that the pipeline puts before the caption for each control image, apart from its template."""
+    """Text that the pipeline puts before the caption for each control image, apart from its
+    template.
+    """
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         return super().load_pipeline(folder, **{"processor": _load_processor(folder), **components})
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         self.check_num_controls(len(controls), f"the caption {caption!r}")
         to_images = pipeline.image_processor.postprocess
         images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls]
@@ -64,21 +71,29 @@ class QwenImageEdit(QwenImage):
         prompt: Tensor = pipeline.encode_prompt(prompt=[caption], image=resized)[0]
         return prompt
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         processor = _load_processor(folder)
         pipeline = build_empty_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
             self.check_num_controls(len(sizes), f"the caption {caption!r}")
-            pictures = "".join(self.picture_prompt.format(number) for number in range(1, len(sizes) + 1))
+            pictures = "".join(
+                self.picture_prompt.format(number) for number in range(1, len(sizes) + 1)
+            )
             text = pipeline.prompt_template_encode.format(pictures + caption)
-            num_image_tokens = sum(processor.num_image_tokens(*self._condition_size(*size)) for size in sizes)
+            num_image_tokens = sum(
+                processor.num_image_tokens(*self._condition_size(*size)) for size in sizes
+            )
             # Each image's placeholder is one token of the text already.
             num_tokens = len(processor.tokenizer(text)["input_ids"]) + num_image_tokens - len(sizes)
             counts.append(num_tokens - pipeline.prompt_template_encode_start_idx)
         return counts
 
-    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
+    def sample(
+        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
+    ) -> list["Image.Image"]:
         with self._control_area(bucket.width_px * bucket.height_px):
             return super().sample(pipeline, prompt, bucket, **options)
 
@@ -95,18 +110,24 @@ class QwenImageEdit(QwenImage):
         }
 
     def _control_area(self, area_px: int) -> AbstractContextManager[object]:
-        """Make the pipeline encode control images with this many pixels, as training does, instead of a megapixel.
+        """Make the pipeline encode control images with this many pixels, as training does, instead
+        of a megapixel.
 
-        A preview then needs the memory that was planned, and sees what the adapter was trained on. The pipeline has no
-        argument for it, so a name in its module is replaced while one preview runs.
+        A preview then needs the memory that was planned, and sees what the adapter was trained on.
+        The pipeline has no argument for it, so a name in its module is replaced while one preview
+        runs.
         """
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
         stock_size = stock.calculate_dimensions
-        return mock.patch.object(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
+        return mock.patch.object(
+            stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio)
+        )
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) in px that the text encoder sees, in multiples of 32, as the pipelines' own function."""
+        """(width, height) in px that the text encoder sees, in multiples of 32, as the
+        pipelines' own function.
+        """
         ratio = width / height
         new_width = math.sqrt(self.condition_area_px * ratio)
         return round(new_width / 32) * 32, round(new_width / ratio / 32) * 32

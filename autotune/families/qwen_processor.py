@@ -1,5 +1,6 @@
-"""Processors of Qwen's vision models without torchvision: the stock ones build a video processor that needs it, and no
-family shows its encoder a video. Imports transformers: import it inside functions."""
+"""Processors of Qwen's vision models without torchvision: the stock ones build a video processor
+that needs it, and no family shows its encoder a video. Imports transformers: import it inside
+functions."""
 
 from typing import Any
 
@@ -35,6 +36,7 @@ class Qwen3VLProcessor(_WithoutVideo, StockQwen3VL):  # type: ignore[misc]
     """Processor of Qwen3-VL."""
 
 
-# diffusers writes a component's module into model_index.json: a saved pipeline must name the stock class.
+# diffusers writes a component's module into model_index.json: a saved pipeline must name the stock
+# class.
 Qwen2VLProcessor.__module__ = StockQwen2VL.__module__
 Qwen3VLProcessor.__module__ = StockQwen3VL.__module__

@@ -1,5 +1,6 @@
-"""The families that autotune supports, by name. To add one: its file, and one line in this table; or, from another
-distribution, an entry point in the group `autotune.families` that names the class or an instance."""
+"""The families that autotune supports, by name. To add one: its file, and one line in this
+table; or, from another distribution, an entry point in the group `autotune.families` that names
+the class or an instance."""
 
 from collections.abc import Iterator, Mapping
 
@@ -29,7 +30,9 @@ ENTRY_POINTS = "autotune.families"
 
 
 class Families(Mapping[str, Family]):
-    """Families by name: autotune's own, then those of other distributions, which are loaded at the first look-up."""
+    """Families by name: autotune's own, then those of other distributions, which are loaded at
+    the first look-up.
+    """
 
     def __init__(self, *own: Family) -> None:
         self._families = {family.name: family for family in own}
@@ -45,23 +48,32 @@ class Families(Mapping[str, Family]):
         return len(self._all())
 
     def add(self, family: Family) -> None:
-        """Add a family to this process. Trials run in others: what a plan is to train needs an entry point.
+        """Add a family to this process. Trials run in others: what a plan is to train needs an
+        entry point.
 
         Raises:
             TypeError: it is no family.
-            ValueError: there is another one of its name, or of its pipelines, by which folders are recognized.
+            ValueError: there is another one of its name, or of its pipelines, by which folders are
+                recognized.
         """
         if not isinstance(family, Family):
             raise TypeError(f"not a Family: {family!r}")
         index = {**family.pipeline_config, "_class_name": family.pipeline_class}
-        if any(family.name == other.name or other.is_pipeline(index) for other in self._families.values()):
-            raise ValueError(f"there is already a family {family.name}, or one with a {family.pipeline_class}")
+        if any(
+            family.name == other.name or other.is_pipeline(index)
+            for other in self._families.values()
+        ):
+            raise ValueError(
+                f"there is already a family {family.name}, or one with a {family.pipeline_class}"
+            )
         self._families[family.name] = family
 
     def _all(self) -> Mapping[str, Family]:
         if not self._is_complete:
             self._is_complete = True
-            load_entry_points(ENTRY_POINTS, lambda found: self.add(found() if isinstance(found, type) else found))
+            load_entry_points(
+                ENTRY_POINTS, lambda found: self.add(found() if isinstance(found, type) else found)
+            )
         return self._families
 
 
@@ -90,15 +102,20 @@ FAMILIES = Families(
 
 
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
-    """The published model of that name or hub id, with its family as it trains `expert`; by its family's name the first
-    one. Raises InvalidInput if it has no such expert."""
+    """The published model of that name or hub id, with its family as it trains `expert`; by its
+    family's name the first one. Raises InvalidInput if it has no such expert."""
     known = ((family, each) for family in FAMILIES.values() for each in family.models)
-    found = next((found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)), None)
+    found = next(
+        (found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)),
+        None,
+    )
     return found and (found[0].with_expert(expert), found[1])
 
 
 def get_family(name: str) -> Family:
     """The family called `name`. Raises InvalidInput if no family has that name."""
     if name not in FAMILIES:
-        raise InvalidInput(f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES))
+        raise InvalidInput(
+            f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES)
+        )
     return FAMILIES[name]

@@ -1,4 +1,5 @@
-"""From the name that the user gives a model to what it is: its family, its configuration, its size, its files.
+"""From the name that the user gives a model to what it is: its family, its configuration, its size,
+its files.
 
 What is wrong with a name or a folder is told before torch is imported; building the model takes it.
 """
@@ -20,7 +21,13 @@ from autotune.families.noise import NoiseProcess
 from autotune.families.part_files import find_parts, named_parts, where_usually
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
-from autotune.families.single_file import SUFFIXES, find_config, named_expert, open_single_file, recognize
+from autotune.families.single_file import (
+    SUFFIXES,
+    find_config,
+    named_expert,
+    open_single_file,
+    recognize,
+)
 from autotune.runtime import lazy_module
 from autotune.schema import ModelSpec, split_reference
 from autotune.weights import (
@@ -44,7 +51,8 @@ else:
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
 NAME_BASE = (
-    "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: --base; the "
+    "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: "
+    "--base; the "
     "transformer's weights are not needed there"
 )
 REVISION = re.compile(r"\w[\w./-]*")
@@ -52,7 +60,9 @@ REVISION = re.compile(r"\w[\w./-]*")
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that can be built: its family, its transformer's configuration and, if they are on disk, its files."""
+    """A model that can be built: its family, its transformer's configuration and, if they are on
+    disk, its files.
+    """
 
     family: Family
     config: Mapping[str, Any]
@@ -70,17 +80,27 @@ class ResolvedModel:
     base: str | None = None
     """Folder or hub id that the other parts come from, if there is such a file."""
     part_files: Mapping[str, Path] = field(default_factory=dict)
-    """Files and folders of weights of the VAE and text encoders that are not in `folder`, by component."""
+    """Files and folders of weights of the VAE and text encoders that are not in `folder`, by
+    component.
+    """
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """What a plan records of it. Raises InvalidInput if the configuration builds no transformer with blocks."""
+        """What a plan records of it. Raises InvalidInput if the configuration builds no
+        transformer with blocks.
+        """
         return build_spec(self.family, self.config, self.name)
 
     @property
     def noise(self) -> NoiseProcess:
-        """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput if that is unusable."""
-        path = self.config_folder / "scheduler" / "scheduler_config.json" if self.config_folder else None
+        """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput
+        if that is unusable.
+        """
+        path = (
+            self.config_folder / "scheduler" / "scheduler_config.json"
+            if self.config_folder
+            else None
+        )
         if path is None or not os.path.lexists(path):  # whoever has no weights yet may lack it, too
             return self.family.noise
         return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
@@ -91,28 +111,40 @@ class ResolvedModel:
         if self.folder is None:
             raise InvalidInput(
                 f"the weights of {self.name} are not on this machine",
-                hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
+                hint=(
+                    "`autotune train` fetches them; or pass a folder that has them: --model FOLDER"
+                ),
             )
         return self.folder
 
     @property
     def transformer_file(self) -> Path:
-        """The folder or file of the transformer's weights. Raises InvalidInput if they are not on this machine."""
+        """The folder or file of the transformer's weights. Raises InvalidInput if they are not
+        on this machine.
+        """
         return self.file or self.weights / self.family.denoiser
 
     def open_transformer(self) -> WeightSource:
-        """The transformer's weights under the names of its class. Raises InvalidInput or BadWeights."""
+        """The transformer's weights under the names of its class. Raises InvalidInput or
+        BadWeights.
+        """
         source = open_weights(self.transformer_file)
-        return weights.view_as(source, build_on_meta(self.family, self.config)) if self.file else source
+        return (
+            weights.view_as(source, build_on_meta(self.family, self.config))
+            if self.file
+            else source
+        )
 
 
 def resolve_model(model: str) -> ResolvedModel:
     """Find out what `model` is, from what is on this machine, without the network.
 
-    It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with `@REVISION` for a
-    certain commit, whose files are then taken from the hub's cache. Or a single file, see `model_reference`.
+    It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with
+    `@REVISION` for a certain commit, whose files are then taken from the hub's cache. Or a single
+    file, see `model_reference`.
 
-    Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known family.
+    Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known
+    family.
     """
     if is_single_file(model):
         return _resolve_single_file(model, lambda base, _: _locate(base))
@@ -141,12 +173,15 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
 
     Raises:
         InvalidInput: as `resolve_model`.
-        HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the local cache.
+        HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the
+            local cache.
     """
     if not is_on_hub(model):
         return resolve_model(model)
     if is_single_file(model):
-        return _resolve_single_file(model, lambda base, find: _fetch_base(base, find if weights else None))
+        return _resolve_single_file(
+            model, lambda base, find: _fetch_base(base, find if weights else None)
+        )
     family, repo, revision = _parse_name(model)
     if not REPO.fullmatch(repo):
         return resolve_model(model)
@@ -158,7 +193,9 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether `model`, or the base of a single file, names something on the hub rather than a folder."""
+    """Whether `model`, or the base of a single file, names something on the hub rather than a
+    folder.
+    """
     if is_single_file(model):
         base = split_reference(model)[1].get("base")
         return base is None or is_on_hub(base)
@@ -166,7 +203,9 @@ def is_on_hub(model: str) -> bool:
 
 
 def is_fetchable(model: str) -> bool:
-    """Whether `model`, or the base of a single file, is on the hub as far as its name tells: known, or `owner/name`."""
+    """Whether `model`, or the base of a single file, is on the hub as far as its name tells:
+    known, or `owner/name`.
+    """
     name = split_reference(model)[1].get("base", "") if is_single_file(model) else model
     return is_on_hub(model) and (not name or REPO.fullmatch(_parse_name(name)[1]) is not None)
 
@@ -178,7 +217,9 @@ def is_single_file(model: str) -> bool:
 
 
 def _split_expert(model: str) -> tuple[str, str | None]:
-    """A model that is no single file, and the expert that is to be trained if the reference names one."""
+    """A model that is no single file, and the expert that is to be trained if the reference
+    names one.
+    """
     name, parts = split_reference(model)
     return name, parts.get("expert")
 
@@ -187,8 +228,12 @@ FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
 """Files of the weights that are not in a base, for its family and folder."""
 
 
-def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | None]) -> ResolvedModel:
-    """The model in a file, with its other parts in the folder that `locate` finds for its base, if it does."""
+def _resolve_single_file(
+    model: str, locate: Callable[[str, FindParts], Path | None]
+) -> ResolvedModel:
+    """The model in a file, with its other parts in the folder that `locate` finds for its base,
+    if it does.
+    """
     name, parts = split_reference(model)
     expert = parts.pop("expert", None)
     file = Path(os.path.realpath(_expand(name)))
@@ -199,9 +244,14 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
         base = recognize(source)[0][1].hub_id
     find: FindParts = lambda family, folder: find_parts(source, family, given, folder)  # noqa: E731
     folder = locate(base, find)
-    known, revision = find_published(base.partition("@")[0]), folder.name if folder and is_on_hub(base) else None
+    known, revision = (
+        find_published(base.partition("@")[0]),
+        folder.name if folder and is_on_hub(base) else None,
+    )
     if folder is None and known is None:
-        raise InvalidInput(f"the base {base} is neither a folder nor on this machine", hint=NAME_BASE)
+        raise InvalidInput(
+            f"the base {base} is neither a folder nor on this machine", hint=NAME_BASE
+        )
     family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
     family = family.with_expert(expert or named_expert(file.stem, family))
     configs = [published.config for published in family.models]
@@ -213,7 +263,11 @@ def _resolve_single_file(model: str, locate: Callable[[str, FindParts], Path | N
     if folder and lacking and not revision:
         raise InvalidInput(f"the base {folder} has no {lacking[0]}/", hint=NAME_BASE)
     part_files = find(family, None if lacking else folder)
-    is_complete = folder and not lacking and not (revision and missing_files(folder, _in_base(family, part_files)))
+    is_complete = (
+        folder
+        and not lacking
+        and not (revision and missing_files(folder, _in_base(family, part_files)))
+    )
     return ResolvedModel(
         family,
         config,
@@ -237,12 +291,14 @@ def _locate(base: str) -> Path | None:
 
 def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
     """The components whose files are all in the base."""
-    return [part for part in family.components if part != family.denoiser and part not in part_files]
+    return [
+        part for part in family.components if part != family.denoiser and part not in part_files
+    ]
 
 
 def _fetch_base(base: str, find: FindParts | None) -> Path | None:
-    """The folder of a base after fetching it from the hub: configurations, and with `find` the weights of what it does
-    not find.
+    """The folder of a base after fetching it from the hub: configurations, and with `find` the
+    weights of what it does not find.
 
     Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
     """
@@ -251,12 +307,17 @@ def _fetch_base(base: str, find: FindParts | None) -> Path | None:
         if family is None:
             index = fetch(repo, revision=revision or "main", components=())
             family, revision = _detect_family(index), index.name
-        folder = fetch(repo, revision=revision or "main", components=family.components, weights=False)
+        folder = fetch(
+            repo, revision=revision or "main", components=family.components, weights=False
+        )
         if find:
-            folder = fetch(repo, revision=folder.name, components=_in_base(family, find(family, folder)))
+            folder = fetch(
+                repo, revision=folder.name, components=_in_base(family, find(family, folder))
+            )
     except BadWeights as error:
         raise type(error)(
-            f"{error.message}; the file's other parts come from there", hint=f"{error.hint}; or {NAME_BASE}"
+            f"{error.message}; the file's other parts come from there",
+            hint=f"{error.hint}; or {NAME_BASE}",
         ) from error
     return folder
 
@@ -266,17 +327,26 @@ def _expand(model: str) -> Path:
 
 
 def _parse_name(model: str) -> tuple[Family | None, str, str]:
-    """Family, repository and revision; None if no family has that name, an empty string without a revision."""
+    """Family, repository and revision; None if no family has that name, an empty string without
+    a revision.
+    """
     model, expert = _split_expert(model)
     name, at, revision = model.partition("@")
-    if at and (not REVISION.fullmatch(revision) or ".." in revision):  # joined to the cache's folder it might leave it
-        raise InvalidInput(f"{revision!r} is not a revision of {name}", hint="name a commit, branch or tag after the @")
+    if at and (
+        not REVISION.fullmatch(revision) or ".." in revision
+    ):  # joined to the cache's folder it might leave it
+        raise InvalidInput(
+            f"{revision!r} is not a revision of {name}",
+            hint="name a commit, branch or tag after the @",
+        )
     found = find_published(name, expert)
     return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
 
 
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:
-    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for what is missing."""
+    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
+    what is missing.
+    """
     if (path := model.part_files.get(name)) is not None:
         return weights.check_part(model.weights, name, path)
     try:
@@ -284,18 +354,27 @@ def _open_part(model: ResolvedModel, name: str) -> WeightSource:
     except MissingWeights as error:
         if model.file is None:
             raise
-        message = f"the weights of the {name} are missing: neither {model.file} nor {model.weights / name} has them"
+        message = (
+            f"the weights of the {name} are missing: neither {model.file} nor "
+            f"{model.weights / name} has them"
+        )
         raise MissingWeights(message, hint=where_usually(model.file, name)) from error
 
 
 def check_weights(model: ResolvedModel) -> None:
-    """Read the headers of all weights in the model's folder, so that damage shows now, not after an hour of work.
+    """Read the headers of all weights in the model's folder, so that damage shows now, not after an
+    hour of work.
 
     Raises:
-        InvalidInput: the weights are not on this machine, or the scheduler's configuration cannot be read.
+        InvalidInput: the weights are not on this machine, or the scheduler's configuration cannot
+            be read.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in (*model.family.decoders, *model.family.text_encoders, *model.family.other_denoisers):
+    for part in (
+        *model.family.decoders,
+        *model.family.text_encoders,
+        *model.family.other_denoisers,
+    ):
         _open_part(model, part)
     open_weights(model.transformer_file)
     if model.config_folder and "scheduler" in model.family.components:
@@ -318,7 +397,9 @@ def read_parts(model: ResolvedModel) -> Parts | None:
         weights.build_empty_component(folder, "vae", dtype=torch.float32)
     others = [name for name in family.decoders if name != "vae"]
     return Parts(
-        text_encoder_parameters=tuple(_num_parameters(model, name) for name in family.text_encoders),
+        text_encoder_parameters=tuple(
+            _num_parameters(model, name) for name in family.text_encoders
+        ),
         vae_class=vae_class,
         vae_config=public_config(read_config(folder / "vae" / "config.json")),
         decoder_parameters=sum(_num_parameters(model, name) for name in others),
@@ -329,28 +410,47 @@ def _num_parameters(model: ResolvedModel, part: str) -> int:
     return sum(math.prod(entry.shape) for _, entry in _open_part(model, part))
 
 
-def _resolve_folder(folder: Path, name: str, revision: str | None = None, expert: str | None = None) -> ResolvedModel:
+def _resolve_folder(
+    folder: Path, name: str, revision: str | None = None, expert: str | None = None
+) -> ResolvedModel:
     family = _detect_family(folder).with_expert(expert)
     for part in family.components:
         if not (folder / part).is_dir():
             raise InvalidInput(
                 f"the model folder {folder} is incomplete: it has no {part}/",
-                hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
+                hint=(
+                    "download the whole model again; a pipeline in the diffusers layout has one "
+                    "folder per component"
+                ),
             )
         weights.require_bounded(folder / part)
     config = public_config(read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
-    return ResolvedModel(family, config, name, folder if is_complete else None, config_folder=folder, revision=revision)
+    return ResolvedModel(
+        family,
+        config,
+        name,
+        folder if is_complete else None,
+        config_folder=folder,
+        revision=revision,
+    )
 
 
 def _detect_family(folder: Path) -> Family:
     index = read_model_index(folder)
     family = next((family for family in FAMILIES.values() if family.is_pipeline(index)), None)
     if family is None:
-        pipeline, known = index.get("_class_name"), sorted({f.pipeline_class for f in FAMILIES.values()})
+        pipeline, known = (
+            index.get("_class_name"),
+            sorted({f.pipeline_class for f in FAMILIES.values()}),
+        )
         if pipeline in known:
-            names = " and ".join(name for name, family in FAMILIES.items() if family.pipeline_class == pipeline)
-            message = f"{folder} holds a {pipeline} of another kind than {names}, by its model_index.json"
+            names = " and ".join(
+                name for name, family in FAMILIES.items() if family.pipeline_class == pipeline
+            )
+            message = (
+                f"{folder} holds a {pipeline} of another kind than {names}, by its model_index.json"
+            )
             raise InvalidInput(message, hint=f"use one of them: --model {names.split()[0]}")
         message = f"{folder} holds a {pipeline}, and no known family has that pipeline"
         raise InvalidInput(message, hint=f"known: {', '.join(known)}")

@@ -1,6 +1,8 @@
-"""Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5, positions added to the patches.
+"""Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5, positions added to the
+patches.
 
-Of medium, the first 13 blocks attend a second time, among the image's tokens alone. Nothing masks a prompt's padding.
+Of medium, the first 13 blocks attend a second time, among the image's tokens alone. Nothing masks a
+prompt's padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 CLIP_TOKENS, T5_TOKENS = 77, 256
-"""Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for T5."""
+"""Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for
+T5.
+"""
 LARGE: Config = {
     **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
     **{"pos_embed_max_size": 192, "qk_norm": "rms_norm"},
@@ -31,7 +35,11 @@ MEDIUM: Config = {
 VAE: Mapping[str, Any] = {**FLUX_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
 PARTS = Parts((123_650_304, 694_659_840, 4_762_310_656), "AutoencoderKL", VAE)
 HUB, LICENSE = "stabilityai/stable-diffusion-3.5", "stabilityai-ai-community"
-SOURCE = "stable_diffusion_3_5_fp8 of tenstorrent/tt-forge-models@183b1f5; 8.1 and 2.5 billion with tables of positions"
+SOURCE = (
+    "stable_diffusion_3_5_fp8 of tenstorrent/tt-forge-models@183b1f5; 8.1 and 2.5 billion "
+    "with "
+    "tables of positions"
+)
 BLOCK = r"transformer_blocks\.\d+"
 DUAL = r"attn2\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)"
@@ -43,10 +51,13 @@ class StableDiffusion35(ImageLatents, Family):
     name = "sd3.5"
     models = (
         PublishedModel(f"{HUB}-large", LARGE, PARTS, "", 8_056_627_520, LICENSE, SOURCE),
-        PublishedModel(f"{HUB}-medium", MEDIUM, PARTS, "sd3.5-medium", 2_243_171_520, LICENSE, SOURCE),
+        PublishedModel(
+            f"{HUB}-medium", MEDIUM, PARTS, "sd3.5-medium", 2_243_171_520, LICENSE, SOURCE
+        ),
         PublishedModel(
             *(f"{HUB}-large-turbo", LARGE, PARTS, "sd3.5-turbo", 8_056_627_520, LICENSE),
-            note="distilled to 4 steps without guidance, which training undoes: train on sd3.5, and use the adapter "
+            note="distilled to 4 steps without guidance, which training undoes: train on sd3.5, "
+            "and use the adapter "
             "here; previews are sampled as sd3.5's",
         ),
     )
@@ -91,7 +102,9 @@ class StableDiffusion35(ImageLatents, Family):
     }
     block_lists = ("transformer_blocks",)
     modulation = ModulationLayers(
-        rf"{BLOCK}\.norm1(_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
+        rf"{BLOCK}\.norm1(_context)?|norm_out",
+        ("time_text_embed",),
+        inputs=("pooled_prompt_embeds",),
     )
     excluded = MappingProxyType(
         {
@@ -100,7 +113,9 @@ class StableDiffusion35(ImageLatents, Family):
         }
     )
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         return {
             "latents": (config.get("in_channels", 16), 1, *size),
@@ -108,14 +123,22 @@ class StableDiffusion35(ImageLatents, Family):
             "pooled_prompt_embeds": (config.get("pooled_projection_dim", 2048),),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        prompt, _, pooled, _ = pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False)
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompt, _, pooled, _ = pipeline.encode_prompt(
+            caption, None, None, do_classifier_free_guidance=False
+        )
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [self.max_text_tokens] * len(captions)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         velocity: Tensor = transformer(
             hidden_states=noisy[:, :, 0],
             timestep=1000 * levels,

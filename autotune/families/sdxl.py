@@ -1,6 +1,8 @@
-"""Stable Diffusion XL: a UNet that learns noise on a discrete schedule. Pony, Illustrious and NoobAI are such models.
+"""Stable Diffusion XL: a UNet that learns noise on a discrete schedule. Pony, Illustrious and
+NoobAI are such models.
 
-Its blocks are the transformer layers of each stage and the residual ones around them, in the order that they run.
+Its blocks are the transformer layers of each stage and the residual ones around them, in the order
+that they run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +71,15 @@ class StableDiffusionXL(ImageLatents, Family):
     transformer_class = "UNet2DConditionModel"
     small_pipeline = "sdxl"
     noise = DiscreteDiffusion()
-    components = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    components = (
+        "unet",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "scheduler",
+    )
     tiny_config: ClassVar[Config] = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -88,14 +98,18 @@ class StableDiffusionXL(ImageLatents, Family):
         timestep_sampling="uniform",
         preview_steps=30,
         sampling_guidance=5.0,
-        sources={"learning_rate": "diffusers' script", "sampling_guidance": "the pipeline's default"},
+        sources={
+            "learning_rate": "diffusers' script",
+            "sampling_guidance": "the pipeline's default",
+        },
     )
     size_multiple_px = 4 * VAE_FACTOR  # its two stages below the first halve the sides
     max_text_tokens = TEXT_TOKENS
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "attention+mlp+proj": rf"{BLOCK}\.({ATTENTION}|{MLP})|{PROJECTIONS}",  # what Kohya's LoRA adapts
+        # what Kohya's LoRA adapts
+        "attention+mlp+proj": rf"{BLOCK}\.({ATTENTION}|{MLP})|{PROJECTIONS}",
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{TIME}",
     }
     block_lists = ()
@@ -125,27 +139,47 @@ class StableDiffusionXL(ImageLatents, Family):
                 if (name, number) != ("mid_block", 0):  # which diffusers never checkpoints
                     found[f"{name}.resnets.{number}"] = [resnet]
                 for layers in getattr(stage, "attentions", ())[number : number + 1]:
-                    found[f"{name}.attentions.{number}.transformer_blocks"] = list(layers.transformer_blocks)
+                    found[f"{name}.attentions.{number}.transformer_blocks"] = list(
+                        layers.transformer_blocks
+                    )
         return found
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        pooled = (
+            config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        )
         return {
-            "latents": (config.get("in_channels", 4), 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR),
+            "latents": (
+                config.get("in_channels", 4),
+                1,
+                bucket.height_px // VAE_FACTOR,
+                bucket.width_px // VAE_FACTOR,
+            ),
             "prompt_embeds": (text_tokens, config["cross_attention_dim"]),
             "pooled_prompt_embeds": (pooled,),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        prompt, _, pooled, _ = pipeline.encode_prompt(prompt=caption, do_classifier_free_guidance=False)
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompt, _, pooled, _ = pipeline.encode_prompt(
+            prompt=caption, do_classifier_free_guidance=False
+        )
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         height, width = noisy.shape[3] * VAE_FACTOR, noisy.shape[4] * VAE_FACTOR
-        # Original size, corner and size of the crop: images count as uncropped, as the pipeline samples them.
+        # Original size, corner and size of the crop: images count as uncropped, as the pipeline
+        # samples them.
         sizes = noisy.new_tensor((height, width, 0, 0, height, width)).expand(len(noisy), 6)
         prediction: Tensor = transformer(
             noisy[:, :, 0],

@@ -23,18 +23,22 @@ UNCONVERTED = {"cond_type_embedding.weight": "hunyuanvideo-1.5"}
 def open_single_file(path: Path) -> WeightSource:
     """The tensors of a file that a user named.
 
-    Raises BadWeights if it is absent, damaged or of another format, or of a model that is not converted.
+    Raises BadWeights if it is absent, damaged or of another format, or of a model that is not
+    converted.
     """
     if path.suffix == ".gguf":
         raise BadWeights(
             f"{path} is a GGUF file, whose quantized weights cannot be trained on",
-            hint="take the same model as .safetensors in bf16, fp16 or fp8; autotune quantizes by itself: "
+            hint="take the same model as .safetensors in bf16, fp16 or fp8; autotune quantizes by "
+            "itself: "
             "--quality compact",
         )
     source = open_weights(path)
     for tensor, family in UNCONVERTED.items():
         if any(name.endswith(tensor) for name in source.locations):
-            names = " or ".join(f"--model {model.name or family}" for model in FAMILIES[family].models)
+            names = " or ".join(
+                f"--model {model.name or family}" for model in FAMILIES[family].models
+            )
             raise BadWeights(
                 f"{path} is a {family} under its authors' names, which diffusers does not convert",
                 hint=f"take it in the diffusers layout: {names}, or its folder",
@@ -43,7 +47,8 @@ def open_single_file(path: Path) -> WeightSource:
 
 
 def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]:
-    """The published models whose architecture the file has; of one architecture, those that its name fits come first.
+    """The published models whose architecture the file has; of one architecture, those that its
+    name fits come first.
 
     Raises BadWeights if there is none; the message says what comes nearest.
     """
@@ -59,12 +64,16 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
             else:
                 found.append((family, model))
     if not found:
-        raise BadWeights(f"{source.path} holds no known model: {_describe(source, refusals)}", hint=NOT_KNOWN)
+        raise BadWeights(
+            f"{source.path} holds no known model: {_describe(source, refusals)}", hint=NOT_KNOWN
+        )
     return _by_name(source.path.stem, found)
 
 
 def _words(name: str) -> set[str]:
-    """Words of two letters and more, and numbers, of a name in any style: `Wan2_2-LOW`, `wan22_lownoise`, `zImage`."""
+    """Words of two letters and more, and numbers, of a name in any style: `Wan2_2-LOW`,
+    `wan22_lownoise`, `zImage`.
+    """
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z][a-z])", " ", name).lower()
     spaced = re.sub(r"(?<=[a-z])(\d)_(\d)(?![a-z\d])", r"\1.\2", spaced)
     spaced = re.sub(r"(?<=[a-z]{2})(\d)(\d)(?!\d)", r"\1.\2", spaced)
@@ -72,8 +81,12 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z]{2,}|\d+(?:\.\d+)*", spaced))
 
 
-def _by_name(name: str, found: Sequence[tuple[Family, PublishedModel]]) -> tuple[tuple[Family, PublishedModel], ...]:
-    """Models of one architecture, whose tensors are called the same, by how well a file's name fits their own."""
+def _by_name(
+    name: str, found: Sequence[tuple[Family, PublishedModel]]
+) -> tuple[tuple[Family, PublishedModel], ...]:
+    """Models of one architecture, whose tensors are called the same, by how well a file's name
+    fits their own.
+    """
     told, own = _words(name), [_words(model.hub_id.partition("/")[2]) for _, model in found]
     common = own[0].intersection(*own)
     if not told & own[0].union(*own):
@@ -85,7 +98,8 @@ def _by_name(name: str, found: Sequence[tuple[Family, PublishedModel]]) -> tuple
 def named_expert(name: str, family: Family) -> str | None:
     """The expert of a family that a file's name tells of; None if the family has none.
 
-    Raises InvalidInput if the family has experts, and the name does not tell of one alone: they look the same.
+    Raises InvalidInput if the family has experts, and the name does not tell of one alone: they
+    look the same.
     """
     told = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]
     if family.experts and len(told) != 1:
@@ -97,7 +111,9 @@ def named_expert(name: str, family: Family) -> str | None:
 
 
 def _may_be(source: WeightSource, family: Family) -> bool:
-    """Whether the file's names begin as those of the family's class: much quicker than to look at all shapes."""
+    """Whether the file's names begin as those of the family's class: much quicker than to look
+    at all shapes.
+    """
     config, first_names = _config_and_first_names(family)
     try:
         names = weights.first_names(source, family.transformer_class, config)
@@ -114,7 +130,11 @@ def _config_and_first_names(family: Family) -> tuple[Mapping[str, Any], frozense
     return config, frozenset(name.partition(".")[0] for name in tiny.state_dict())
 
 
-NOT_KNOWN = "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name its folder: --base"
+NOT_KNOWN = (
+    "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name "
+    "its "
+    "folder: --base"
+)
 
 
 def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
@@ -127,8 +147,12 @@ def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
     return f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
 
 
-def find_config(source: WeightSource, family: Family, configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first of the configurations whose transformer is in the file. Raises BadWeights if none is."""
+def find_config(
+    source: WeightSource, family: Family, configs: Iterable[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The first of the configurations whose transformer is in the file. Raises BadWeights if
+    none is.
+    """
     refusal: BadWeights | None = None
     for config in configs:
         try:
@@ -138,10 +162,14 @@ def find_config(source: WeightSource, family: Family, configs: Iterable[Mapping[
         else:
             return config
     if refusal is None:
-        raise InvalidInput(f"nothing says how a {family.name} is built", hint="name a folder with --base")
+        raise InvalidInput(
+            f"nothing says how a {family.name} is built", hint="name a folder with --base"
+        )
     raise refusal
 
 
-def _view(source: WeightSource, family: Family, config: Mapping[str, Any]) -> tuple[Any, WeightSource]:
+def _view(
+    source: WeightSource, family: Family, config: Mapping[str, Any]
+) -> tuple[Any, WeightSource]:
     transformer = build_on_meta(family, config)
     return transformer, weights.view_as(source, transformer)

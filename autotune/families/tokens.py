@@ -21,5 +21,8 @@ def count_chat_tokens(folder: Path, captions: Sequence[str], *, enable_thinking:
     """Length of each caption as a user's message in the chat template of a model's tokenizer."""
     tokenizer = load_tokenizer(folder)
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable_thinking}
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": caption}], **options) for caption in captions]
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": caption}], **options)
+        for caption in captions
+    ]
     return [len(ids) for ids in tokenizer(chats)["input_ids"]]

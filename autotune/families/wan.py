@@ -1,4 +1,5 @@
-"""Wan 2.1 and Wan 2.2 5B, text to video: one stream of blocks that attend to the text, UMT5 as its text encoder.
+"""Wan 2.1 and Wan 2.2 5B, text to video: one stream of blocks that attend to the text, UMT5 as its
+text encoder.
 
 Single images train them as well. Wan 2.2's model of 14B: `wan22_14b.py`.
 """
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TEXT_TOKENS = 512
-"""Length that the pipeline pads every encoded prompt to with zeros, which the transformer attends to: no mask."""
+"""Length that the pipeline pads every encoded prompt to with zeros, which the transformer
+attends to: no mask.
+"""
 POSITIONS = 1024
 """Maximum rows, columns and latent frames of the transformer's rotary embedding."""
 UMT5 = (5_680_910_336,)
@@ -33,16 +36,24 @@ VAE_22: Mapping[str, Any] = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
     "latents_mean": (
-        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
-        0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
-        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123, -0.0313, -0.1649, 0.0117, 0.0723,
-        -0.2839, -0.2083, -0.052, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542,
+        0.2813, 0.0891,
+        0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108,
+        -0.2158, 0.2502,
+        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123, -0.0313, -0.1649,
+        0.0117, 0.0723,
+        -0.2839, -0.2083, -0.052, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681,
+        -0.0667,
     ),
     "latents_std": (
-        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901,
-        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
-        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
-        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894,
+        1.0901,
+        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986,
+        0.5659,
+        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415,
+        0.4944,
+        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468,
+        0.7744,
     ),
 }  # fmt: skip
 
@@ -57,8 +68,19 @@ class Wan(Family):
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
     small_pipeline = "wan"
-    components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    tiny_config: ClassVar[Config] = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 128, "text_dim": 64}
+    components: ClassVar[tuple[str, ...]] = (
+        "transformer",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+    )
+    tiny_config: ClassVar[Config] = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 128,
+        "text_dim": 64,
+    }
     max_text_tokens = TEXT_TOKENS
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
@@ -76,27 +98,44 @@ class Wan(Family):
         }
     )
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         latent_px = self.size_multiple_px // self.patch
         size = (bucket.height_px // latent_px, bucket.width_px // latent_px)
         return {
-            "latents": (config.get("in_channels", 16), self.num_latent_frames(bucket.num_frames), *size),
+            "latents": (
+                config.get("in_channels", 16),
+                self.num_latent_frames(bucket.num_frames),
+                *size,
+            ),
             "prompt_embeds": (text_tokens, config.get("text_dim", 4096)),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        prompts, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompts, _ = pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+        )
         return {"prompt_embeds": prompts[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         return encode_standardized(pipeline.vae, pixels)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
-        # The pipeline of Wan 2.2 gives each token a timestep of its own, but to text to video the same for all.
-        velocity: Tensor = transformer(noisy, levels * 1000, batch["prompt_embeds"], return_dict=False)[0]
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
+        # The pipeline of Wan 2.2 gives each token a timestep of its own, but to text to video the
+        # same for all.
+        velocity: Tensor = transformer(
+            noisy, levels * 1000, batch["prompt_embeds"], return_dict=False
+        )[0]
         return velocity
 
     def sampling_arguments(
@@ -141,7 +180,10 @@ class Wan21(Wan):
         sampling_guidance=5.0,
         frames_per_second=16.0,
         num_frames=81,  # five seconds at 16 frames per second, and the first frame
-        sources={"timestep_shift": "diffusers' example for 480p", "sampling_guidance": "the pipeline's default"},
+        sources={
+            "timestep_shift": "diffusers' example for 480p",
+            "sampling_guidance": "the pipeline's default",
+        },
     )
 
 
@@ -152,7 +194,13 @@ class Wan22(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-            {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48},
+            {
+                "num_attention_heads": 24,
+                "ffn_dim": 14336,
+                "num_layers": 30,
+                "in_channels": 48,
+                "out_channels": 48,
+            },
             Parts(UMT5, "AutoencoderKLWan", VAE_22),
             num_parameters=4_999_787_712,
             license="apache-2.0",
@@ -171,5 +219,8 @@ class Wan22(Wan):
         preview_steps=30,
         sampling_guidance=5.0,
         num_frames=121,  # five seconds at 24 frames per second, and the first frame
-        sources={"timestep_shift": "the configuration in Wan-Video/Wan2.2", "sampling_guidance": "the same"},
+        sources={
+            "timestep_shift": "the configuration in Wan-Video/Wan2.2",
+            "sampling_guidance": "the same",
+        },
     )

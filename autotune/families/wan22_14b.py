@@ -1,4 +1,5 @@
-"""Wan 2.2 of 14B parameters: Wan 2.1's architecture twice, one transformer for much noise and one for little.
+"""Wan 2.2 of 14B parameters: Wan 2.1's architecture twice, one transformer for much noise and one
+for little.
 
 A run trains one of them, on noise of its own side of the boundary alone; both sample.
 """
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 BOUNDARY = 0.875
-"""Share of noise from which one transformer of the published model denoises, and below which the other."""
+"""Share of noise from which one transformer of the published model denoises, and below which the
+other.
+"""
 
 
 class Wan22HighNoise(Wan):
@@ -36,7 +39,10 @@ class Wan22HighNoise(Wan):
             num_parameters=14_288_491_584,
             license="apache-2.0",
             source="wan/configs/wan_t2v_A14B.py in Wan-Video/Wan2.2@42bf4cf; 28.6 GB in fp16 each",
-            note="two transformers of this size: a run trains one of them, --expert high-noise (default) or low-noise",
+            note=(
+                "two transformers of this size: a run trains one of them, --expert high-noise "
+                "(default) or low-noise"
+            ),
         ),
     )
     pipeline_config: ClassVar[Config] = {"expand_timesteps": None, "boundary_ratio": BOUNDARY}
@@ -46,7 +52,10 @@ class Wan22HighNoise(Wan):
         Wan21.defaults,
         timestep_shift=12.0,
         sampling_guidance=4.0,
-        sources={"timestep_shift": "the configuration in Wan-Video/Wan2.2", "sampling_guidance": "the same"},
+        sources={
+            "timestep_shift": "the configuration in Wan-Video/Wan2.2",
+            "sampling_guidance": "the same",
+        },
     )
 
     @property
@@ -54,7 +63,9 @@ class Wan22HighNoise(Wan):
         return {"high-noise": Wan22HighNoise, "low-noise": Wan22LowNoise}
 
     def is_pipeline(self, index: Mapping[str, Any]) -> bool:
-        return super().is_pipeline({**index, "boundary_ratio": index.get("boundary_ratio") and BOUNDARY})
+        return super().is_pipeline(
+            {**index, "boundary_ratio": index.get("boundary_ratio") and BOUNDARY}
+        )
 
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
         boundary = index.get("boundary_ratio")
@@ -70,7 +81,10 @@ class Wan22HighNoise(Wan):
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        return {**usual, "guidance_scale_2": 0.75 * usual["guidance_scale"]}  # 3 and 4 in Wan-Video/Wan2.2
+        return {
+            **usual,
+            "guidance_scale_2": 0.75 * usual["guidance_scale"],
+        }  # 3 and 4 in Wan-Video/Wan2.2
 
 
 class Wan22LowNoise(Wan22HighNoise):

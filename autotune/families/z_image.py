@@ -1,4 +1,6 @@
-"""Z-Image: one stream of 30 blocks after two short refiners, Qwen3 as its text encoder, FLUX.1's autoencoder."""
+"""Z-Image: one stream of 30 blocks after two short refiners, Qwen3 as its text encoder, FLUX.1's
+autoencoder.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,12 @@ else:
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""
 BASE = PublishedModel(
-    "Tongyi-MAI/Z-Image", {}, Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE), "", 6_154_908_736, "apache-2.0"
+    "Tongyi-MAI/Z-Image",
+    {},
+    Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE),
+    "",
+    6_154_908_736,
+    "apache-2.0",
 )
 BLOCK = r"(noise_refiner|context_refiner|layers)\.\d+"
 ATTENTION = r"attention\.(to_q|to_k|to_v|to_out\.0)"
@@ -31,7 +38,9 @@ MLP = r"feed_forward\.w[123]"
 
 
 class ZImage(ImageLatents, Family):
-    """Text to image. The transformer takes lists, so each prompt keeps its own length in a batch."""
+    """Text to image. The transformer takes lists, so each prompt keeps its own length in a
+    batch.
+    """
 
     name = "z-image"
     models = (
@@ -39,7 +48,8 @@ class ZImage(ImageLatents, Family):
         BASE.variant(
             "Tongyi-MAI/Z-Image-Turbo",
             "z-image-turbo",
-            note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
+            note="distilled to 8 steps without guidance, which training undoes: train on z-image, "
+            "and use the adapter "
             "here; previews are sampled as z-image's",
         ),
     )
@@ -79,22 +89,30 @@ class ZImage(ImageLatents, Family):
     excluded = MappingProxyType({"modulation": "its modulation layers hold 2% of the weights"})
     attention_layouts = (AttentionLayout("ZSingleStreamAttnProcessor", "complex", "freqs_cis"),)
 
-    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         return {
             "latents": (config.get("in_channels", 16), 1, *size),
             "prompt_embeds": (text_tokens, config.get("cap_feat_dim", 2560)),
         }
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
         prompts, _ = pipeline.encode_prompt(prompt=caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompts[0]}
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
         lengths = count_chat_tokens(folder, captions, enable_thinking=True)
         return [min(length, MAX_TEXT_TOKENS) for length in lengths]
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         # It counts time from noise to image, and so predicts the velocity's negative.
         velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]

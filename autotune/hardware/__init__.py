@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     )
     from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
     from autotune.hardware.diagnosis import NO_SPILL, Finding, doctor
-    from autotune.hardware.energy import EnergyMeter, EnergyReading, joules_per_image, mean_watts, why_no_energy
+    from autotune.hardware.energy import (
+        EnergyMeter,
+        EnergyReading,
+        joules_per_image,
+        mean_watts,
+        why_no_energy,
+    )
     from autotune.hardware.memory import (
         MIN_MARGIN_BYTES,
         default_reserve_bytes,
@@ -27,7 +33,12 @@ if TYPE_CHECKING:
         shares_host_memory,
     )
     from autotune.hardware.probing import may_have_gpu, probe, with_budget
-    from autotune.hardware.sources import available_bytes, cudnn_version, host_available_bytes, memory_bytes
+    from autotune.hardware.sources import (
+        available_bytes,
+        cudnn_version,
+        host_available_bytes,
+        memory_bytes,
+    )
     from autotune.hardware.store import NOT_SAVED, cached_profile, hardware_named
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -32,7 +32,9 @@ NONE_NEEDED = Requirements()
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature, available if its needs are met and there is no obstacle; `why` is the reason that is shown then."""
+    """A feature, available if its needs are met and there is no obstacle; `why` is the reason
+    that is shown then.
+    """
 
     name: str
     why: str
@@ -41,17 +43,24 @@ class Rule:
 
 
 def unmet(needs: Requirements, machine: Machine) -> str | None:
-    """The first of the requirements that the machine does not meet, in words; None if it meets all."""
+    """The first of the requirements that the machine does not meet, in words; None if it meets
+    all.
+    """
     device = machine.device
     if needs.device_kinds and device.kind not in needs.device_kinds:
         return f"needs {' or '.join(needs.device_kinds)}, this is {device.kind}"
     own = device.compute_capability
     if device.kind == "cuda" and (own is None or own < needs.compute_capability):
-        return f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is {_dotted(own)}"
+        return (
+            f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is "
+            f"{_dotted(own)}"
+        )
     if device.kind == "cuda" and own is not None and needs.only_major not in (None, own[0]):
         return f"hardware: needs compute capability {needs.only_major}.x, this is {_dotted(own)}"
     compiles = device.kind in needs.compiles_on
-    return (compiles and (missing_compiler(machine) or missing_triton(machine))) or _missing_library(needs, machine)
+    return (
+        compiles and (missing_compiler(machine) or missing_triton(machine))
+    ) or _missing_library(needs, machine)
 
 
 def _missing_library(needs: Requirements, machine: Machine) -> str | None:
@@ -79,7 +88,9 @@ def missing_triton(machine: Machine) -> str | None:
 
 def slow_fp16(machine: Machine) -> str | None:
     """CPUs emulate fp16 arithmetic."""
-    return "hardware: fp16 products are very slow on a CPU" if machine.device.kind == "cpu" else None
+    return (
+        "hardware: fp16 products are very slow on a CPU" if machine.device.kind == "cpu" else None
+    )
 
 
 def faulty_fp16(machine: Machine) -> str | None:
@@ -115,7 +126,12 @@ CUDA_13 = (7, 5)
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
     Rule("precision.bf16", "bf16 arithmetic", Requirements(("cuda", "cpu", "mps"), BF16)),
-    Rule("precision.fp16", "fp16 arithmetic", Requirements(compute_capability=FP16), (slow_fp16, faulty_fp16)),
+    Rule(
+        "precision.fp16",
+        "fp16 arithmetic",
+        Requirements(compute_capability=FP16),
+        (slow_fp16, faulty_fp16),
+    ),
     Rule("precision.tf32", "tensor cores round fp32 inputs", Requirements(("cuda",), (8, 0))),
     Rule("precision.fp8", "fp8 matrix units", Requirements(("cuda",), (8, 9))),
     Rule(
@@ -124,7 +140,9 @@ RULES: tuple[Rule, ...] = (
         Requirements(("cuda", "cpu"), (7, 0)),
         (missing_compiler, missing_triton),
     ),
-    Rule("gds", "reads go from disk to GPU", Requirements(("cuda",)), (missing_gpu_direct_storage,)),
+    Rule(
+        "gds", "reads go from disk to GPU", Requirements(("cuda",)), (missing_gpu_direct_storage,)
+    ),
 )
 
 
@@ -160,7 +178,10 @@ def without_bf16(device: Device) -> tuple[str, ...]:
     if device.kind != "cuda" or own is None or own >= BF16:
         return ()
     why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
-    trains = "it trains in fp16 with a loss scale; models that overflow fp16 in fp32, without its tensor cores"
+    trains = (
+        "it trains in fp16 with a loss scale; models that overflow fp16 in fp32, without its "
+        "tensor cores"
+    )
     if own < FP16 or has_faulty_fp16(device):
         trains = "it trains in fp32"
     return (f"{NO_BF16} ({why}): {trains}",)

@@ -1,11 +1,14 @@
-"""An advisory lock for each device, which keeps searches and training runs from disturbing each other.
+"""An advisory lock for each device, which keeps searches and training runs from disturbing each
+other.
 
-Searches that ran at the same time would measure each other, so they take turns, trial by trial. Training runs share the
-lock: a run waits for a search to end, and a search is refused while a run lasts. The system drops the lock when its
-holder dies, however it dies. The lock file names its holder; a search that waits holds a shared lock on a second file.
+Searches that ran at the same time would measure each other, so they take turns, trial by trial.
+Training runs share the lock: a run waits for a search to end, and a search is refused while a run
+lasts. The system drops the lock when its holder dies, however it dies. The lock file names its
+holder; a search that waits holds a shared lock on a second file.
 
-This is flock(2) rather than filelock: a GPU's lock lies in the temporary folder and belongs to several users, for which
-`filelock.ReadWriteLock` refuses another user's file, and `filelock.FileLock` cannot be shared.
+This is flock(2) rather than filelock: a GPU's lock lies in the temporary folder and belongs to
+several users, for which `filelock.ReadWriteLock` refuses another user's file, and
+`filelock.FileLock` cannot be shared.
 """
 
 import contextlib
@@ -48,7 +51,9 @@ def lock_path(device: Device) -> Path:
 
 
 def _card_id(device: Device) -> str:
-    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index; the index if unknown."""
+    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index; the
+    index if unknown.
+    """
     if device.kind == "cuda":
         with contextlib.suppress(Unavailable, OSError, AttributeError):
             return DriverSource().uuid(device.index)
@@ -59,18 +64,26 @@ class DeviceLock:
     """The right to use one device, which can be acquired and released any number of times."""
 
     def __init__(
-        self, path: Path, on_wait: Callable[[str], None] = _logger.warning, *, for_training: bool = False
+        self,
+        path: Path,
+        on_wait: Callable[[str], None] = _logger.warning,
+        *,
+        for_training: bool = False,
     ) -> None:
-        """Lock `path` for trials, or `for_training`. `on_wait` is called once, with whom the lock waits for."""
+        """Lock `path` for trials, or `for_training`. `on_wait` is called once, with whom the
+        lock waits for.
+        """
         self.path, self.on_wait, self.for_training = path, on_wait, for_training
         self._waiting = path.with_suffix(".waiting")
         self._file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Wait for whoever holds the lock, and take it; if this object already holds it, return at once.
+        """Wait for whoever holds the lock, and take it; if this object already holds it, return at
+        once.
 
         Raises:
-            AutotuneError: a run holds it, a search did not end in time, or the lock file cannot be opened.
+            AutotuneError: a run holds it, a search did not end in time, or the lock file cannot be
+                opened.
         """
         if self._file is not None:
             return
@@ -95,12 +108,15 @@ class DeviceLock:
 
     def _wait(self, file: TextIO) -> None:
         holder = self.path.read_text(errors="replace").strip() or f"{SEARCH} (unknown process)"
-        if holder.startswith(RUN) and not self.for_training and _flock(file, fcntl.LOCK_SH):  # which only runs share
+        if (
+            holder.startswith(RUN) and not self.for_training and _flock(file, fcntl.LOCK_SH)
+        ):  # which only runs share
             if self._try_lock(file):
                 return  # it has just ended
             raise AutotuneError(
                 f"a {holder} uses this device",
-                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN --resume` continues; "
+                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN "
+                "--resume` continues; "
                 "trials at the same time would measure it",
             )
         holder = f"{'a' if self.for_training else 'another'} {holder} runs trials on this device"
@@ -113,7 +129,10 @@ class DeviceLock:
                 if time.monotonic() - started > MAX_WAIT_SECONDS:
                     raise AutotuneError(
                         f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s",
-                        hint="wait for it, or stop it; what runs at the same time as trials is measured with them",
+                        hint=(
+                            "wait for it, or stop it; what runs at the same time as trials is "
+                            "measured with them"
+                        ),
                     )
                 time.sleep(RETRY_SECONDS)
 
@@ -123,7 +142,9 @@ class DeviceLock:
             return not _flock(waiting, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Release the lock; a search that waits for it gets it before this process can acquire it again."""
+        """Release the lock; a search that waits for it gets it before this process can acquire
+        it again.
+        """
         if self._file is None:
             return
         self._file.close()
@@ -134,8 +155,11 @@ class DeviceLock:
 
 
 @contextlib.contextmanager
-def lock_for_run(device: Device, num_processes: int, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Keep searches off the first `num_processes` devices of this machine, or off one, while a training run lasts.
+def lock_for_run(
+    device: Device, num_processes: int, on_wait: Callable[[str], None]
+) -> Iterator[None]:
+    """Keep searches off the first `num_processes` devices of this machine, or off one, while a
+    training run lasts.
 
     Raises:
         AutotuneError: a search does not end, or a lock file cannot be opened.
@@ -153,9 +177,12 @@ def lock_for_run(device: Device, num_processes: int, on_wait: Callable[[str], No
 def _open(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No links: through one that somebody put into /tmp, any file would be emptied. No O_CREAT for a file that
-        # exists: Linux refuses it for another user's file in a shared folder (fs.protected_regular).
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (0 if path.exists() else os.O_CREAT), 0o666)
+        # No links: through one that somebody put into /tmp, any file would be emptied. No O_CREAT
+        # for a file that exists: Linux refuses it for another user's file in a shared folder
+        # (fs.protected_regular).
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_NOFOLLOW | (0 if path.exists() else os.O_CREAT), 0o666
+        )
         with contextlib.suppress(PermissionError):  # another user's, who has done this
             os.fchmod(descriptor, 0o666)
         return os.fdopen(descriptor, "r+")

@@ -1,4 +1,6 @@
-"""How fast a safetensors file is read from disk or from the page cache, by the loaders that training uses."""
+"""How fast a safetensors file is read from disk or from the page cache, by the loaders that
+training uses.
+"""
 
 import os
 import tempfile
@@ -20,18 +22,21 @@ PAGE_BYTES = 4096
 def time_reads(
     loader: str, file_bytes: int, device: torch.device, limit_seconds: float, *, cold: bool = True
 ) -> Timings:
-    """Time reading a fresh file of `file_bytes`; if `cold`, it is dropped from the page cache before every reading.
+    """Time reading a fresh file of `file_bytes`; if `cold`, it is dropped from the page cache
+    before every reading.
 
     Raises:
-        Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that nothing honest can
-            be measured.
+        Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that
+            nothing honest can be measured.
     """
     reason = LOADERS[loader].unavailable_reason(device)
     if reason or not hasattr(os, "posix_fadvise"):
         raise Unavailable(reason or "the page cache cannot be bypassed on this system")
     folder = cache_path()
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:  # nameless: it disappears with this process, however that ends
+    with tempfile.TemporaryFile(
+        dir=folder
+    ) as file:  # nameless: it disappears with this process, however that ends
         file.write(_random_weights(file_bytes))
         file.flush()
         os.fsync(file.fileno())
@@ -45,7 +50,9 @@ def time_reads(
         def drop() -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-        return time_calls(read, limit_seconds=limit_seconds, setup=drop if cold else None, max_samples=MAX_SAMPLES)
+        return time_calls(
+            read, limit_seconds=limit_seconds, setup=drop if cold else None, max_samples=MAX_SAMPLES
+        )
 
 
 def _random_weights(num_bytes: int) -> bytes:

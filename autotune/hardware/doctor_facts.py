@@ -1,4 +1,6 @@
-"""What the doctor examines: the facts of a machine that can be read without torch and without a CUDA context."""
+"""What the doctor examines: the facts of a machine that can be read without torch and without a
+CUDA context.
+"""
 
 from autotune.hardware.facts import CUDA, MEMORY_SIGNALS, read_host, read_versions
 from autotune.hardware.reader import FREE, TEXT, Facts, Reader, integer
@@ -70,9 +72,13 @@ def read_doctor_facts(system: System, disk_needed_bytes: int) -> DoctorFacts:
     return DoctorFacts(
         host=read_host(reader),
         versions=read_versions(reader),
-        gpus=tuple(Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)),
+        gpus=tuple(
+            Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)
+        ),
         visible_devices=visible if isinstance(visible, str) else None,
         disk_needed_bytes=disk_needed_bytes,
-        nvml_absent=None if nvml.source == "NVML" else "NVML is unavailable: " + (nvml.absent_because or "missing"),
+        nvml_absent=None
+        if nvml.source == "NVML"
+        else "NVML is unavailable: " + (nvml.absent_because or "missing"),
         **reader.facts("machine", OTHER),
     )

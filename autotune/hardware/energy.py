@@ -1,6 +1,8 @@
-"""How much energy a GPU takes: NVML's counter or, on cards without one, its power sampled and summed up.
+"""How much energy a GPU takes: NVML's counter or, on cards without one, its power sampled and
+summed up.
 
-NVML speaks of the whole card: nothing is told while several processes compute on it, nor of a slice of one.
+NVML speaks of the whole card: nothing is told while several processes compute on it, nor of a slice
+of one.
 """
 
 import threading
@@ -27,30 +29,47 @@ class EnergyReading:
 
 
 def mean_watts(first: EnergyReading | None, last: EnergyReading | None) -> float | None:
-    """Mean power between two readings; None if one is missing, or nothing was counted between them."""
-    if first is None or last is None or last.seconds <= first.seconds or last.joules <= first.joules:
+    """Mean power between two readings; None if one is missing, or nothing was counted between
+    them.
+    """
+    if (
+        first is None
+        or last is None
+        or last.seconds <= first.seconds
+        or last.joules <= first.joules
+    ):
         return None
     return (last.joules - first.joules) / (last.seconds - first.seconds)
 
 
-def joules_per_image(watts: float | None, step_seconds: float, images_per_step: int) -> float | None:
+def joules_per_image(
+    watts: float | None, step_seconds: float, images_per_step: int
+) -> float | None:
     """Energy of an image at a mean power; None if that is not known."""
     return watts and watts * step_seconds / images_per_step
 
 
 class EnergyMeter:
-    """Reads the energy of one device while it is entered, of a GPU by CUDA's index. Opens no CUDA context."""
+    """Reads the energy of one device while it is entered, of a GPU by CUDA's index. Opens no
+    CUDA context.
+    """
 
     def __init__(self, kind: str, index: int = 0, system: System | None = None) -> None:
         self._system, self._index = system or RealSystem(), index
-        self.reason: str | None = None if kind == "cuda" else f"nothing counts what a {kind} device takes"
+        self.reason: str | None = (
+            None if kind == "cuda" else f"nothing counts what a {kind} device takes"
+        )
         """Why nothing is told, or nothing any more; None while it is."""
         self._sampled: EnergyReading | None = None
         self._left = threading.Event()
         self._sampler: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        if self.reason is None and self._ask("energy_joules") is None and self._ask("power_watts") is not None:
+        if (
+            self.reason is None
+            and self._ask("energy_joules") is None
+            and self._ask("power_watts") is not None
+        ):
             self.reason = None
             self._sampled = EnergyReading(time.monotonic(), 0.0)
             self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -101,9 +120,11 @@ class EnergyMeter:
 
 
 def why_no_energy(device: Device, system: System | None = None) -> str | None:
-    """Why no trial here could tell what its steps take; None if they can, as far as is known before.
+    """Why no trial here could tell what its steps take; None if they can, as far as is known
+    before.
 
-    Others may compute on the card now: a search waits until they are done, or a trial says that they were not.
+    Others may compute on the card now: a search waits until they are done, or a trial says that
+    they were not.
     """
     with EnergyMeter(device.kind, device.index, system) as meter:
         return meter.reason

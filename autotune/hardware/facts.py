@@ -49,7 +49,12 @@ CUDA: Facts = {
     "drives_display": (FLAG, "nvml:display_active"),
     "name": (TEXT, "torch:name", "nvml:name"),
     "compute_capability": (
-        TypeAdapter(tuple[Annotated[int, Field(strict=True, ge=1)], Annotated[int, Field(strict=True, ge=0, lt=10)]]),
+        TypeAdapter(
+            tuple[
+                Annotated[int, Field(strict=True, ge=1)],
+                Annotated[int, Field(strict=True, ge=0, lt=10)],
+            ]
+        ),
         "torch:capability",
         "nvml:capability",
     ),
@@ -62,7 +67,10 @@ CUDA: Facts = {
     "default_power_limit_watts": (WATTS, "nvml:default_power_limit_watts"),
     "mig": (FLAG, "nvml:mig"),
     "other_process_bytes": (FREE, "nvml:other_process_bytes"),
-    "links": (TypeAdapter(tuple[tuple[Annotated[int, Field(strict=True, ge=0)], str], ...]), "nvml:links"),
+    "links": (
+        TypeAdapter(tuple[tuple[Annotated[int, Field(strict=True, ge=0)], str], ...]),
+        "nvml:links",
+    ),
 }
 
 
@@ -70,7 +78,8 @@ def read_host(reader: Reader) -> Host:
     """The computer around the device.
 
     Raises:
-        AutotuneError: the operating system does not report how much memory there is; nothing could be planned.
+        AutotuneError: the operating system does not report how much memory there is; nothing could
+            be planned.
     """
     facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
     facts |= reader.facts("host", HOST)
@@ -78,7 +87,9 @@ def read_host(reader: Reader) -> Host:
     for name in ("memory_bytes", "available_memory_bytes"):
         if name not in facts:
             reason = next(p.absent_because for p in reader.provenance if p.fact == f"host.{name}")
-            raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
+            raise AutotuneError(
+                f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil"
+            )
     sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
     facts["available_memory_bytes"] = min(size for size in sizes if size is not None)
     by_system = {"Windows": "windows", "Darwin": "macos"}
@@ -95,12 +106,15 @@ def read_device(reader: Reader, host: Host) -> Device:
     """The device that torch would train on: CUDA if there is one, else MPS, else the CPU.
 
     Raises:
-        InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no kind.
+        InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no
+            kind.
         AutotuneError: a CUDA device whose memory no source reports.
     """
     kind = reader.raw("torch:kind")
     kind = kind if kind in ("cuda", "mps") else "cpu"
-    count = (reader.fact("device.count", integer(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
+    count = (
+        (reader.fact("device.count", integer(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
+    )
     if reader.index >= count:
         raise InvalidInput(
             f"there is no {kind} device {reader.index}: {count} visible",
@@ -113,7 +127,9 @@ def read_device(reader: Reader, host: Host) -> Device:
             "integrated",
             kind="mps",
             index=0,
-            total_memory_bytes=reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes"),
+            total_memory_bytes=reader.fact(
+                "device.total_memory_bytes", SIZE, "torch:recommended_bytes"
+            ),
             name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
             memory_kind_reason="Apple GPUs share the host's memory",
             free_memory_bytes=host.available_memory_bytes,
@@ -133,30 +149,48 @@ def _cuda_device(reader: Reader, count: int) -> Device:
     signals = reader.facts("device", MEMORY_SIGNALS)
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     kind, why = classify_memory(
-        signals.get("integrated"), signals.get("host_page_tables"), override if isinstance(override, str) else None
+        signals.get("integrated"),
+        signals.get("host_page_tables"),
+        override if isinstance(override, str) else None,
     )
-    # NVML before torch: it opens no context, so free memory does not include ours. If memory is shared, the host's
-    # counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
-    queries = ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
+    # NVML before torch: it opens no context, so free memory does not include ours. If memory is
+    # shared, the host's counts, and not a container's part of it: a limit there does not contain
+    # CUDA's allocations.
+    queries = (
+        ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
+    )
     free = reader.fact("device.free_memory_bytes", FREE, *queries)
     facts = {"name": "unknown GPU"} | reader.facts("device", CUDA)
-    facts["links"] = tuple(Link(peer_index=peer, path=path) for peer, path in facts.get("links", ()))
+    facts["links"] = tuple(
+        Link(peer_index=peer, path=path) for peer, path in facts.get("links", ())
+    )
     total = facts.get("total_memory_bytes")
     if total is not None and free is not None:
         free = min(free, total)
     facts |= {"index": reader.index, "count": count, "others": _other_gpus(reader, count, kind)}
-    return device_with_budget(kind, kind="cuda", memory_kind_reason=why, free_memory_bytes=free, **facts)
+    return device_with_budget(
+        kind, kind="cuda", memory_kind_reason=why, free_memory_bytes=free, **facts
+    )
 
 
 def _other_gpus(reader: Reader, count: int, kind: MemoryKind) -> tuple[OtherGpu, ...]:
-    """The GPUs beside the reader's own whose size is known. What is free is asked of NVML alone: torch would open a
-    context there."""
+    """The GPUs beside the reader's own whose size is known. What is free is asked of NVML alone:
+    torch would open a context there."""
     found = []
     for beside in (Reader(reader.system, index) for index in range(count) if index != reader.index):
-        facts = beside.facts("other", {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")})
-        total, free = facts.get("total_memory_bytes"), beside.fact("other.free", FREE, "nvml:free_bytes")
+        facts = beside.facts(
+            "other", {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")}
+        )
+        total, free = (
+            facts.get("total_memory_bytes"),
+            beside.fact("other.free", FREE, "nvml:free_bytes"),
+        )
         if total is not None:
             budget, _ = compute_budget(kind, total, free, facts.get("drives_display"))
             name = facts.get("name", "unknown GPU")
-            found.append(OtherGpu(index=beside.index, name=name, total_memory_bytes=total, budget_bytes=budget))
+            found.append(
+                OtherGpu(
+                    index=beside.index, name=name, total_memory_bytes=total, budget_bytes=budget
+                )
+            )
     return tuple(found)

@@ -1,7 +1,8 @@
-"""The probe's child process: reads a profile, measures its device, and reports each result as soon as it has it.
+"""The probe's child process: reads a profile, measures its device, and reports each result as soon
+as it has it.
 
-Each report is a line of JSON, an object of one entry: `measuring`, `rate`, `note` or `noisy`. The last one is
-`measuring: done`.
+Each report is a line of JSON, an object of one entry: `measuring`, `rate`, `note` or `noisy`. The
+last one is `measuring: done`.
 """
 
 import contextlib
@@ -41,11 +42,14 @@ def main() -> None:
 
 
 def measure(profile: HardwareProfile, system: System, report: Report) -> None:
-    """Report every rate of the profile's device, and a note on each that fails or for which no time is left."""
+    """Report every rate of the profile's device, and a note on each that fails or for which no
+    time is left.
+    """
     report("measuring", "the start of a process")
     if (overhead := process_overhead(profile)) is not None:
         report("rate", overhead.model_dump_json())
-    # After the overhead, to which they would add; importing takes a second or two, which are no measurement's.
+    # After the overhead, to which they would add; importing takes a second or two, which are no
+    # measurement's.
     from autotune.hardware.rates import NOISY_ABOVE, PACKED, Meter, is_noisy, stored_dtypes
 
     if PACKED in stored_dtypes(profile):
@@ -64,7 +68,10 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         try:
             rates.append(call())
         except Exception as error:  # a kernel that fails costs its own rate only
-            report("note", f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200])
+            report(
+                "note",
+                f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200],
+            )
         else:
             first = first or call
             report("rate", rates[-1].model_dump_json())
@@ -88,7 +95,9 @@ class BackgroundLoad:
 
     def share(self) -> float:
         """Their share of all CPU time, in [0, 1]."""
-        busy, idle, own = (now - before for now, before in zip(self._times(), self._begin, strict=True))
+        busy, idle, own = (
+            now - before for now, before in zip(self._times(), self._begin, strict=True)
+        )
         return max(0.0, busy - own) / max(busy + idle, 1e-9)
 
     def _times(self) -> tuple[float, float, float]:
@@ -100,7 +109,9 @@ class BackgroundLoad:
 
 
 def process_overhead(profile: HardwareProfile) -> Rate | None:
-    """Bytes that a process takes before its first tensor: a CUDA context, or torch in the host's memory."""
+    """Bytes that a process takes before its first tensor: a CUDA context, or torch in the host's
+    memory.
+    """
     import torch
 
     if profile.device.kind == "cuda":
@@ -109,7 +120,9 @@ def process_overhead(profile: HardwareProfile) -> Rate | None:
             return None
         _load_kernels(torch.device("cuda", index))
         torch.cuda.empty_cache()
-        num_bytes = free_before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
+        num_bytes = (
+            free_before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
+        )
     else:
         num_bytes = psutil.Process().memory_info().rss
     if num_bytes <= 0:
@@ -118,7 +131,9 @@ def process_overhead(profile: HardwareProfile) -> Rate | None:
 
 
 def _load_kernels(device: "torch.device") -> None:
-    """Use one kernel of each library that a step uses: CUDA loads a library's code with its first kernel, for good."""
+    """Use one kernel of each library that a step uses: CUDA loads a library's code with its
+    first kernel, for good.
+    """
     import torch
     from torch.nn import functional
 
@@ -127,7 +142,9 @@ def _load_kernels(device: "torch.device") -> None:
         images = torch.ones(1, 64, 32, 32, device=device, dtype=dtype, requires_grad=True)
         matrix = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
         heads = torch.ones(1, 2, 128, 128, device=device, dtype=dtype, requires_grad=True)
-        convolved = functional.conv2d(images, images.detach()[0, :, None, :3, :3].expand(64, 64, 3, 3))
+        convolved = functional.conv2d(
+            images, images.detach()[0, :, None, :3, :3].expand(64, 64, 3, 3)
+        )
         attended = functional.scaled_dot_product_attention(heads, heads, heads)
         (convolved.sum() + (matrix @ matrix).sum() + attended.sum()).backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)

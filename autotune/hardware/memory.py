@@ -1,8 +1,8 @@
 """Which kind of memory a device has, and how much of it a run may use. Pure.
 
-Compute capability does not tell: H100 (9.0) has its own memory, Orin (8.7) has not. Two CUDA attributes decide, 18
-(`integrated`) and 100 (`pageableMemoryAccessUsesHostPageTables`, ATS): they are 1, 1 on GB10 and Thor, 1, 0 on Orin,
-0, 1 on GH200 and GB200, and 0, 0 on every other card.
+Compute capability does not tell: H100 (9.0) has its own memory, Orin (8.7) has not. Two CUDA
+attributes decide, 18 (`integrated`) and 100 (`pageableMemoryAccessUsesHostPageTables`, ATS): they
+are 1, 1 on GB10 and Thor, 1, 0 on Orin, 0, 1 on GH200 and GB200, and 0, 0 on every other card.
 """
 
 from typing import Any
@@ -18,10 +18,13 @@ MIN_MARGIN_BYTES = 256 * 2**20
 MAX_SHARED_RESERVE_BYTES = 16 * GIB
 MAX_HOST_RESERVE_BYTES = 4 * GIB
 CUDA_CONTEXT_BYTES = 500 << 20
-"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
+"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent
+cards.
+"""
 CPU_PROCESS_BYTES = 420 << 20
-"""Memory of a process that trains on the CPU besides its tensors: Python, torch, diffusers and transformers. 390 to 440
-MiB were measured (`benchmarks/run_memory.py`); the first trial replaces this figure by its own."""
+"""Memory of a process that trains on the CPU besides its tensors: Python, torch, diffusers and
+transformers. 390 to 440 MiB were measured (`benchmarks/run_memory.py`); the first trial replaces
+this figure by its own."""
 
 
 def classify_memory(
@@ -37,10 +40,14 @@ def classify_memory(
             if override == kind:
                 return kind, f"set by AUTOTUNE_MEMORY_KIND={override}; measured signals ignored"
         known = ", ".join(OVERRIDES)
-        raise InvalidInput(f"AUTOTUNE_MEMORY_KIND is {override!r}", hint=f"use one of: {known}; or unset it")
+        raise InvalidInput(
+            f"AUTOTUNE_MEMORY_KIND is {override!r}", hint=f"use one of: {known}; or unset it"
+        )
     if integrated is None and host_page_tables is None:
         return "discrete", "neither signal is known: assumed to be a card with its own memory"
-    values = ("unknown" if signal is None else int(signal) for signal in (integrated, host_page_tables))
+    values = (
+        "unknown" if signal is None else int(signal) for signal in (integrated, host_page_tables)
+    )
     signals = "integrated {}, host page tables {}".format(*values)
     if integrated:
         return "integrated", f"{signals}: shares the host's memory"
@@ -52,14 +59,20 @@ def classify_memory(
 
 
 def compute_budget(
-    kind: MemoryKind, total: int | None, free: int | None, drives_display: bool | None, reserve: int | None = None
+    kind: MemoryKind,
+    total: int | None,
+    free: int | None,
+    drives_display: bool | None,
+    reserve: int | None = None,
 ) -> tuple[int, str]:
-    """How many bytes of a device a run may use, and why. `reserve` (bytes) replaces the default one.
+    """How many bytes of a device a run may use, and why. `reserve` (bytes) replaces the default
+    one.
 
-    `free` is what the device has free, or MemAvailable if it shares the host's memory: what CUDA calls free there
-    ignores page cache that the kernel would give back. The reserve is an eighth of shared memory (16 GiB at most,
-    because an over-allocation hangs the machine), an eighth of the host's (4 GiB at most) when the CPU trains, and
-    1 GiB on a card that drives a display. Cards also keep a margin of 2%, at least 256 MiB, for fragmentation.
+    `free` is what the device has free, or MemAvailable if it shares the host's memory: what CUDA
+    calls free there ignores page cache that the kernel would give back. The reserve is an eighth of
+    shared memory (16 GiB at most, because an over-allocation hangs the machine), an eighth of the
+    host's (4 GiB at most) when the CPU trains, and 1 GiB on a card that drives a display. Cards
+    also keep a margin of 2%, at least 256 MiB, for fragmentation.
 
     Raises:
         AutotuneError: neither free nor total memory is known.
@@ -71,7 +84,9 @@ def compute_budget(
         )
     available = min(size for size in (free, total) if size is not None)
     whole = total if total is not None else available
-    why = f"{_gib(available)} " + ("free" if free is not None else "in total (what is free is unknown)")
+    why = f"{_gib(available)} " + (
+        "free" if free is not None else "in total (what is free is unknown)"
+    )
     margin = 0
     if not shares_host_memory(kind):
         margin = max(MIN_MARGIN_BYTES, whole // 50)
@@ -85,13 +100,19 @@ def compute_budget(
 
 def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
     """The device with these facts, fields of `Device`, and the budget that follows from them."""
-    sizes = (facts.get(name) for name in ("total_memory_bytes", "free_memory_bytes", "drives_display"))
+    sizes = (
+        facts.get(name) for name in ("total_memory_bytes", "free_memory_bytes", "drives_display")
+    )
     budget_bytes, why = compute_budget(memory_kind, *sizes)
     return Device(memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts)
 
 
 def limited_budget(
-    device: Device, *, max_bytes: int | None = None, reserve_bytes: int | None = None, cap_bytes: int | None = None
+    device: Device,
+    *,
+    max_bytes: int | None = None,
+    reserve_bytes: int | None = None,
+    cap_bytes: int | None = None,
 ) -> MemoryBudget:
     """What a run may use of the device under the limits that a user sets.
 
@@ -99,11 +120,14 @@ def limited_budget(
         device: as the probe found it.
         max_bytes: the most that a run may use.
         reserve_bytes: bytes to leave to other programs instead of the default reserve.
-        cap_bytes: total memory of a smaller device to rehearse, less the default reserve and margin.
+        cap_bytes: total memory of a smaller device to rehearse, less the default reserve and
+            margin.
     """
     total, free, found = device.total_memory_bytes, device.free_memory_bytes, device.budget
     if reserve_bytes is not None:
-        num_bytes, _ = compute_budget(device.memory_kind, total, free, device.drives_display, reserve_bytes)
+        num_bytes, _ = compute_budget(
+            device.memory_kind, total, free, device.drives_display, reserve_bytes
+        )
         found = MemoryBudget(num_bytes=num_bytes, is_set_by_user=True)
     if cap_bytes is not None and (total is None or cap_bytes < total):
         left = min(cap_bytes, free or cap_bytes)
@@ -114,7 +138,9 @@ def limited_budget(
     return found
 
 
-def default_reserve_bytes(kind: MemoryKind, total_bytes: int, drives_display: bool | None = None) -> int:
+def default_reserve_bytes(
+    kind: MemoryKind, total_bytes: int, drives_display: bool | None = None
+) -> int:
     """How much of a memory of `total_bytes` is left to other processes; see `compute_budget`."""
     if kind == "integrated":
         return min(MAX_SHARED_RESERVE_BYTES, total_bytes // 8)
@@ -124,18 +150,22 @@ def default_reserve_bytes(kind: MemoryKind, total_bytes: int, drives_display: bo
 
 
 def host_floor_bytes(kind: MemoryKind, total_bytes: int, available_bytes: int) -> int:
-    """Host memory that a trial must leave available: half of the reserve, at most a quarter of what is available."""
+    """Host memory that a trial must leave available: half of the reserve, at most a quarter of
+    what is available.
+    """
     return min(default_reserve_bytes(kind, total_bytes) // 2, available_bytes // 4)
 
 
 def shares_host_memory(kind: MemoryKind) -> bool:
-    """Whether the device allocates from the host's memory, so that running out hangs the machine before any error."""
+    """Whether the device allocates from the host's memory, so that running out hangs the machine
+    before any error.
+    """
     return kind in ("integrated", "host")
 
 
 def process_overhead_bytes(hardware: HardwareProfile) -> int:
-    """Device memory that a process takes besides its tensors: measured, else a GPU's usual context. On a CPU, where the
-    device's memory is the host's, the libraries' part."""
+    """Device memory that a process takes besides its tensors: measured, else a GPU's usual
+    context. On a CPU, where the device's memory is the host's, the libraries' part."""
     if hardware.device.kind == "cpu":
         return CPU_PROCESS_BYTES
     if hardware.device.kind != "cuda":

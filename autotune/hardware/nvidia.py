@@ -1,4 +1,6 @@
-"""What NVML and the CUDA driver API report. Neither opens a CUDA context, so both are safe while someone trains."""
+"""What NVML and the CUDA driver API report. Neither opens a CUDA context, so both are safe while
+someone trains.
+"""
 
 import ctypes
 import os
@@ -28,15 +30,17 @@ TOPOLOGY_PATHS = {
 
 
 class NvmlSource:
-    """NVML. `uuid_of` maps CUDA's device index to a UUID, because NVML numbers devices in another order and ignores
-    CUDA_VISIBLE_DEVICES; None means NVML's own order."""
+    """NVML. `uuid_of` maps CUDA's device index to a UUID, because NVML numbers devices in
+    another order and ignores CUDA_VISIBLE_DEVICES; None means NVML's own order."""
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
         self._uuid_of = uuid_of
         self._initialized = False
         self.queries: Mapping[str, Query] = {
             "driver": lambda _: _text(self._nvml().nvmlSystemGetDriverVersion()),
-            "cuda_driver": lambda _: cuda_version_text(self._nvml().nvmlSystemGetCudaDriverVersion_v2()),
+            "cuda_driver": lambda _: cuda_version_text(
+                self._nvml().nvmlSystemGetCudaDriverVersion_v2()
+            ),
             "count": lambda _: self._nvml().nvmlDeviceGetCount(),
             "name": self._get("nvmlDeviceGetName", _text),
             "capability": self._get("nvmlDeviceGetCudaComputeCapability", tuple),
@@ -46,15 +50,21 @@ class NvmlSource:
             "pcie_width": self._get("nvmlDeviceGetCurrPcieLinkWidth"),
             "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
             "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
-            "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
-            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda flag: getattr(flag, "value", flag)),  # a c_uint
+            "default_power_limit_watts": self._get(
+                "nvmlDeviceGetPowerManagementDefaultLimit", _watts
+            ),
+            "mig": self._get(
+                "nvmlDeviceIsMigDeviceHandle", lambda flag: getattr(flag, "value", flag)
+            ),  # a c_uint
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
             "clock_mhz": self._get("nvmlDeviceGetClockInfo", int, 1),
             "temperature_celsius": self._get("nvmlDeviceGetTemperature", int, 0),
             "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
-            "energy_joules": self._get("nvmlDeviceGetTotalEnergyConsumption", lambda millijoules: millijoules / 1000),
+            "energy_joules": self._get(
+                "nvmlDeviceGetTotalEnergyConsumption", lambda millijoules: millijoules / 1000
+            ),
             "compute_process_ids": self._compute_process_ids,
         }
 
@@ -79,8 +89,12 @@ class NvmlSource:
                 continue
         raise Unavailable(f"no device with UUID {name}")
 
-    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int) -> Query:
-        return lambda index: convert(getattr(self._nvml(), function)(self._handle(index), *arguments))
+    def _get(
+        self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int
+    ) -> Query:
+        return lambda index: convert(
+            getattr(self._nvml(), function)(self._handle(index), *arguments)
+        )
 
     def _memory(self, index: int) -> Any:
         nvml = self._nvml()
@@ -92,16 +106,24 @@ class NvmlSource:
             *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
             *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
         ]
-        bytes_of = {process.pid: process.usedGpuMemory for process in processes if process.pid != os.getpid()}
+        bytes_of = {
+            process.pid: process.usedGpuMemory
+            for process in processes
+            if process.pid != os.getpid()
+        }
         if any(num_bytes is None for num_bytes in bytes_of.values()):
-            raise Unavailable(f"{len(bytes_of)} other processes, whose memory the driver does not report")
+            raise Unavailable(
+                f"{len(bytes_of)} other processes, whose memory the driver does not report"
+            )
         return sum(bytes_of.values())
 
     def _compute_process_ids(self, index: int) -> list[int]:
         """Without those that draw as well: a desktop's may be listed as both."""
         nvml, handle = self._nvml(), self._handle(index)
         drawing = {process.pid for process in nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)}
-        return sorted({process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)} - drawing)
+        return sorted(
+            {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)} - drawing
+        )
 
     def _links(self, index: int) -> list[tuple[int, str]]:
         nvml, handle = self._nvml(), self._handle(index)
@@ -125,7 +147,9 @@ class DriverSource:
             "count": lambda _: self._integer("cuDeviceGetCount"),
             "cuda_driver": lambda _: cuda_version_text(self._integer("cuDriverGetVersion")),
             "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
-            "host_page_tables": lambda index: self._attribute(CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index),
+            "host_page_tables": lambda index: self._attribute(
+                CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index
+            ),
         }
 
     def _call(self, function: str, *arguments: Any) -> None:

@@ -1,4 +1,6 @@
-"""The probe: reads and measures everything autotune knows about a machine, in under half a minute."""
+"""The probe: reads and measures everything autotune knows about a machine, in under half a
+minute.
+"""
 
 import contextlib
 import json
@@ -23,8 +25,8 @@ MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
-    """Facts about device `index` of this machine, by default the GPU with the most memory; `measure_rates` adds rates.
-    Imports torch.
+    """Facts about device `index` of this machine, by default the GPU with the most memory;
+    `measure_rates` adds rates. Imports torch.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -37,11 +39,14 @@ def probe(*, index: int | None = None, on_progress: Progress | None = None) -> H
 
 
 def read_profile(system: System, index: int | None = None) -> HardwareProfile:
-    """Facts, budget and capabilities from what `system` reports; no rates. Arguments and errors as of `probe`."""
+    """Facts, budget and capabilities from what `system` reports; no rates. Arguments and errors
+    as of `probe`.
+    """
     if index is None:
         first = read_profile(system, 0)
         gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
-        # Rounded, since equal cards differ by what their system reserves; of equal ones it is the first.
+        # Rounded, since equal cards differ by what their system reserves; of equal ones it is the
+        # first.
         largest = max(gpus, key=lambda gpu: round((gpu.total_memory_bytes or 0) / 2**30))
         return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
@@ -61,7 +66,9 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
 
 
 def may_have_gpu() -> bool:
-    """False if there certainly is no GPU to train on: Linux without a working CUDA driver. Loads no torch."""
+    """False if there certainly is no GPU to train on: Linux without a working CUDA driver. Loads
+    no torch.
+    """
     if sys.platform != "linux":
         return True
     try:
@@ -74,24 +81,31 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     """What a reader of the profile should know."""
     notes = []
     if reader.raw("torch:kind") == "rocm":
-        notes.append("this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead")
+        notes.append(
+            "this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead"
+        )
     elif reader.raw("torch:kind") == "cpu" and reader.raw("nvml:count"):
         notes.append("there is an NVIDIA GPU, but torch does not use it: see `autotune doctor`")
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (versions.cuda_runtime or "").startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
+    if (versions.cuda_runtime or "").startswith("12.") and (
+        device.compute_capability or CUDA_13
+    ) >= CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
     return (*notes, *without_bf16(device))
 
 
 def measure_rates(
-    profile: HardwareProfile, on_progress: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 120.0
+    profile: HardwareProfile,
+    on_progress: Progress,
+    command: tuple[str, ...] = MEASURE,
+    limit_seconds: float = 120.0,
 ) -> HardwareProfile:
     """The profile with rates measured now. What cannot be measured is left out, with a note.
 
-    A child process measures, so that a kernel that crashes or hangs costs its own rate only, and this process never
-    holds a CUDA context on a device whose memory is about to be planned.
+    A child process measures, so that a kernel that crashes or hangs costs its own rate only, and
+    this process never holds a CUDA context on a device whose memory is about to be planned.
     """
     rates, notes, noisy, last = [], list(profile.notes), False, "the start"
     with subprocess.Popen(
@@ -115,7 +129,9 @@ def measure_rates(
             timer.cancel()
             child.kill()
     if last != "done":
-        notes.append(f"measuring ended early, in {last}: the process died or took over {limit_seconds:g} s")
+        notes.append(
+            f"measuring ended early, in {last}: the process died or took over {limit_seconds:g} s"
+        )
     return profile.changed(rates=tuple(rates), notes=tuple(notes), noisy=noisy)
 
 
@@ -137,4 +153,6 @@ def with_budget(profile: HardwareProfile, max_bytes: int) -> HardwareProfile:
     """The profile of a machine whose device leaves at most `max_bytes` to a run."""
     if max_bytes >= profile.device.budget_bytes:
         return profile
-    return profile.changed(device=profile.device.changed(budget_bytes=max_bytes, budget_reason="limited"))
+    return profile.changed(
+        device=profile.device.changed(budget_bytes=max_bytes, budget_reason="limited")
+    )

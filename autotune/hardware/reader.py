@@ -1,9 +1,18 @@
-"""Turns raw values into facts: queries the sources in order, rejects invalid values, records where each came from."""
+"""Turns raw values into facts: queries the sources in order, rejects invalid values, records
+where each came from.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    Field,
+    StrictBool,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 from autotune.hardware.system import System, Unavailable
 from autotune.schema import Provenance
@@ -35,7 +44,10 @@ def positive_number(maximum: float) -> TypeAdapter[float]:
 SIZE, FREE = integer(1, 2**50), integer(0, 2**50)
 """Bytes; more than a petabyte is nonsense. What is free may be 0."""
 TEXT: TypeAdapter[str] = TypeAdapter(
-    Annotated[str, StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$")]
+    Annotated[
+        str,
+        StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$"),
+    ]
 )
 """Printable and not empty."""
 FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], AfterValidator(bool)])
@@ -51,11 +63,16 @@ class Reader:
 
     def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
         """The facts of `owner` (`device`, `host` ...) that some source knows, by name."""
-        found = {name: self.fact(f"{owner}.{name}", kind, *queries) for name, (kind, *queries) in wanted.items()}
+        found = {
+            name: self.fact(f"{owner}.{name}", kind, *queries)
+            for name, (kind, *queries) in wanted.items()
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     def fact(self, fact: str, kind: TypeAdapter[T], *queries: str) -> T | None:
-        """The first valid value that the `queries` return; None, with every source's reason recorded, if none is."""
+        """The first valid value that the `queries` return; None, with every source's reason
+        recorded, if none is.
+        """
         reasons = []
         for query in queries:
             source, _, name = query.partition(":")
@@ -70,11 +87,15 @@ class Reader:
             else:
                 self.provenance.append(Provenance(fact=fact, source=SOURCE_NAMES[source]))
                 return value
-        self.provenance.append(Provenance(fact=fact, source=None, absent_because="; ".join(reasons)))
+        self.provenance.append(
+            Provenance(fact=fact, source=None, absent_because="; ".join(reasons))
+        )
         return None
 
     def raw(self, query: str) -> object:
-        """The value without validation or provenance, or None: for what is no fact of the profile."""
+        """The value without validation or provenance, or None: for what is no fact of the
+        profile.
+        """
         source, _, name = query.partition(":")
         try:
             return self.system.query(source, name, self.index)

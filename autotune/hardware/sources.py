@@ -1,7 +1,9 @@
-"""The real machine behind `System`: torch, the operating system, installed packages, environment variables.
+"""The real machine behind `System`: torch, the operating system, installed packages, environment
+variables.
 
-NVML and the driver API are in `nvidia.py`. Every failure becomes `Unavailable` with its reason: a machine may lack
-any of these, and none may break the probe. With `torch=False` torch is not imported, as the doctor needs.
+NVML and the driver API are in `nvidia.py`. Every failure becomes `Unavailable` with its reason: a
+machine may lack any of these, and none may break the probe. With `torch=False` torch is not
+imported, as the doctor needs.
 """
 
 import importlib.metadata
@@ -44,7 +46,9 @@ class RealSystem:
         }
 
     def query(self, source: str, name: str, index: int = 0) -> object:
-        """The raw value. Raises Unavailable if the source is missing, failed, or does not support the query."""
+        """The raw value. Raises Unavailable if the source is missing, failed, or does not
+        support the query.
+        """
         try:
             if source == "packages":
                 return _package(name)
@@ -105,7 +109,8 @@ def _require(value: object, otherwise: str) -> object:
 def cudnn_version() -> str | None:
     """The version of cuDNN that torch loads; None if there is none.
 
-    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed from 1000 to 10000 with cuDNN 9.
+    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed from 1000 to 10000 with cuDNN
+    9.
     """
     number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if number is None:
@@ -115,17 +120,23 @@ def cudnn_version() -> str | None:
 
 
 def _package(name: str) -> str:
-    """Version of a distribution. `torch_cuda` and `torch_hip` tell how torch was built, without importing it;
-    `torchvision_needs` is the torch that an installed torchvision was built for."""
+    """Version of a distribution. `torch_cuda` and `torch_hip` tell how torch was built, without
+    importing it; `torchvision_needs` is the torch that an installed torchvision was built for."""
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
-        return str(_require(next((need for need in needs if need.startswith("torch==")), None), "any torch"))
+        return str(
+            _require(
+                next((need for need in needs if need.startswith("torch==")), None), "any torch"
+            )
+        )
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise Unavailable("torch is not installed")
         text = (Path(spec.origin).parent / "version.py").read_text()
-        found = re.search(rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
+        found = re.search(
+            rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE
+        )
         return str(_require(found and found.group(1), "this torch is built without it"))
     return importlib.metadata.version(name)
 
@@ -136,14 +147,20 @@ BRAND = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def _cpu(_: int) -> str:
-    """The CPU's name; on Arm servers, whose kernel knows none, the numbers of implementer and part."""
+    """The CPU's name; on Arm servers, whose kernel knows none, the numbers of implementer and
+    part.
+    """
     if platform.system() == "Darwin":
-        return subprocess.run(BRAND, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(
+            BRAND, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
     text = _content(CPUINFO)
     if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE):
         return found.group(1)
     name = platform.processor() or platform.machine()
-    if found := re.search(r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)", text, re.MULTILINE):
+    if found := re.search(
+        r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)", text, re.MULTILINE
+    ):
         name = f"{name} {found.group(1)}/{found.group(2)}"
     return str(_require(name or None, "no name"))
 
@@ -154,10 +171,12 @@ UNLIMITED_BYTES = 1 << 60
 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """(control group, numbers in its `files`) of this process's group and each group above it that sets limits.
+    """(control group, numbers in its `files`) of this process's group and each group above it that
+    sets limits.
 
-    A container sees its own group as the root; a Slurm job or a systemd service is a group further down. Under cgroup
-    v1 each controller has its own hierarchy, and a container reads its path as the host sees it.
+    A container sees its own group as the root; a Slurm job or a systemd service is a group further
+    down. Under cgroup v1 each controller has its own hierarchy, and a container reads its path as
+    the host sees it.
     """
     lines = _content(OWN_CGROUP).splitlines() or ["0::/"]
     for _, names, own in (line.split(":", 2) for line in lines if line.count(":") > 1):
@@ -166,7 +185,9 @@ def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...
         root = CGROUPS / controller if names else CGROUPS
         group = root / own.lstrip("/")
         for place in (group, *group.parents):
-            if place.is_relative_to(root) and (found := tuple(n for file in files for n in _numbers(place / file))):
+            if place.is_relative_to(root) and (
+                found := tuple(n for file in files for n in _numbers(place / file))
+            ):
                 yield place, found
 
 
@@ -187,15 +208,23 @@ def _content(file: Path) -> str:
 
 
 def _logical_cores(_: int) -> int:
-    """Number of cores that this process may use, by its affinity and the quotas of its control groups."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use, by its affinity and the quotas of its control
+    groups.
+    """
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     found = (*_limits("cpu", "cpu.max"), *_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    quotas = (numbers[0] // numbers[1] for _, numbers in found if len(numbers) == 2 and min(numbers) > 0)
+    quotas = (
+        numbers[0] // numbers[1] for _, numbers in found if len(numbers) == 2 and min(numbers) > 0
+    )
     return max(1, min((allowed, *quotas)))
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """(limit, what is left of it) in bytes, for each group that limits memory; its page cache counts as left."""
+    """(limit, what is left of it) in bytes, for each group that limits memory; its page cache
+    counts as left.
+    """
     limits = []
     for file, used, idle in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -215,14 +244,18 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the host, and any container or job that this process runs in, can give without swapping."""
+    """What the host, and any container or job that this process runs in, can give without
+    swapping.
+    """
     limits = memory_limits() if _is_limited() else ()
     return min((host_available_bytes(), *(left for _, left in limits)))
 
 
 @cache
 def _is_limited() -> bool:
-    """Whether a container or a job limits memory: reading the limits takes 0.3 ms, too long for every look."""
+    """Whether a container or a job limits memory: reading the limits takes 0.3 ms, too long for
+    every look.
+    """
     return bool(memory_limits())
 
 
@@ -254,7 +287,11 @@ def _wsl(_: int) -> bool:
 
 def _compiler(_: int) -> str:
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return str(_require(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
+    return str(
+        _require(
+            next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"
+        )
+    )
 
 
 def _disk_free_bytes(_: int) -> int:
@@ -266,10 +303,15 @@ def _disk_free_bytes(_: int) -> int:
 
 
 def _nvidia_cards(_: int) -> int:
-    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....) on the bus, with or without a driver."""
+    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....) on the bus, with or without
+    a driver.
+    """
     cards = 0
     for device in Path("/sys/bus/pci/devices").iterdir():
-        vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        vendor, kind = (
+            (device / "vendor").read_text().strip(),
+            (device / "class").read_text().strip(),
+        )
         cards += vendor == "0x10de" and kind.startswith("0x03")
     return cards
 

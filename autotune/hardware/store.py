@@ -1,6 +1,7 @@
 """This machine's profiles, saved in the user's cache folder between runs.
 
-A file holds the digest of its profile, so that a damaged one is detected and measured again, never trusted.
+A file holds the digest of its profile, so that a damaged one is detected and measured again, never
+trusted.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ from autotune.schema import HardwareProfile, digest_of, from_schema_1
 MAX_PROFILE_BYTES = 4 << 20
 
 POWER_TOLERANCE = 0.1
-"""Share by which a GPU's power limit may change before its rates are measured again: laptops change it constantly."""
+"""Share by which a GPU's power limit may change before its rates are measured again: laptops
+change it constantly.
+"""
 NOT_SAVED = "rates are not saved for the next command"
 """How the note about that begins."""
 
@@ -32,12 +35,13 @@ def cached_profile(
     on_progress: Callable[[str], None] | None = None,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
-    """This machine's profile: facts and budget as they are now, rates from the last probe while they are valid.
+    """This machine's profile: facts and budget as they are now, rates from the last probe while
+    they are valid.
 
-    Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another device, or if the match
-    keys, the GPU's power limit or the number of cores that train have changed. If the cache folder cannot be written,
-    they are measured every time, with a note. `on_facts` gets the profile before any rate is measured: what it raises
-    saves that time.
+    Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another
+    device, or if the match keys, the GPU's power limit or the number of cores that train have
+    changed. If the cache folder cannot be written, they are measured every time, with a note.
+    `on_facts` gets the profile before any rate is measured: what it raises saves that time.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -56,18 +60,31 @@ def cached_profile(
     try:
         save_profile(profile, path)
     except OSError as error:  # the rates are valid all the same
-        note = f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        note = (
+            f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); "
+            "XDG_CACHE_HOME "
+            "names another"
+        )
         return profile.changed(notes=(*profile.notes, note))
     return profile
 
 
 def has_valid_rates(saved: HardwareProfile, now: HardwareProfile) -> bool:
     """Whether the saved rates hold for the machine as it is now."""
-    if not saved.rates or saved.match_keys != now.match_keys or saved.device.name != now.device.name:
+    if (
+        not saved.rates
+        or saved.match_keys != now.match_keys
+        or saved.device.name != now.device.name
+    ):
         return False
     limits = (saved.device.power_limit_watts, now.device.power_limit_watts)
-    cores = (saved.host.logical_cores, now.host.logical_cores)  # a container may have a part of the host's
-    same_power = None in limits or math.isclose(limits[0] or 0, limits[1] or 0, rel_tol=POWER_TOLERANCE)
+    cores = (
+        saved.host.logical_cores,
+        now.host.logical_cores,
+    )  # a container may have a part of the host's
+    same_power = None in limits or math.isclose(
+        limits[0] or 0, limits[1] or 0, rel_tol=POWER_TOLERANCE
+    )
     return same_power and (now.device.kind != "cpu" or cores[0] == cores[1])
 
 
@@ -80,20 +97,27 @@ def profile_path(profile: HardwareProfile) -> Path:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest, atomically."""
     data = profile.model_dump(mode="json")
-    write_text_atomic(path, json.dumps({"digest": digest_of(data), "profile": data}, indent=1) + "\n")
+    write_text_atomic(
+        path, json.dumps({"digest": digest_of(data), "profile": data}, indent=1) + "\n"
+    )
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
     """The profile in a file that `save_profile` wrote.
 
     Raises:
-        InvalidInput: the file cannot be read, is damaged, was edited, or is from an incompatible version of autotune.
+        InvalidInput: the file cannot be read, is damaged, was edited, or is from an incompatible
+            version of autotune.
     """
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
-        if content["digest"] != digest_of(content["profile"]):  # as written: an older profile has other fields
-            raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
+        if content["digest"] != digest_of(
+            content["profile"]
+        ):  # as written: an older profile has other fields
+            raise InvalidInput(
+                f"{path} was damaged or edited: its digest does not match", hint=hint
+            )
         return HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
@@ -104,10 +128,12 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalog GPU, by any part of its name that identifies it, or in a saved probe's file.
+    """The profile of a catalog GPU, by any part of its name that identifies it, or in a saved
+    probe's file.
 
     Raises:
-        InvalidInput: no GPU of the catalog or several match and there is no such file, or the file is damaged.
+        InvalidInput: no GPU of the catalog or several match and there is no such file, or the file
+            is damaged.
     """
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)

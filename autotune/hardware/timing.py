@@ -21,7 +21,9 @@ class Timings:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median; 0 for fewer than four samples, which are too few to tell."""
+        """Interquartile range over the median; 0 for fewer than four samples, which are too few
+        to tell.
+        """
         if len(self.seconds) < 4:
             return 0.0
         first, _, third = statistics.quantiles(self.seconds, n=4)
@@ -39,9 +41,10 @@ def time_calls(
 ) -> Timings:
     """Time `call` until the limit or `max_samples`, at least once.
 
-    The first call warms up and is dropped, unless it alone took four times the limit. `synchronize` waits for the
-    device; `setup` runs before each call, untimed. Without a `setup`, quick calls are grouped so that a sample takes at
-    least a millisecond: clocks and launches have noise of their own.
+    The first call warms up and is dropped, unless it alone took four times the limit. `synchronize`
+    waits for the device; `setup` runs before each call, untimed. Without a `setup`, quick calls are
+    grouped so that a sample takes at least a millisecond: clocks and launches have noise of their
+    own.
     """
 
     def sample(repeats: int) -> float:

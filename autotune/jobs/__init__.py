@@ -1,4 +1,6 @@
-"""Job files written from a plan, for SLURM, Kubernetes and Docker. Pure: a plan and paths in, text out."""
+"""Job files written from a plan, for SLURM, Kubernetes and Docker. Pure: a plan and paths in,
+text out.
+"""
 
 from typing import TYPE_CHECKING
 

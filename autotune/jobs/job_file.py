@@ -21,11 +21,15 @@ class JobFile:
     """Where a job runs and what it calls."""
 
     folder: PurePosixPath
-    """Absolute folder from which the plan's relative paths count; it must be there on every node."""
+    """Absolute folder from which the plan's relative paths count; it must be there on every
+    node.
+    """
     plan_file: PurePosixPath
     """Absolute path of the plan."""
     output: PurePosixPath
-    """Absolute path of the run's output, which must be on a disk that all nodes share, or on the first one's."""
+    """Absolute path of the run's output, which must be on a disk that all nodes share, or on the
+    first one's.
+    """
     image: str = ""
     """Container image with autotune in it; empty outside containers."""
     claim: str = ""
@@ -50,7 +54,9 @@ class JobFile:
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """What a container must be given: `folder`, and each other path that does not lie in one of them already."""
+        """What a container must be given: `folder`, and each other path that does not lie in one
+        of them already.
+        """
         chosen = [Mount(self.folder)]
         for paths, is_read_only in ((self.writes, False), (self.reads, True)):
             for path in _outermost_first(paths):
@@ -63,13 +69,21 @@ class JobFile:
         if self.over:
             raise InvalidInput(
                 f"only SLURM has arrays of jobs, not {cluster}",
-                hint="leave --over out here, and let the container call `autotune train PLAN --over FILE`",
+                hint=(
+                    "leave --over out here, and let the container call `autotune train PLAN "
+                    "--over "
+                    "FILE`"
+                ),
             )
 
     def require_image(self, cluster: str) -> None:
-        """Raise InvalidInput unless a container image is named that no program takes for an option."""
+        """Raise InvalidInput unless a container image is named that no program takes for an
+        option.
+        """
         if not self.image:
-            raise InvalidInput(f"a job of {cluster} needs a container image", hint="name one: --image NAME")
+            raise InvalidInput(
+                f"a job of {cluster} needs a container image", hint="name one: --image NAME"
+            )
         if re.search(r"^-|\s", self.image):
             raise InvalidInput(
                 f"{self.image!r} is not the name of a container image",

@@ -1,7 +1,9 @@
-"""A manifest for Kubernetes: a Job for one node, the Kubeflow training operator's PyTorchJob for several.
+"""A manifest for Kubernetes: a Job for one node, the Kubeflow training operator's PyTorchJob for
+several.
 
-A pod that is evicted gets SIGTERM, writes a checkpoint and exits with 75; another takes its place and goes on. Sources:
-the API references of batch/v1 (pod failure policy, stable since 1.31) and kubeflow.org/v1.
+A pod that is evicted gets SIGTERM, writes a checkpoint and exits with 75; another takes its place
+and goes on. Sources: the API references of batch/v1 (pod failure policy, stable since 1.31) and
+kubeflow.org/v1.
 """
 
 from typing import Any
@@ -16,7 +18,9 @@ CONTAINER = "pytorch"
 """Name of the container that the training operator looks for."""
 CACHE = "/cache"
 LOST_CAUSES = [2, 3, 4]
-"""Exit statuses that another attempt does not mend: wrong input, nothing fits, the plan does not fit here."""
+"""Exit statuses that another attempt does not mend: wrong input, nothing fits, the plan does not
+fit here.
+"""
 MAX_ATTEMPTS = 3
 
 
@@ -24,16 +28,23 @@ def kubernetes_manifest(needs: JobNeeds, job: JobFile) -> str:
     """The manifest, as YAML.
 
     Raises:
-        InvalidInput: no image or no volume claim was named, or the job needs folders that the claim does not hold.
+        InvalidInput: no image or no volume claim was named, or the job needs folders that the claim
+            does not hold.
     """
     job.require_image("Kubernetes")
     job.require_one_run("Kubernetes")
     if not job.claim:
-        raise InvalidInput("a job of Kubernetes needs a volume claim", hint="name one: --claim NAME")
+        raise InvalidInput(
+            "a job of Kubernetes needs a volume claim", hint="name one: --claim NAME"
+        )
     if outside := [str(mount.path) for mount in job.mounts[1:]]:
         raise InvalidInput(
-            f"the volume claim holds {job.folder} alone, but the job also needs {', '.join(outside)}",
-            hint="call job-script from a folder that holds plan, model, data and output, and name them by paths in it",
+            f"the volume claim holds {job.folder} alone, but the job also needs "
+            f"{', '.join(outside)}",
+            hint=(
+                "call job-script from a folder that holds plan, model, data and output, and name "
+                "them by paths in it"
+            ),
         )
     manifest = _job(needs, job) if needs.num_nodes == 1 else _pytorch_job(needs, job)
     text = yaml.safe_dump(manifest, sort_keys=False, width=4096)
@@ -52,7 +63,10 @@ def _job(needs: JobNeeds, job: JobFile) -> dict[str, Any]:
                 "rules": [
                     {"action": "Ignore", "onExitCodes": {**exits, "values": [PREEMPTED]}},
                     {"action": "FailJob", "onExitCodes": {**exits, "values": LOST_CAUSES}},
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
                 ]
             },
             "template": {"spec": {"restartPolicy": "Never", **_pod(needs, job)}},
@@ -90,7 +104,9 @@ def _pod(needs: JobNeeds, job: JobFile) -> dict[str, Any]:
     ]
     mounts = [{"name": "work", "mountPath": str(job.folder)}, {"name": "cache", "mountPath": CACHE}]
     if needs.processes_per_node > 1:
-        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}})
+        volumes.append(
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+        )
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
     container = {
         "name": CONTAINER,
@@ -101,4 +117,8 @@ def _pod(needs: JobNeeds, job: JobFile) -> dict[str, Any]:
         "resources": {"limits": limits, **({"requests": {"cpu": cores}} if cores else {})},
         "volumeMounts": mounts,
     }
-    return {"terminationGracePeriodSeconds": needs.notice_seconds, "containers": [container], "volumes": volumes}
+    return {
+        "terminationGracePeriodSeconds": needs.notice_seconds,
+        "containers": [container],
+        "volumes": volumes,
+    }

@@ -1,7 +1,9 @@
-"""A batch script for SLURM: one task for each process, which autotune recognizes by srun's variables.
+"""A batch script for SLURM: one task for each process, which autotune recognizes by srun's
+variables.
 
-SLURM signals the tasks before the time limit; they write a checkpoint and exit with 75, and the script puts the job
-back into the queue. A preempted job gets SIGTERM as well. Options: sbatch(1) and srun(1).
+SLURM signals the tasks before the time limit; they write a checkpoint and exit with 75, and the
+script puts the job back into the queue. A preempted job gets SIGTERM as well. Options: sbatch(1)
+and srun(1).
 """
 
 import shlex
@@ -38,7 +40,9 @@ TASK = ' --subject "$SLURM_ARRAY_TASK_ID"'
 
 
 def slurm_script(needs: JobNeeds, job: JobFile) -> str:
-    """The script, to be given to sbatch; of several subjects an array, each task of which is a job of its own."""
+    """The script, to be given to sbatch; of several subjects an array, each task of which is a
+    job of its own.
+    """
     options = {
         "job-name": needs.name,
         "nodes": needs.num_nodes,
@@ -52,7 +56,9 @@ def slurm_script(needs: JobNeeds, job: JobFile) -> str:
         "output": "autotune-%A-%a.log" if job.over else "autotune-%j.log",
         "array": f"1-{job.num_subjects}" if job.over else None,
     }
-    directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    directives = [
+        f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None
+    ]
     return SCRIPT.format(
         summary=needs.summary,
         directives="\n".join([*directives, "#SBATCH --requeue"]),

@@ -6,7 +6,14 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.knobs.allocator import configure_allocator
-    from autotune.knobs.base import Choices, Knob, Parity, TuningContext, parity_capability, unavailable_reason
+    from autotune.knobs.base import (
+        Choices,
+        Knob,
+        Parity,
+        TuningContext,
+        parity_capability,
+        unavailable_reason,
+    )
     from autotune.knobs.block_swap import offload_on_arrival
     from autotune.knobs.caching import (
         PIN,
@@ -32,7 +39,12 @@ if TYPE_CHECKING:
         require_allowed,
         usual_learning_rate,
     )
-    from autotune.knobs.precision import Precision, encoder_element_bytes, encoder_precision, torch_dtype
+    from autotune.knobs.precision import (
+        Precision,
+        encoder_element_bytes,
+        encoder_precision,
+        torch_dtype,
+    )
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.recompute import apply_recomputation
     from autotune.knobs.registry import KNOBS, reload_key, require_choice

@@ -1,4 +1,6 @@
-"""How CUDA's caching allocator grows: fixed segments, or ones that expand. A rule settles it, no search."""
+"""How CUDA's caching allocator grows: fixed segments, or ones that expand. A rule settles it, no
+search.
+"""
 
 import os
 import sys
@@ -11,7 +13,9 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Allocator(Knob):
-    """Expandable segments on discrete cards: they leave no holes between segments that nothing else fits into."""
+    """Expandable segments on discrete cards: they leave no holes between segments that nothing
+    else fits into.
+    """
 
     name = "allocator"
     names = ("default", "expandable")
@@ -25,7 +29,11 @@ class Allocator(Knob):
         if device.memory_kind != "discrete":
             reason = "reports about them contradict each other if GPU and host share memory"
             return Choices(("default",), on_request={"expandable": reason})
-        reason = "fixed segments of different sizes leave holes; expandable ones grow at their end instead"
+        reason = (
+            "fixed segments of different sizes leave holes; expandable ones grow at their "
+            "end "
+            "instead"
+        )
         return Choices(("expandable",), on_request={"default": reason})
 
 
@@ -34,5 +42,7 @@ def configure_allocator(choice: Choice) -> None:
     if choice != "expandable" or any(name in os.environ for name in VARIABLES):
         return
     os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))
-    if torch := sys.modules.get("torch"):  # it may have read the variables already: at the latest as CUDA starts
+    if torch := sys.modules.get(
+        "torch"
+    ):  # it may have read the variables already: at the latest as CUDA starts
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -2,7 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.backends import ATTENTION_BACKENDS, AttentionBackend, Kernel, assumed_efficiency, cuda_kernel
+from autotune.backends import (
+    ATTENTION_BACKENDS,
+    AttentionBackend,
+    Kernel,
+    assumed_efficiency,
+    cuda_kernel,
+)
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, HardwareProfile
@@ -13,17 +19,23 @@ if TYPE_CHECKING:
 
 DEFAULT = "native"
 MIN_SPEED = 1.03
-"""Times the default's measured speed from which a backend is worth a trial: less is within the noise."""
+"""Times the default's measured speed from which a backend is worth a trial: less is within the
+noise.
+"""
 
 
 class Attention(Knob):
-    """The backends that this machine can use and that it has measured to be faster than the default."""
+    """The backends that this machine can use and that it has measured to be faster than the
+    default.
+    """
 
     name = "attention"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason)
+        return tuple(
+            name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason
+        )
 
     def choices(self, context: TuningContext) -> Choices:
         hardware, admitted = context.hardware, []
@@ -33,9 +45,15 @@ class Attention(Knob):
             capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
             if not capability.available:
                 rejected[name] = capability.reason
-            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(1, "exact"):
-                rejected[name] = f"it takes no masks, and the text of {context.family.name} always has one"
-            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(name, context):
+            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(
+                1, "exact"
+            ):
+                rejected[name] = (
+                    f"it takes no masks, and the text of {context.family.name} always has one"
+                )
+            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(
+                name, context
+            ):
                 on_request[name] = why
             else:
                 admitted.append(name)
@@ -46,42 +64,67 @@ class Attention(Knob):
         backend = ATTENTION_BACKENDS.get(name)
         if backend is None or not backend.refuses_masks:
             return None
-        if not context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding):
+        if not context.family.has_attention_mask(
+            candidate.micro_batch_size, context.workload.text_padding
+        ):
             return None
         if context.family.has_attention_mask(1, "exact"):
             return f"{name} refuses masks, and the text of {context.family.name} always has one"
-        return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
+        return (
+            f"{name} refuses masks, and captions of different lengths in one batch, dropped "
+            "ones "
+            "too, need one"
+        )
 
     def parity(self, choice: Choice) -> Parity | None:
         backend = ATTENTION_BACKENDS.get(str(choice))
-        return Parity(choice, backend.tolerance, backend.tolerance_reason) if backend and backend.tolerance else None
+        return (
+            Parity(choice, backend.tolerance, backend.tolerance_reason)
+            if backend and backend.tolerance
+            else None
+        )
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         transformer.set_attention_backend(ATTENTION_BACKENDS[str(choice)].diffusers_name())  # type: ignore[operator]
 
 
 def _not_faster_reason(name: str, context: TuningContext) -> str | None:
-    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card of the catalog by
-    what is published for the kernel of a package; None if it is. On a CPU all are."""
+    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card
+    of the catalog by what is published for the kernel of a package; None if it is. On a CPU all
+    are."""
     hardware, backend = context.hardware, ATTENTION_BACKENDS[name]
     if name == DEFAULT or hardware.device.kind != "cuda":
         return None
     cases = [False, True] if _takes_masks(backend, context) else [False]
     if hardware.origin == "catalog" and backend.needs.library:
-        what, speed = "published for its kernel is", max(_assumed_speed(name, hardware, masked) for masked in cases)
+        what, speed = (
+            "published for its kernel is",
+            max(_assumed_speed(name, hardware, masked) for masked in cases),
+        )
     else:
-        found = [_measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware) for masked in cases]
+        found = [
+            _measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware)
+            for masked in cases
+        ]
         if not any(found):
-            return f"not measured beside {DEFAULT}, which takes the kernel that torch holds for the best"
+            return (
+                f"not measured beside {DEFAULT}, which takes the kernel that torch holds for "
+                "the "
+                "best"
+            )
         what, speed = "the probe measured", max(each or 0.0 for each in found)
     return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
 
 
 def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    """Whether the backend would be given masks in micro-batches of several, because captions differ in length."""
+    """Whether the backend would be given masks in micro-batches of several, because captions
+    differ in length.
+    """
     work, family = context.workload, context.family
     always = family.has_attention_mask(1, "exact")  # of the text alone
-    is_masked = not always and family.has_attention_mask(work.effective_batch_size, work.text_padding)
+    is_masked = not always and family.has_attention_mask(
+        work.effective_batch_size, work.text_padding
+    )
     return is_masked and not backend.refuses_masks
 
 
@@ -101,12 +144,16 @@ def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
 
 def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
     """The backend whose measurements, which are without a mask, tell how fast `name` is."""
-    changes = masked and _kernel(name, hardware, masked=True) != _kernel(name, hardware, masked=False)
+    changes = masked and _kernel(name, hardware, masked=True) != _kernel(
+        name, hardware, masked=False
+    )
     return "_native_efficient" if changes else name
 
 
 def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
-    """Times the speed of `usual` in the longest shape that both were measured in; None if there is none."""
+    """Times the speed of `usual` in the longest shape that both were measured in; None if there
+    is none.
+    """
     theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
     if not (common := theirs.keys() & own.keys()):
         return None
@@ -117,4 +164,8 @@ def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float |
 def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
     """FLOP/s by dtype and number of tokens, e.g. `bf16.4096`."""
     prefix = f"attention.{name}."
-    return {rate.name.removeprefix(prefix): rate.value for rate in hardware.rates if rate.name.startswith(prefix)}
+    return {
+        rate.name.removeprefix(prefix): rate.value
+        for rate in hardware.rates
+        if rate.name.startswith(prefix)
+    }

@@ -1,6 +1,7 @@
 """What a knob must answer: its choices on a machine, why others are excluded, and how to apply one.
 
-A knob is one field of `Candidate`. Choices and exclusions are pure and import no torch; `apply` imports it inside.
+A knob is one field of `Candidate`. Choices and exclusions are pure and import no torch; `apply`
+imports it inside.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-WHOLE_WEIGHTS = "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
+WHOLE_WEIGHTS = (
+    "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
+)
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,24 @@ class Choices:
     admitted: tuple[Choice, ...]
     rejected: Mapping[Choice, str] = field(default_factory=dict)
     on_request: Mapping[Choice, str] = field(default_factory=dict)
-    """Values that work and may be pinned, but that no search tries, and why not: a rule or a measurement settles the
-    knob, or the value pays in rare cases alone."""
+    """Values that work and may be pinned, but that no search tries, and why not: a rule or a
+    measurement settles the knob, or the value pays in rare cases alone."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far adapter gradients under a choice may lie from the reference's before it counts as another computation.
+    """How far adapter gradients under a choice may lie from the reference's before it counts as
+    another computation.
 
     For an optimizer, which makes updates from gradients: how far the adapter moves.
     """
 
     checked_choice: Choice
-    """The value that is run to find out, on a model of a few blocks. Choices that run the same code share it: 2
-    checkpointed blocks prove 40."""
+    """The value that is run to find out, on a model of a few blocks. Choices that run the same
+    code share it: 2 checkpointed blocks prove 40."""
     tolerance: float
-    """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is added for gradients.
+    """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is
+    added for gradients.
     """
     reason: str
     """Where an error of this size comes from."""
@@ -72,7 +77,9 @@ def offload_choices(context: TuningContext, what: str, refusal: str | None = Non
     device, numbers = context.hardware.device, range(context.workload.model.num_blocks - 1, -1, -1)
     if device.kind != "cuda" or device.memory_kind == "integrated":
         refusal = f"device and host share one memory: {what} frees nothing"
-    return Choices((0,), dict.fromkeys(numbers[:-1], refusal)) if refusal else Choices(tuple(numbers))
+    return (
+        Choices((0,), dict.fromkeys(numbers[:-1], refusal)) if refusal else Choices(tuple(numbers))
+    )
 
 
 def parity_capability(knob: str, checked_choice: Choice) -> str:
@@ -82,7 +89,9 @@ def parity_capability(knob: str, checked_choice: Choice) -> str:
 
 def unavailable_reason(hardware: HardwareProfile, capability: str) -> str | None:
     """Why the machine lacks the capability of this name; None if it has it, or if it is unknown."""
-    return next((g.reason for g in hardware.capabilities if g.name == capability and not g.available), None)
+    return next(
+        (g.reason for g in hardware.capabilities if g.name == capability and not g.available), None
+    )
 
 
 class Knob(ABC):
@@ -91,12 +100,15 @@ class Knob(ABC):
     name: ClassVar[str]
     """The field of `Candidate` it sets."""
     is_composed: ClassVar[bool] = False
-    """Whether it is a number of blocks, which the cost model chooses together with the other numbers of blocks."""
+    """Whether it is a number of blocks, which the cost model chooses together with the other
+    numbers of blocks.
+    """
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
     compared_with: ClassVar[Choice | None] = None
-    """If a rule settles the knob: the libraries' own way, which the last trial of a search compares it with. Gradients
-    of the other values are compared with this one's, so that it needs no such check."""
+    """If a rule settles the knob: the libraries' own way, which the last trial of a search
+    compares it with. Gradients of the other values are compared with this one's, so that it
+    needs no such check."""
 
     @property
     def title(self) -> str:
@@ -119,8 +131,13 @@ class Knob(ABC):
             return choices
         field = Candidate.model_fields[self.name]
         default = 0 if field.is_required() else field.default
-        rejected = {**dict.fromkeys((*choices.admitted, *choices.on_request), reason), **choices.rejected}
-        return Choices((default,), {choice: why for choice, why in rejected.items() if choice != default})
+        rejected = {
+            **dict.fromkeys((*choices.admitted, *choices.on_request), reason),
+            **choices.rejected,
+        }
+        return Choices(
+            (default,), {choice: why for choice, why in rejected.items() if choice != default}
+        )
 
     def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None if it may."""
@@ -131,7 +148,9 @@ class Knob(ABC):
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
-        """How gradients under `choice` are compared with the reference's; None if it changes nothing about them."""
+        """How gradients under `choice` are compared with the reference's; None if it changes
+        nothing about them.
+        """
         return None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
@@ -139,5 +158,7 @@ class Knob(ABC):
         return str(choice)
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Make `transformer` use `choice`; may be called again with another. Does nothing for most knobs."""
+        """Make `transformer` use `choice`; may be called again with another. Does nothing for
+        most knobs.
+        """
         return

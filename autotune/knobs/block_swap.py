@@ -1,9 +1,10 @@
 """Moves the frozen weights of some blocks between host and device while training runs.
 
-Each block's weights are copied to the device, all at once, just before its forward pass, which also runs when a
-checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a stream of its own. Nothing is
-copied back: frozen weights never change, so a block leaves the device by dropping its copy. The same values meet the
-same kernels, so gradients are bit for bit those without swapping.
+Each block's weights are copied to the device, all at once, just before its forward pass, which also
+runs when a checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a
+stream of its own. Nothing is copied back: frozen weights never change, so a block leaves the device
+by dropping its copy. The same values meet the same kernels, so gradients are bit for bit those
+without swapping.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ from autotune.weights import Transform
 
 
 class HostWeight(NamedTuple):
-    """A frozen parameter whose values wait on the host: one tensor, or each tensor that a quantized one consists of."""
+    """A frozen parameter whose values wait on the host: one tensor, or each tensor that a
+    quantized one consists of.
+    """
 
     module: nn.Module
     name: str
@@ -33,7 +36,9 @@ class HostWeight(NamedTuple):
 
 
 class HostBlock(NamedTuple):
-    """The frozen weights of a block in one region of the host's memory, so that one copy brings them all."""
+    """The frozen weights of a block in one region of the host's memory, so that one copy brings
+    them all.
+    """
 
     region: HostRegion
     weights: tuple[HostWeight, ...]
@@ -49,16 +54,22 @@ class BlockSwap:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.blocks = [_offload_frozen(block, device) for block in blocks]
-        assert all(block.weights for block in self.blocks), "a block without frozen weights is swapped in name only"
+        assert all(block.weights for block in self.blocks), (
+            "a block without frozen weights is swapped in name only"
+        )
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
-        """When the weights of each block on the device have arrived; None if copies are immediate."""
+        """When the weights of each block on the device have arrived; None if copies are
+        immediate.
+        """
         self.last = -1
         for number, block in enumerate(blocks):
             _move_trained(block, device)  # an optimizer may look at them before anything runs
             block.register_forward_pre_hook(partial(self._before_forward, number))
 
     def _before_forward(self, number: int, block: nn.Module, *_: Any) -> None:
-        _move_trained(block, self.device)  # adapters are added where the weights are: perhaps on the host, at any time
+        _move_trained(
+            block, self.device
+        )  # adapters are added where the weights are: perhaps on the host, at any time
         following = self._following(number)
         for other in [other for other in self.arrivals if other not in (number, following)]:
             self._evict(other)
@@ -69,15 +80,21 @@ class BlockSwap:
         self.last = number
 
     def _following(self, number: int) -> int | None:
-        """The block that runs next: forward passes go up, backward passes down, and without gradients all go up."""
-        is_forward = number > self.last or (number == 0 and (self.last == 0 or not torch.is_grad_enabled()))
+        """The block that runs next: forward passes go up, backward passes down, and without
+        gradients all go up.
+        """
+        is_forward = number > self.last or (
+            number == 0 and (self.last == 0 or not torch.is_grad_enabled())
+        )
         following = number + (1 if is_forward else -1)
         return following if 0 <= following < len(self.blocks) else None
 
     def _fetch(self, number: int) -> None:
         if number in self.arrivals:
             return
-        if self.stream is not None:  # memory that is taken now may still be read by what was queued before
+        if (
+            self.stream is not None
+        ):  # memory that is taken now may still be read by what was queued before
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         visiting = self._copy_to_device(self.blocks[number].region.bytes)
         for weight in self.blocks[number].weights:
@@ -85,7 +102,9 @@ class BlockSwap:
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        copy = torch.empty_like(tensor, device=self.device)  # on the running stream, where it will be freed
+        copy = torch.empty_like(
+            tensor, device=self.device
+        )  # on the running stream, where it will be freed
         with torch.cuda.stream(self.stream):  # does nothing for None
             return copy.copy_(tensor, non_blocking=True)
 
@@ -109,7 +128,9 @@ def _move_trained(block: nn.Module, device: torch.device) -> None:
 
 
 def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
-    """Move the block's frozen parameters to one region of the host, locked for CUDA, and buffers to the device."""
+    """Move the block's frozen parameters to one region of the host, locked for CUDA, and buffers
+    to the device.
+    """
     frozen = [
         (module, name, parameter.detach())
         for module in block.modules()
@@ -123,7 +144,9 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
     for module, name, parameter in frozen:
         own = tuple(next(begin) for _ in _parts_of(parameter))
         on_host = _placed(parameter, region.bytes, own)
-        for copy, part in zip(_parts_of(on_host.detach()).values(), _parts_of(parameter).values(), strict=True):
+        for copy, part in zip(
+            _parts_of(on_host.detach()).values(), _parts_of(parameter).values(), strict=True
+        ):
             copy.copy_(part)
         weights.append(HostWeight(module, name, on_host, own))
     for module in block.modules():
@@ -142,10 +165,13 @@ def _parts_of(tensor: Any) -> dict[str, Tensor]:
 
 
 def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
-    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values are the region's."""
+    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values
+    are the region's.
+    """
     like = like.detach()
     parts = {
-        name: _view(region, offset, part) for (name, part), offset in zip(_parts_of(like).items(), offsets, strict=True)
+        name: _view(region, offset, part)
+        for (name, part), offset in zip(_parts_of(like).items(), offsets, strict=True)
     }
     if "" in parts:
         return nn.Parameter(parts[""], requires_grad=False)
@@ -157,15 +183,23 @@ def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
 def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
     """A view of `region` with dtype, shape and, if it has no holes, strides of `like`."""
     flat = region[offset : offset + like.nbytes].view(like.dtype)
-    strides = torch.empty_like(like, device="meta").stride()  # those of `like` if it is dense, else contiguous ones
+    strides = torch.empty_like(
+        like, device="meta"
+    ).stride()  # those of `like` if it is dense, else contiguous ones
     return flat.as_strided(like.shape, strides)
 
 
 def offload_on_arrival(
     family: Family, transformer: nn.Module, num_blocks: int, transform: Transform | None
 ) -> Transform:
-    """What to do with each module as its weights arrive: `transform`, then to the host if its block is swapped."""
-    inside = {id(module) for block in family.blocks(transformer)[:num_blocks] for module in block.modules()}
+    """What to do with each module as its weights arrive: `transform`, then to the host if its
+    block is swapped.
+    """
+    inside = {
+        id(module)
+        for block in family.blocks(transformer)[:num_blocks]
+        for module in block.modules()
+    }
 
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
         replacement = transform(name, module) if transform else None

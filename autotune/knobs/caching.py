@@ -1,8 +1,9 @@
-"""How captions and images are encoded before training: where text encoders and VAE run, how weights are stored. Pure.
+"""How captions and images are encoded before training: where text encoders and VAE run, how weights
+are stored. Pure.
 
-The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them for a clip, so on
-smaller cards an encoder must be smaller, elsewhere, or pass through piece by piece. No search: the first option that is
-predicted to fit is taken, exact and fast ones first.
+The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them
+for a clip, so on smaller cards an encoder must be smaller, elsewhere, or pass through piece by
+piece. No search: the first option that is predicted to fit is taken, exact and fast ones first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,13 +32,21 @@ from autotune.schema import (
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
 QUANTIZED_SHARE = 0.86
-"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of T5-XXL)."""
+"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3%
+of T5-XXL).
+"""
 PASSING_SHARE = 0.08
-"""Largest share of an encoder on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
+"""Largest share of an encoder on the device while it is streamed: its embeddings (7% of
+Qwen2.5-VL-7B).
+"""
 WORKING_SHARE = 0.06
-"""What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers, and their logits."""
+"""What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers,
+and their logits.
+"""
 ROUNDED_SHARE = 0.04
-"""What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted of transformers."""
+"""What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted
+of transformers.
+"""
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
 """Settings that are chosen together, or pinned together."""
@@ -62,21 +71,31 @@ class EncoderSize:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes of the training device, weights and working memory, the VAE apart."""
+        """What encoding captions takes of the training device, weights and working memory, the
+        VAE apart.
+        """
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes where text encoders run: on the training device the VAE waits beside them."""
+        """What encoding captions takes where text encoders run: on the training device the VAE
+        waits beside them.
+        """
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """What encoding images takes where the VAE runs: text encoders have left, unless they are kept there."""
+        """What encoding images takes where the VAE runs: text encoders have left, unless they
+        are kept there.
+        """
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
-        return self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
+        return (
+            self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
+        )
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
-        """Most of both at one place, in the words of `CachingSettings`; 0 if nothing is encoded there."""
+        """Most of both at one place, in the words of `CachingSettings`; 0 if nothing is encoded
+        there.
+        """
         captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
@@ -85,7 +104,11 @@ class EncoderSize:
 
     def weight_bytes(self, caching: CachingSettings) -> int:
         """The part of that which is weights."""
-        return round(self._stored_share(caching) * self.plain_bytes) if caching.text_encoder_device == "training" else 0
+        return (
+            round(self._stored_share(caching) * self.plain_bytes)
+            if caching.text_encoder_device == "training"
+            else 0
+        )
 
     def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
@@ -95,7 +118,9 @@ class EncoderSize:
         return 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
 
 
-def size_of(parts: Parts, precision: str, vae_bytes: int, vae_working_bytes: int = 0) -> EncoderSize:
+def size_of(
+    parts: Parts, precision: str, vae_bytes: int, vae_working_bytes: int = 0
+) -> EncoderSize:
     """The size of the models around the transformer."""
     parameters = sum(parts.text_encoder_parameters)
     return EncoderSize(parameters, encoder_element_bytes(precision), vae_bytes, vae_working_bytes)
@@ -111,19 +136,22 @@ def choose_caching(
 ) -> tuple[CachingSettings, Reason]:
     """The settings, and why. `pins` fix fields by name, `exclusions` take values of fields away.
 
-    The VAE's place is chosen after the text encoders' way. With several processes each GPU has one that trains on it,
-    so none is free for encoders.
+    The VAE's place is chosen after the text encoders' way. With several processes each GPU has one
+    that trains on it, so none is free for encoders.
 
     Raises:
-        InvalidInput: a pin names no field or a value that cannot be used on this machine, or that is excluded, or
-            another GPU that has too little memory; or nothing is left by exclusions.
+        InvalidInput: a pin names no field or a value that cannot be used on this machine, or that
+            is excluded, or another GPU that has too little memory; or nothing is left by
+            exclusions.
     """
     pins = pins or {}
     pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
     for name, value in exclusions:
         _read_fields({name: value})
     if conflict := next(iter(_pairs(pins.items()) & excluded), None):
-        raise InvalidInput(f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out")
+        raise InvalidInput(
+            f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out"
+        )
     pinned = _with_allowed_residency(pinned, excluded)
     places = _places(context, num_processes, pinned)
     ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
@@ -138,7 +166,11 @@ def choose_caching(
     _require_choice(images, pins_vae, "images")
     chosen = next((option for option, why in images.items() if why is None), next(iter(images)))
     refused = [(describe_caching(one), why) for one, why in captions.items() if one != way]
-    refused += [(f"VAE on {_place_name(one.vae_device)}", why) for one, why in images.items() if one != chosen]
+    refused += [
+        (f"VAE on {_place_name(one.vae_device)}", why)
+        for one, why in images.items()
+        if one != chosen
+    ]
     return chosen, Reason(
         knob="caching",
         chosen=describe_caching(chosen),
@@ -149,15 +181,24 @@ def choose_caching(
     )
 
 
-def _with_allowed_residency(settings: CachingSettings, excluded: set[tuple[str, str]]) -> CachingSettings:
+def _with_allowed_residency(
+    settings: CachingSettings, excluded: set[tuple[str, str]]
+) -> CachingSettings:
     allowed = [value for value in RESIDENCIES if ("residency", value) not in excluded]
     if not allowed:
-        raise InvalidInput("exclusions leave no residency of encoders", hint="leave one of --exclude caching... out")
+        raise InvalidInput(
+            "exclusions leave no residency of encoders",
+            hint="leave one of --exclude caching... out",
+        )
     return settings if settings.residency in allowed else settings.changed(residency=allowed[0])
 
 
-def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize) -> EncoderGpu | None:
-    """The GPU beside the one that trains that encodes, and what that takes of it; None if none does."""
+def encoder_gpu_of(
+    hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize
+) -> EncoderGpu | None:
+    """The GPU beside the one that trains that encodes, and what that takes of it; None if none
+    does.
+    """
     other = _find_gpu(caching.other_gpu, hardware)
     if caching.other_gpu is None or other is None:
         return None
@@ -165,16 +206,22 @@ def encoder_gpu_of(hardware: HardwareProfile, caching: CachingSettings, size: En
         name=other.name,
         total_memory_bytes=other.total_memory_bytes,
         budget_bytes=other.budget_bytes,
-        needed_bytes=_reserved(size.bytes_at(caching.other_gpu, caching)) + process_overhead_bytes(hardware),
+        needed_bytes=_reserved(size.bytes_at(caching.other_gpu, caching))
+        + process_overhead_bytes(hardware),
     )
 
 
 def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
-    """The values of each field that may be chosen on this machine, by the names that pins have for fields."""
+    """The values of each field that may be chosen on this machine, by the names that pins have
+    for fields.
+    """
     places = _places(context, 1, CachingSettings())
     options = [CachingSettings(**way) for way in _text_ways(places)]
     options += [CachingSettings(vae_device=place) for place in places]
-    return {PIN + name: tuple({getattr(one, name): None for one in options}) for name in CachingSettings.model_fields}
+    return {
+        PIN + name: tuple({getattr(one, name): None for one in options})
+        for name in CachingSettings.model_fields
+    }
 
 
 def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
@@ -182,7 +229,9 @@ def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
 
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
-    """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be used on this machine."""
+    """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be
+    used on this machine.
+    """
     settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
     if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
@@ -200,7 +249,9 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     if settings.text_encoder_streamed and (weight_format, device) != ("none", "training"):
         what = "only unquantized encoders are streamed, and only to the training device"
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
-    if "cpu" in (device, settings.vae_device) and shares_host_memory(context.hardware.device.memory_kind):
+    if "cpu" in (device, settings.vae_device) and shares_host_memory(
+        context.hardware.device.memory_kind
+    ):
         what = "the CPU and the training device share their memory here"
         part = "text_encoder_device" if device == "cpu" else "vae_device"
         raise InvalidInput(what, hint=f"leave out --pin caching.{part}=cpu")
@@ -208,28 +259,40 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
 
 
 def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
-    """The defaults with some fields, as text. Raises InvalidInput for what is no field, or no value of one."""
+    """The defaults with some fields, as text. Raises InvalidInput for what is no field, or no
+    value of one.
+    """
     values: dict[str, object] = dict(pins)
     if "text_encoder_streamed" in pins:
-        values["text_encoder_streamed"] = {"true": True, "false": False}.get(pins["text_encoder_streamed"].lower())
+        values["text_encoder_streamed"] = {"true": True, "false": False}.get(
+            pins["text_encoder_streamed"].lower()
+        )
     try:
         return CachingSettings.model_validate(values)
     except ValidationError as error:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
         field, message = first_problem(error)
         if field in ("text_encoder_device", "vae_device"):
-            what = f"{pins[field]!r} is no device for {'the VAE' if field == 'vae_device' else 'text encoders'}"
+            what = (
+                f"{pins[field]!r} is no device for "
+                f"{'the VAE' if field == 'vae_device' else 'text encoders'}"
+            )
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
         if not field:
             raise InvalidInput(
-                message.removeprefix("Value error, "), hint="pin one of them, or both to the same value"
+                message.removeprefix("Value error, "),
+                hint="pin one of them, or both to the same value",
             ) from error
         raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
 
 
 def describe_caching(caching: CachingSettings) -> str:
     """The settings in words for people."""
-    stored = "as they are" if caching.text_encoder_quantization == "none" else caching.text_encoder_quantization
+    stored = (
+        "as they are"
+        if caching.text_encoder_quantization == "none"
+        else caching.text_encoder_quantization
+    )
     if caching.text_encoder_streamed:
         stored = "streamed"
     vae = "" if caching.vae_device == "training" else f", VAE on {_place_name(caching.vae_device)}"
@@ -241,15 +304,24 @@ def _place_name(place: str) -> str:
     return "training device" if place == "training" else place
 
 
-def _require_choice(refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str) -> None:
-    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no trial would tell."""
+def _require_choice(
+    refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str
+) -> None:
+    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no
+    trial would tell.
+    """
     if not refusals:
-        raise InvalidInput(f"exclusions leave no way to encode {what}", hint="leave one of --exclude caching... out")
+        raise InvalidInput(
+            f"exclusions leave no way to encode {what}",
+            hint="leave one of --exclude caching... out",
+        )
     option, why = next(iter(refusals.items()))
     place = option.vae_device if what == "images" else option.text_encoder_device
     if is_pinned and why and place == option.other_gpu:
         message = f"{what} cannot be encoded on {place}: it {why}"
-        raise InvalidInput(message, hint="leave the pin out, and the first place that fits is taken")
+        raise InvalidInput(
+            message, hint="leave the pin out, and the first place that fits is taken"
+        )
 
 
 def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
@@ -258,7 +330,9 @@ def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
 
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
-    """Where a model that only encodes can run, fast ones first; of other GPUs the pinned or the roomiest one."""
+    """Where a model that only encodes can run, fast ones first; of other GPUs the pinned or the
+    roomiest one.
+    """
     device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)
@@ -270,14 +344,18 @@ def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
     """All ways of text encoders on this machine, as fields, in the order they are preferred."""
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
-    ways: list[dict[str, Any]] = [{"text_encoder_device": place} for place in places if place != "cpu"]
+    ways: list[dict[str, Any]] = [
+        {"text_encoder_device": place} for place in places if place != "cpu"
+    ]
     ways += [{"text_encoder_quantization": each.name} for each in by_exactness]
     ways += [{"text_encoder_device": place} for place in places if place == "cpu"]
     usual = {name: CachingSettings.model_fields[name].default for name in TEXT_FIELDS}
     return [{**usual, **way} for way in (*ways, {"text_encoder_streamed": True})]
 
 
-def _captions_refusal(option: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
+def _captions_refusal(
+    option: CachingSettings, size: EncoderSize, context: TuningContext
+) -> str | None:
     """Why captions cannot be encoded in a way, or None."""
     reason = _unusable_reason(option.text_encoder_quantization, context)
     return reason or _shortage(option.text_encoder_device, size.captions_bytes(option), context)
@@ -294,8 +372,14 @@ def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
         if gpu is None and place != "training":
             return f"there is no {place} here"
         if gpu is not None:  # if a smaller GPU is rehearsed, both are
-            budget = min(gpu.budget_bytes, budget) if context.budget.is_set_by_user else gpu.budget_bytes
-    return None if needed <= budget else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {room}"
+            budget = (
+                min(gpu.budget_bytes, budget) if context.budget.is_set_by_user else gpu.budget_bytes
+            )
+    return (
+        None
+        if needed <= budget
+        else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {room}"
+    )
 
 
 def _reserved(num_bytes: int) -> int:
@@ -321,5 +405,8 @@ def _unusable_reason(name: str, context: TuningContext) -> str | None:
     if refusal := cast_refusal(name, context.family):
         return refusal
     if not weight_format.meets(context.workload.quality):
-        return f"the quality floor is {context.workload.quality}; this needs --quality {weight_format.quality}"
+        return (
+            f"the quality floor is {context.workload.quality}; this needs --quality "
+            f"{weight_format.quality}"
+        )
     return None

@@ -1,9 +1,11 @@
 """Gradient checkpointing of the first blocks: memory for time, in steps instead of all or nothing.
 
-Three knobs: how many blocks recompute everything, how many after them recompute all but attention, and for how many the
-input waits on the host meanwhile. The cost model finds the numbers that go together (`search/mixtures.py`).
+Three knobs: how many blocks recompute everything, how many after them recompute all but attention,
+and for how many the input waits on the host meanwhile. The cost model finds the numbers that go
+together (`search/mixtures.py`).
 
-A fourth kind, which recomputes the feed-forward alone, was tried and left out: see benchmarks/LOG.md.
+A fourth kind, which recomputes the feed-forward alone, was tried and left out: see
+benchmarks/LOG.md.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +24,9 @@ class _RecomputationKnob(Knob):
     is_composed = True
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+        return (
+            Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+        )
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         apply_recomputation(transformer, family, **{self.name: int(choice)})
@@ -37,7 +41,8 @@ class Checkpointing(_RecomputationKnob):
     def choices(self, context: TuningContext) -> Choices:
         num_blocks = context.workload.model.num_blocks
         dominated = (
-            f"checkpointing all {num_blocks} blocks needs more memory and time than {num_blocks - 1}: the last block's "
+            f"checkpointing all {num_blocks} blocks needs more memory and time than "
+            f"{num_blocks - 1}: the last block's "
             "activations are used at once"
         )
         return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
@@ -61,13 +66,19 @@ class Selective(_RecomputationKnob):
         if candidate.recomputed_blocks > context.workload.model.num_blocks:
             return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
         backend = ATTENTION_BACKENDS.get(candidate.attention)
-        if backend is not None and (backend.needs.library or backend.function or backend.kernel == "math"):
+        if backend is not None and (
+            backend.needs.library or backend.function or backend.kernel == "math"
+        ):
             computed = f"what {candidate.attention} computes"
             return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} of {workload.model.num_blocks} blocks recompute all but attention" if choice else "in none"
+        return (
+            f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
+            if choice
+            else "in none"
+        )
 
 
 class InputOffload(_RecomputationKnob):
@@ -89,4 +100,8 @@ class InputOffload(_RecomputationKnob):
         return Parity(2, 1e-5, reason, other_choices={"checkpointed_blocks": 2}) if choice else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"inputs of {choice} blocks wait on the host" if choice else "no input waits on the host"
+        return (
+            f"inputs of {choice} blocks wait on the host"
+            if choice
+            else "no input waits on the host"
+        )

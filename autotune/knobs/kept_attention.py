@@ -1,8 +1,9 @@
 """Keeps what attention returns while everything around it is recomputed: selective checkpointing.
 
-torch has contexts for this (`create_selective_checkpoint_contexts`), but they look at every operation, which costs some
-20 us of Python each, and refuse to recompute with one that they did not see: a copy of weights or inputs that come from
-the host, for instance. These look at attention alone.
+torch has contexts for this (`create_selective_checkpoint_contexts`), but they look at every
+operation, which costs some 20 us of Python each, and refuse to recompute with one that they did not
+see: a copy of weights or inputs that come from the host, for instance. These look at attention
+alone.
 """
 
 from collections import deque
@@ -18,12 +19,15 @@ Kept = deque[tuple[Any, ...]]
 
 
 def keep_attention() -> tuple["AttentionContext", "AttentionContext"]:
-    """The two contexts of one block that `torch.utils.checkpoint.checkpoint` takes as `context_fn`."""
+    """The two contexts of one block that `torch.utils.checkpoint.checkpoint` takes as
+    `context_fn`.
+    """
     kept: Kept = deque()
 
     def run_and_keep(operation: Any, args: Any, kwargs: Any) -> Any:
         results = operation(*args, **kwargs)
-        # Autograd gives the results themselves a history, which would hold on to all that made them.
+        # Autograd gives the results themselves a history, which would hold on to all that made
+        # them.
         kept.append(tuple(item.detach() if isinstance(item, Tensor) else item for item in results))
         return results
 
@@ -33,7 +37,8 @@ def keep_attention() -> tuple["AttentionContext", "AttentionContext"]:
 class AttentionContext:
     """While a block runs: torch's fused attention operations go through `attend`, below autograd.
 
-    torch's function is replaced by name, as what a block calls through whichever of torch's backends.
+    torch's function is replaced by name, as what a block calls through whichever of torch's
+    backends.
     """
 
     def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:

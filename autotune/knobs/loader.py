@@ -1,4 +1,6 @@
-"""How weights are read. The machine's own measurements settle it: the fastest loader that fits, no search."""
+"""How weights are read. The machine's own measurements settle it: the fastest loader that fits,
+no search.
+"""
 
 from autotune.knobs.base import Choices, Knob, TuningContext
 from autotune.schema import HardwareProfile
@@ -9,7 +11,9 @@ DEFAULT = "safetensors"
 STORED_BYTES = 2
 """Bytes of a parameter in published files."""
 AS_FAST = 0.9
-"""Share of the fastest rate from disk from which noise decides between loaders, so that the page cache does instead."""
+"""Share of the fastest rate from disk from which noise decides between loaders, so that the page
+cache does instead.
+"""
 
 
 class WeightLoader(Knob):
@@ -20,7 +24,10 @@ class WeightLoader(Knob):
 
     def choices(self, context: TuningContext) -> Choices:
         best = _fastest(context)
-        return Choices((best,), on_request={name: _against(name, best, context) for name in LOADERS if name != best})
+        return Choices(
+            (best,),
+            on_request={name: _against(name, best, context) for name in LOADERS if name != best},
+        )
 
 
 def _fastest(context: TuningContext) -> str:
@@ -37,7 +44,9 @@ def _fastest(context: TuningContext) -> str:
 
 def _held_bytes(name: str, context: TuningContext) -> int:
     shared = context.hardware.device.memory_kind == "integrated"
-    return LOADERS[name].overhead_bytes(STORED_BYTES * context.workload.model.num_parameters, shares_memory=shared)
+    return LOADERS[name].overhead_bytes(
+        STORED_BYTES * context.workload.model.num_parameters, shares_memory=shared
+    )
 
 
 def _too_large(name: str, context: TuningContext) -> str | None:
@@ -45,9 +54,15 @@ def _too_large(name: str, context: TuningContext) -> str | None:
     budget = context.budget.num_bytes
     held = _held_bytes(name, context)
     model = STORED_BYTES * context.workload.model.num_parameters
-    if model + held <= budget or model > budget:  # a model too large by itself speaks against no loader
+    if (
+        model + held <= budget or model > budget
+    ):  # a model too large by itself speaks against no loader
         return None
-    return f"it holds {held / 2**30:.1f} GiB beside the model while it reads, more than there is room for"
+    return (
+        f"it holds {held / 2**30:.1f} GiB beside the model while it reads, more than there is "
+        "room "
+        "for"
+    )
 
 
 def _against(name: str, best: str, context: TuningContext) -> str:
@@ -60,4 +75,6 @@ def _against(name: str, best: str, context: TuningContext) -> str:
 
 def _speeds(hardware: HardwareProfile, name: str) -> str:
     disk, page_cache = hardware.rate(f"disk.{name}") or 0.0, hardware.rate(f"page_cache.{name}")
-    return f"{disk / 1e9:.2f} GB/s from disk" + (f", {page_cache / 1e9:.2f} from the page cache" if page_cache else "")
+    return f"{disk / 1e9:.2f} GB/s from disk" + (
+        f", {page_cache / 1e9:.2f} from the page cache" if page_cache else ""
+    )

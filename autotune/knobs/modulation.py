@@ -1,7 +1,9 @@
-"""Modulation ahead of time: layers that depend on the noise level alone need not be on the device, nor run in a step.
+"""Modulation ahead of time: layers that depend on the noise level alone need not be on the device,
+nor run in a step.
 
-The noise levels of all draws are known before a run, so what the layers make of them is computed for a window of
-coming draws at a time, on the device, layer by layer. Steps get the results; the layers themselves are never loaded.
+The noise levels of all draws are known before a run, so what the layers make of them is computed
+for a window of coming draws at a time, on the device, layer by layer. Steps get the results; the
+layers themselves are never loaded.
 """
 
 from functools import cache
@@ -16,14 +18,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_WINDOW_BYTES = 1 << 30
-"""Limit on the host's memory for the modulations of a window, however long the run; but a window is one step at least.
+"""Limit on the host's memory for the modulations of a window, however long the run; but a window is
+one step at least.
 """
 MAX_WINDOW_DRAWS = 256
 """More make the products hardly faster, and a small model's window only longer to wait for."""
 
 
 def window_steps(row_bytes: int, images_per_step: int) -> int:
-    """Optimizer steps of a window, for modulations of `row_bytes` a draw and so many images of this process a step."""
+    """Optimizer steps of a window, for modulations of `row_bytes` a draw and so many images of
+    this process a step.
+    """
     draws = min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // max(1, row_bytes))
     return max(1, draws // images_per_step)
 
@@ -37,23 +42,38 @@ class Modulation(Knob):
 
     def choices(self, context: TuningContext) -> Choices:
         reason = _unsuited_reason(context)
-        return Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
+        return (
+            Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
+        )
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.modulation != "ahead":
             return None
         if candidate.compile != "off":
-            return "every block would be compiled by itself, as each takes another part of the modulations"
+            return (
+                "every block would be compiled by itself, as each takes another part of the "
+                "modulations"
+            )
         return _unsuited_reason(context)
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(choice, 1e-5, "the same products, for several draws at a time") if choice == "ahead" else None
+        return (
+            Parity(choice, 1e-5, "the same products, for several draws at a time")
+            if choice == "ahead"
+            else None
+        )
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return "computed ahead of the steps, layers not loaded" if choice == "ahead" else "layers on the device"
+        return (
+            "computed ahead of the steps, layers not loaded"
+            if choice == "ahead"
+            else "layers on the device"
+        )
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Once per loaded model, before an adapter is added: the layers leave it, and are asked from where they lie."""
+        """Once per loaded model, before an adapter is added: the layers leave it, and are asked
+        from where they lie.
+        """
         from autotune.knobs.modulation_ahead import take_loaded_layers
 
         if choice == "ahead":
@@ -71,7 +91,9 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
-    """A modulation layer that the set of adapted layers has, by peft's rule; None if it has none."""
+    """A modulation layer that the set of adapted layers has, by peft's rule; None if it has
+    none.
+    """
     assert family.modulation is not None
     is_adapted = families.target_matcher(family, targets)
     model = families.build_on_meta(family, {**family.transformer_config, **family.tiny_config})

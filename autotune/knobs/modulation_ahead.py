@@ -1,11 +1,13 @@
-"""The machinery of modulation ahead of time: layers leave the model, and their outputs come from windows of draws.
+"""The machinery of modulation ahead of time: layers leave the model, and their outputs come from
+windows of draws.
 
-The conditioning of a forward pass is replaced, where it is embedded, by what all modulation layers would make of it:
-one row per item, side by side. A block's layer then takes its own part of the row. So nothing has to be remembered
-between calls: checkpoints keep the rows as they would the conditioning, whatever runs again and in whatever order.
+The conditioning of a forward pass is replaced, where it is embedded, by what all modulation layers
+would make of it: one row per item, side by side. A block's layer then takes its own part of the
+row. So nothing has to be remembered between calls: checkpoints keep the rows as they would the
+conditioning, whatever runs again and in whatever order.
 
-Rows are found by the numbers that the embedders are given, to the bit. A row that no window holds is computed on the
-spot: slow, since every layer is fetched for it, but right.
+Rows are found by the numbers that the embedders are given, to the bit. A row that no window holds
+is computed on the spot: slow, since every layer is fetched for it, but right.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,7 +25,9 @@ ATTRIBUTE = "modulation_ahead"
 """Name of the module that the transformer gets."""
 
 Stream = Callable[[], Generator[tuple[str, Tensor]]]
-"""Yields every tensor of the modulation layers once, by its name in the transformer, in the dtype to compute in."""
+"""Yields every tensor of the modulation layers once, by its name in the transformer, in the
+dtype to compute in.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class ModulationLayer:
 
 
 class ModulationPart(nn.Module):
-    """Stands where a modulation layer was: takes the layer's outputs out of rows (items, all layers' outputs)."""
+    """Stands where a modulation layer was: takes the layer's outputs out of rows (items, all
+    layers' outputs).
+    """
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -86,7 +92,9 @@ class ModulationAhead(nn.Module):
         return {name: tensor for layer in self.layers for name, tensor in layer.tensors.items()}
 
     def connect(self, stream: Stream, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-        """Say where the layers' weights come from, and in which dtypes the model is to be computed."""
+        """Say where the layers' weights come from, and in which dtypes the model is to be
+        computed.
+        """
         self._stream = stream
         self.set_dtype(dtype_of)
 
@@ -97,8 +105,8 @@ class ModulationAhead(nn.Module):
 
     @contextmanager
     def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
-        """Meanwhile no block runs: calls of the transformer give zeros of the right shape, and what they are
-        conditioned on is collected, for `hold`."""
+        """Meanwhile no block runs: calls of the transformer give zeros of the right shape, and
+        what they are conditioned on is collected, for `hold`."""
         blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
         self._collected = {}
         try:
@@ -130,7 +138,9 @@ class ModulationAhead(nn.Module):
     @contextmanager
     def holding_also(self, collected: Mapping[bytes, Tensor]) -> Iterator[None]:
         """Compute rows beside the window's, and forget them afterwards."""
-        missing = {key: conditioning for key, conditioning in collected.items() if key not in self._rows}
+        missing = {
+            key: conditioning for key, conditioning in collected.items() if key not in self._rows
+        }
         if missing:
             table = torch.empty(len(missing), self.width, dtype=self.dtype)
             self._compute(torch.stack(list(missing.values())), table)
@@ -142,9 +152,16 @@ class ModulationAhead(nn.Module):
                 self._rows.pop(key, None)
 
     def replace_conditioning(
-        self, number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], embedded: Tensor
+        self,
+        number: int,
+        _module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        embedded: Tensor,
     ) -> Tensor:
-        """Forward hook of the embedders: the last one's output becomes rows, those before it add nothing."""
+        """Forward hook of the embedders: the last one's output becomes rows, those before it add
+        nothing.
+        """
         if number == 0:
             self._embedded, self._inputs = [], []
         self._embedded.append(embedded)
@@ -169,7 +186,9 @@ class ModulationAhead(nn.Module):
 
     @torch.no_grad()
     def _compute(self, conditionings: Tensor, rows: Tensor) -> None:
-        """Fill the first of `rows` with what all layers make of `conditionings` (items, features), layer by layer."""
+        """Fill the first of `rows` with what all layers make of `conditionings` (items,
+        features), layer by layer.
+        """
         assert self._stream is not None
         activated, device = nn.functional.silu(conditionings), conditionings.device
         layers = {name: layer for layer in self.layers for name in layer.tensors}
@@ -181,19 +200,24 @@ class ModulationAhead(nn.Module):
                 parts[name.rpartition(".")[2]] = tensor
                 del tensor  # one layer at a time
                 if len(parts) == len(layer.shapes):
-                    weights = {leaf: part.to(device) for leaf, part in arrived.pop(layer.name).items()}
+                    weights = {
+                        leaf: part.to(device) for leaf, part in arrived.pop(layer.name).items()
+                    }
                     made = nn.functional.linear(activated.to(weights["weight"].dtype), **weights)
                     rows[: len(made), layer.start : layer.stop].copy_(made)
                     del parts, weights, made
 
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    """What each item is conditioned on, in bytes: of the embedders' inputs, those with one number or vector an item.
+    """What each item is conditioned on, in bytes: of the embedders' inputs, those with one number
+    or vector an item.
 
     Others, such as the image's tokens, tell them a dtype alone.
     """
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
-    numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1).cpu().numpy()
+    numbers = (
+        torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1).cpu().numpy()
+    )
     return [row.tobytes() for row in numbers]
 
 
@@ -205,14 +229,16 @@ def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
 
 
 def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
-    """Replace the modulation layers of a transformer that may be on the meta device; `connect` must follow before it
-    runs on any other."""
+    """Replace the modulation layers of a transformer that may be on the meta device; `connect`
+    must follow before it runs on any other."""
     assert family.modulation is not None
     layers: list[ModulationLayer] = []
     for activation, name in family.modulation.find(transformer):
         layer, start = transformer.get_submodule(name), layers[-1].stop if layers else 0
         assert isinstance(layer, nn.Linear)
-        shapes = {leaf: parameter.detach().to("meta") for leaf, parameter in layer.named_parameters()}
+        shapes = {
+            leaf: parameter.detach().to("meta") for leaf, parameter in layer.named_parameters()
+        }
         layers.append(ModulationLayer(name, shapes, start, start + layer.out_features))
         transformer.set_submodule(name, ModulationPart(layers[-1].start, layers[-1].stop))
         transformer.set_submodule(activation, nn.Identity())
@@ -225,7 +251,9 @@ def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
 
 
 def take_loaded_layers(family: Family, transformer: nn.Module) -> None:
-    """The same for a transformer that has its weights: they are asked again from what it had, on the host."""
+    """The same for a transformer that has its weights: they are asked again from what it had, on
+    the host.
+    """
     assert family.modulation is not None
     owned = {
         f"{name}.{leaf}": parameter.detach().cpu()

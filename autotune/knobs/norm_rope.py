@@ -1,24 +1,33 @@
-"""Norm, rotary positions and joining of queries and keys: diffusers' operations, or one function of our own.
+"""Norm, rotary positions and joining of queries and keys: diffusers' operations, or one function of
+our own.
 
-A rule settles it, and the last trial of a search tries the best settings with diffusers' operations instead. On a CPU
-the plain operations of `fused` were as fast as compiled ones and need no start-up. A GPU waits for memory there, and
-compiled code moves half as much as `fused` and a tenth of what diffusers' operations do. Where gradients turn out
-wrong, the next in line is taken.
+A rule settles it, and the last trial of a search tries the best settings with diffusers' operations
+instead. On a CPU the plain operations of `fused` were as fast as compiled ones and need no
+start-up. A GPU waits for memory there, and compiled code moves half as much as `fused` and a tenth
+of what diffusers' operations do. Where gradients turn out wrong, the next in line is taken.
 """
 
 from typing import TYPE_CHECKING
 
 from autotune import attention
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext, parity_capability, unavailable_reason
+from autotune.knobs.base import (
+    Choices,
+    Knob,
+    Parity,
+    TuningContext,
+    parity_capability,
+    unavailable_reason,
+)
 from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
 
 STARTUP_SECONDS = 60.0
-"""Seconds to compile it, forward and backward, for a model's kinds of attention: 57 to 73 for three mid-size families
-on two busy CPU cores, 7 to 9 where torch still had the code. Not measured on a GPU."""
+"""Seconds to compile it, forward and backward, for a model's kinds of attention: 57 to 73 for
+three mid-size families on two busy CPU cores, 7 to 9 where torch still had the code. Not
+measured on a GPU."""
 
 
 class NormRope(Knob):
@@ -43,7 +52,9 @@ class NormRope(Knob):
             order = ["compiled", "fused", "stock"]
         rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
         usable = [one for one in order if one not in rejected]
-        parities = {one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable}
+        parities = {
+            one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable
+        }
         best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
         why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
             kind, "it was never measured here"

@@ -1,7 +1,9 @@
-"""Optimizer of the adapter, on fp32 masters: the user's choice, by name or as `package:Class`, and what it takes.
+"""Optimizer of the adapter, on fp32 masters: the user's choice, by name or as `package:Class`, and
+what it takes.
 
-Which one learns is the user's; a rule settles how it runs, no search. A class that only a plan names is not loaded:
-importing it runs its code, so that the user has to name it, too (`allow_optimizer`).
+Which one learns is the user's; a rule settles how it runs, no search. A class that only a plan
+names is not loaded: importing it runs its code, so that the user has to name it, too
+(`allow_optimizer`).
 """
 
 import contextlib
@@ -40,12 +42,16 @@ OPTIMIZERS: Mapping[str, str] = {
 CUSTOM = "custom"
 """The knob's value for a `package:Class`."""
 ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
-"""Environment variable with the only `package:Class` that may be loaded; processes of a run inherit it."""
-OURS = frozenset({"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"})
+"""Environment variable with the only `package:Class` that may be loaded; processes of a run
+inherit it.
+"""
+OURS = frozenset(
+    {"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"}
+)
 """Keyword arguments that are not the user's, or are fields of the job."""
 LION_RATE = 1 / 3
-"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et al. 2023, section 5,
-advise a third to a tenth)."""
+"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et
+al. 2023, section 5, advise a third to a tenth)."""
 
 
 class Optimizer(Knob):
@@ -58,16 +64,22 @@ class Optimizer(Knob):
         chosen = context.workload.optimizer.name
         kind = chosen if chosen in OPTIMIZERS else CUSTOM
         others = dict.fromkeys(self.names, "what learns is yours to choose: --optimizer NAME")
-        return Choices((kind,), rejected={name: why for name, why in others.items() if name != kind})
+        return Choices(
+            (kind,), rejected={name: why for name, why in others.items() if name != kind}
+        )
 
     def parity(self, choice: Choice) -> Parity | None:
         if choice != "adamw":
             return None
-        return Parity(choice, 1e-3, "one fused kernel in fp32, where single operations round at each")
+        return Parity(
+            choice, 1e-3, "one fused kernel in fp32, where single operations round at each"
+        )
 
 
 def allow_optimizer(name: str) -> None:
-    """Let this process and those that it starts load that `package:Class`: the user has named it."""
+    """Let this process and those that it starts load that `package:Class`: the user has named
+    it.
+    """
     os.environ[ALLOWED] = name
 
 
@@ -96,8 +108,14 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
     try:
         package = importlib.import_module(module)
     except ImportError as error:
-        extra = "pip install 'lora-autotune[optimizers]'" if name in OPTIMIZERS else f"install what has {module}"
-        raise InvalidInput(f"the optimizer {name} needs {module}: {first_line(error)}", hint=extra) from error
+        extra = (
+            "pip install 'lora-autotune[optimizers]'"
+            if name in OPTIMIZERS
+            else f"install what has {module}"
+        )
+        raise InvalidInput(
+            f"the optimizer {name} needs {module}: {first_line(error)}", hint=extra
+        ) from error
     except Exception as error:  # anybody's code
         what = f"{module} cannot be imported: {type(error).__name__}: {first_line(error)}"
         raise InvalidInput(what, hint=f"see where: python -c 'import {module}'") from error
@@ -105,7 +123,9 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
         raise InvalidInput(f"{module} has no {attribute}", hint="name a class of it: package:Class")
     found = getattr(package, attribute)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise InvalidInput(f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}")
+        raise InvalidInput(
+            f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}"
+        )
     return found
 
 
@@ -117,15 +137,24 @@ def check_options(choice: OptimizerChoice) -> None:
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
     for name, _ in choice.options:
         if name in OURS:
-            hint = "the job has --learning-rate, and weight_decay in the plan's file; leave the others out"
+            hint = (
+                "the job has --learning-rate, and weight_decay in the plan's file; leave the "
+                "others out"
+            )
             raise InvalidInput(f"{name} is not an option of an optimizer here", hint=hint)
         if name not in takes and not open_ended:
             known = sorted(takes.keys() - OURS)
-            raise InvalidInput(f"{choice.name} takes no {name!r}", hint=suggest_nearest(name, known))
+            raise InvalidInput(
+                f"{choice.name} takes no {name!r}", hint=suggest_nearest(name, known)
+            )
 
 
 def build_optimizer(
-    choice: OptimizerChoice, parameters: "Sequence[torch.Tensor]", *, learning_rate: float, weight_decay: float
+    choice: OptimizerChoice,
+    parameters: "Sequence[torch.Tensor]",
+    *,
+    learning_rate: float,
+    weight_decay: float,
 ) -> "torch.optim.Optimizer":
     """The optimizer of these fp32 parameters.
 
@@ -150,22 +179,30 @@ def build_optimizer(
 
 
 def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
-    """The learning rate if the user names none. Prodigy finds its own, which this one multiplies."""
+    """The learning rate if the user names none. Prodigy finds its own, which this one
+    multiplies.
+    """
     return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
 
 
-def optimizer_bytes(choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]) -> tuple[int, int]:
-    """What the optimizer of so many fp32 parameters of each shape takes beside them and their gradients.
+def optimizer_bytes(
+    choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]
+) -> tuple[int, int]:
+    """What the optimizer of so many fp32 parameters of each shape takes beside them and their
+    gradients.
 
     Returns:
-        bytes of its state, measured by a step on two parameters of each shape on the CPU; and bytes that a step works
-        with at most, one copy of all parameters: what lists of tensors that are updated together need.
+        bytes of its state, measured by a step on two parameters of each shape on the CPU; and bytes
+        that a step works with at most, one copy of all parameters: what lists of tensors that are
+        updated together need.
 
     Raises:
         InvalidInput: as `optimizer_class`, or it cannot take a step.
     """
     numel = sum(math.prod(shape) * count for shape, count in shapes.items())
-    if choice == ADAMW:  # two moments and a counter in one fused kernel: measuring would say the same
+    if (
+        choice == ADAMW
+    ):  # two moments and a counter in one fused kernel: measuring would say the same
         return 8 * numel + 4 * sum(shapes.values()), 0
     return _state_bytes(choice, tuple(sorted(shapes.items()))), 4 * numel
 
@@ -173,7 +210,11 @@ def optimizer_bytes(choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], in
 @cache
 def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], int], ...]) -> int:
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape, _ in shapes for _ in range(2)]
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator))
+        for shape, _ in shapes
+        for _ in range(2)
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     optimizer: Any = build_optimizer(choice, parameters, learning_rate=1e-4, weight_decay=1e-2)
@@ -183,9 +224,18 @@ def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], i
     except Exception as error:  # anybody's code
         message = f"the optimizer {choice.name} cannot take a step: {first_line(error)}"
         raise InvalidInput(message, hint="name one whose step takes no closure") from error
-    held = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters]
-    sizes = [{v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in state} for state in held]
+    held = [
+        [v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters
+    ]
+    sizes = [
+        {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in state}
+        for state in held
+    ]
     holders = Counter(itertools.chain(*sizes))
-    shared = {at: size for state in sizes for at, size in state.items() if holders[at] > 1}  # such as a table of 8 bits
+    shared = {
+        at: size for state in sizes for at, size in state.items() if holders[at] > 1
+    }  # such as a table of 8 bits
     own = [sum(size for at, size in state.items() if at not in shared) for state in sizes]
-    return sum(shared.values()) + sum(own[2 * number] * count for number, (_, count) in enumerate(shapes))
+    return sum(shared.values()) + sum(
+        own[2 * number] * count for number, (_, count) in enumerate(shapes)
+    )

@@ -1,4 +1,6 @@
-"""Compute dtype of the transformer and the adapter. Master weights of the adapter are always fp32."""
+"""Compute dtype of the transformer and the adapter. Master weights of the adapter are always
+fp32.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -20,8 +22,8 @@ BF16_IS_WIDER = "bf16 is as fast, and has the range of fp32: nothing overflows"
 
 
 class Precision(Knob):
-    """bf16 if the device has it; fp16 on GPUs that have no bf16 but tensor cores for fp16; on CPUs fp32, unless bf16
-    matmuls were measured to be faster."""
+    """bf16 if the device has it; fp16 on GPUs that have no bf16 but tensor cores for fp16; on
+    CPUs fp32, unless bf16 matmuls were measured to be faster."""
 
     name = "precision"
     names = ("bf16", "fp16", "fp32")
@@ -52,11 +54,17 @@ class Precision(Knob):
 
     def parity(self, choice: Choice) -> Parity | None:
         tolerance, reason = ROUNDING.get(str(choice), (0.0, ""))
-        return Parity(choice, tolerance, f"{reason}, and errors add up over layers") if tolerance else None
+        return (
+            Parity(choice, tolerance, f"{reason}, and errors add up over layers")
+            if tolerance
+            else None
+        )
 
 
 def _fastest_matmul(context: TuningContext, dtype: str) -> float:
-    rates = (rate.value for rate in context.hardware.rates if rate.name.startswith(f"matmul.{dtype}."))
+    rates = (
+        rate.value for rate in context.hardware.rates if rate.name.startswith(f"matmul.{dtype}.")
+    )
     return max(rates, default=0.0)
 
 
@@ -66,9 +74,11 @@ def torch_dtype(precision: str) -> "torch.dtype":
 
 
 def encoder_precision(precision: str) -> str:
-    """Precision of text encoders and the VAE beside a transformer in `precision`: fp32 beside one in fp16.
+    """Precision of text encoders and the VAE beside a transformer in `precision`: fp32 beside one
+    in fp16.
 
-    In fp16 activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE (madebyollin/sdxl-vae-fp16-fix).
+    In fp16 activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
+    (madebyollin/sdxl-vae-fp16-fix).
     """
     return "fp32" if precision == "fp16" else precision
 

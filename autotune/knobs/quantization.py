@@ -1,4 +1,6 @@
-"""How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantized."""
+"""How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never
+quantized.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Quantization(Knob):
-    """Weights alone are quantized, and dequantized for each product: gradients flow through the true operation."""
+    """Weights alone are quantized, and dequantized for each product: gradients flow through the
+    true operation.
+    """
 
     name = "quantization"
     needs_reload = True
@@ -35,7 +39,9 @@ class Quantization(Knob):
             if weight_format.quantize and context.workload.adapter == "dora":
                 rejected[name] = WHOLE_WEIGHTS
             elif not weight_format.meets(floor):
-                rejected[name] = f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
+                rejected[name] = (
+                    f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
+                )
             elif weight_format.quantize and not capability.available:
                 rejected[name] = capability.reason
             elif why := weight_format.skip_reason(context.hardware):
@@ -47,7 +53,11 @@ class Quantization(Knob):
 
     def parity(self, choice: Choice) -> Parity | None:
         entry = WEIGHT_FORMATS.get(str(choice))
-        return Parity(choice, entry.tolerance, entry.tolerance_reason) if entry and entry.tolerance else None
+        return (
+            Parity(choice, entry.tolerance, entry.tolerance_reason)
+            if entry and entry.tolerance
+            else None
+        )
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         quantize = quantization.quantize_inside(family.blocks(transformer), str(choice))

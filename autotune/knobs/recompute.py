@@ -1,7 +1,9 @@
-"""Applies what blocks do with their activations: keep them, recompute all or all but attention, and where inputs wait.
+"""Applies what blocks do with their activations: keep them, recompute all or all but attention, and
+where inputs wait.
 
-Blocks are chosen by position: the first recompute everything, the following keep the output of attention, the rest keep
-all that the backward pass needs. The settings are three knobs, and each may be applied by itself at any time.
+Blocks are chosen by position: the first recompute everything, the following keep the output of
+attention, the rest keep all that the backward pass needs. The settings are three knobs, and each
+may be applied by itself at any time.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,9 @@ ATTRIBUTE = "_recomputation"
 
 
 def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
-    """Change some of `checkpointed_blocks`, `selective_blocks` and `offloaded_inputs`; the others stay."""
+    """Change some of `checkpointed_blocks`, `selective_blocks` and `offloaded_inputs`; the
+    others stay.
+    """
     from torch.utils.checkpoint import checkpoint
 
     from autotune.knobs.input_offload import InputStore
@@ -29,8 +33,12 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
     if not whole + selective:
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
-    has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
-    position = {id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])}
+    has_dropout = bool(
+        find_dropout_layers(transformer)
+    )  # without, no block need save the random state
+    position = {
+        id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])
+    }
     offloaded = numbers.get("offloaded_inputs", 0)
     store = InputStore() if offloaded else None
 
@@ -44,13 +52,17 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
         elif compiled is not None and at < whole:
             return compiled.recomputing(*inputs)
         keeping: dict[str, Any] = {} if at < whole else {"context_fn": keep_attention}
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping)
+        return checkpoint(
+            function, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping
+        )
 
     transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
 def _with_input_from(store: Any, at: int, block: Any, first: "Tensor") -> Callable[..., Any]:
-    """A function of the block's other inputs that holds its first one for one call alone, and then fetches it."""
+    """A function of the block's other inputs that holds its first one for one call alone, and
+    then fetches it.
+    """
     once = [first]
     store.send(at, first)
 

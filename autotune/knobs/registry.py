@@ -1,4 +1,6 @@
-"""The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line here."""
+"""The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line
+here.
+"""
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.allocator import Allocator
@@ -38,16 +40,22 @@ KNOBS: tuple[Knob, ...] = (
 
 
 def require_choice(name: str, value: Choice) -> None:
-    """Raise InvalidInput if there is no knob of that name, or its values have names and this is none on any machine."""
+    """Raise InvalidInput if there is no knob of that name, or its values have names and this is
+    none on any machine.
+    """
     knob = next((knob for knob in KNOBS if knob.name == name), None)
     if knob is None:
         known = suggest_nearest(name, (knob.name for knob in KNOBS))
         raise InvalidInput(f"there is no knob called {name!r}", hint=known)
     if knob.names and value not in knob.names:
         what = name.replace("_", " ")
-        raise InvalidInput(f"there is no {what} called {value!r}", hint=suggest_nearest(str(value), knob.names))
+        raise InvalidInput(
+            f"there is no {what} called {value!r}", hint=suggest_nearest(str(value), knob.names)
+        )
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:
-    """What of a candidate needs the model loaded anew: a model loaded for one serves all with the same."""
+    """What of a candidate needs the model loaded anew: a model loaded for one serves all with
+    the same.
+    """
     return tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)

@@ -1,4 +1,6 @@
-"""Block swap: the frozen weights of the first k blocks wait on the host, and visit the device for each pass."""
+"""Block swap: the frozen weights of the first k blocks wait on the host, and visit the device
+for each pass.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -26,11 +28,17 @@ class Swapping(Knob):
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        return offload_choices(context, "swapping", WHOLE_WEIGHTS if context.workload.adapter == "dora" else None)
+        return offload_choices(
+            context, "swapping", WHOLE_WEIGHTS if context.workload.adapter == "dora" else None
+        )
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:
-            return "block swap needs blocks that recompute: autograd would keep their weights on the device"
+            return (
+                "block swap needs blocks that recompute: autograd would keep their weights on "
+                "the "
+                "device"
+            )
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
             return f"{weight_format.name} keeps what belongs to its weights on the GPU"
@@ -42,7 +50,9 @@ class Swapping(Knob):
         if not choice:
             return None
         reason = "the same operations on copies of the same weights"
-        return Parity(CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS})
+        return Parity(
+            CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS}
+        )
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "no block swap"
@@ -53,5 +63,7 @@ class Swapping(Knob):
 
         blocks = family.blocks(transformer)[: int(choice)]
         if blocks:
-            on_cuda = (parameter.device for parameter in transformer.parameters() if parameter.is_cuda)
+            on_cuda = (
+                parameter.device for parameter in transformer.parameters() if parameter.is_cuda
+            )
             BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))

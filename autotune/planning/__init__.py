@@ -1,4 +1,6 @@
-"""The parts of making a plan: what is asked, what it stands on, what is frozen, how it is replayed and sealed."""
+"""The parts of making a plan: what is asked, what it stands on, what is frozen, how it is
+replayed and sealed.
+"""
 
 from typing import TYPE_CHECKING
 

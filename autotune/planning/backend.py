@@ -32,8 +32,12 @@ def run_in_child_processes(model: str, cost: CostModel) -> Iterator[TrialFunctio
         yield runner.run
 
 
-def rehearse_in_child_process(model: str, cost: CostModel, candidate: Candidate, max_seconds: float) -> TrialResult:
-    """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
+def rehearse_in_child_process(
+    model: str, cost: CostModel, candidate: Candidate, max_seconds: float
+) -> TrialResult:
+    """A longer trial of `candidate` in a child process of this machine, through every phase of a
+    run.
+    """
     with _trial_runner(model, cost) as runner:
         return runner.confirm(candidate, cost.caching, max_seconds)
 
@@ -42,18 +46,22 @@ def rehearse_in_child_process(model: str, cost: CostModel, candidate: Candidate,
 class PlannerBackend:
     """The side effects of planning, as functions: a replay or a test passes its own."""
 
-    trials: Callable[[str, CostModel], AbstractContextManager[TrialFunction]] = run_in_child_processes
+    trials: Callable[[str, CostModel], AbstractContextManager[TrialFunction]] = (
+        run_in_child_processes
+    )
     """Starts trials of the model that is named."""
     find_matches: Callable[[HardwareProfile, Workload, int], StoreMatches] = find_matches
     """Looks up records for the machine, the work of one process and the bytes that it may take."""
     autotune_version: str = __version__
     needs_weights: bool = True
     """Whether trials read the model's files, so that they must be complete."""
-    check_parity: Callable[[TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile] = (
-        check_parity
-    )
+    check_parity: Callable[
+        [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
+    ] = check_parity
     """Adds to the machine's profile which choices compute right on it."""
-    rehearse: Callable[[str, CostModel, Candidate, float], TrialResult | None] = rehearse_in_child_process
+    rehearse: Callable[[str, CostModel, Candidate, float], TrialResult | None] = (
+        rehearse_in_child_process
+    )
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""
     recorded_trials: tuple[TrialResult, ...] | None = None
     """All trials of a search that is over, in order; then none is started."""

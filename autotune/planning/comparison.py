@@ -67,12 +67,20 @@ class ComparedGpu(Frozen):
     def cost(self) -> float | None:
         """Cost of all that, in the currency of the price."""
         total = self.total_seconds
-        return None if total is None or self.price_per_hour is None else self.price_per_hour * total / 3600
+        return (
+            None
+            if total is None or self.price_per_hour is None
+            else self.price_per_hour * total / 3600
+        )
 
     def _total(self, slower: float) -> float | None:
         if self.step_seconds is None:
             return None
-        besides = (self.download_seconds or 0.0) + (self.search_seconds or 0.0) + (self.other_seconds or 0.0)
+        besides = (
+            (self.download_seconds or 0.0)
+            + (self.search_seconds or 0.0)
+            + (self.other_seconds or 0.0)
+        )
         return besides + self.num_steps * self.step_seconds * (1 + slower)
 
 
@@ -117,7 +125,9 @@ def compared_gpu(
 
 
 def download_bytes(num_parameters: int, parts: Parts) -> int:
-    """Bytes of a published model's files: transformer and text encoders in bf16. The autoencoder is small beside."""
+    """Bytes of a published model's files: transformer and text encoders in bf16. The autoencoder
+    is small beside.
+    """
     return BYTES_PER_PARAMETER * (num_parameters + sum(parts.text_encoder_parameters))
 
 
@@ -134,13 +144,18 @@ def select_gpus(
         compared: GPUs.
         max_cost: leaves out GPUs that cost more, and those without a price.
         max_hours: leaves out GPUs that take longer.
-        order: what comes first; by default the cheapest, those without a price last, if any has one, else the fastest.
+        order: what comes first; by default the cheapest, those without a price last, if any has
+            one, else the fastest.
     """
     order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
 
     def rank(one: ComparedGpu) -> tuple[float | str, ...]:
         cost = float("inf") if one.cost is None else one.cost
-        return {"cost": (cost, one.total_seconds or 0.0), "hours": (one.total_seconds or 0.0,), "name": ()}[order]
+        return {
+            "cost": (cost, one.total_seconds or 0.0),
+            "hours": (one.total_seconds or 0.0,),
+            "name": (),
+        }[order]
 
     def is_within(one: ComparedGpu) -> bool:
         if max_cost is not None and (one.cost is None or one.cost > max_cost):
@@ -149,4 +164,7 @@ def select_gpus(
 
     fitting = [one for one in compared if one.misfit is None and is_within(one)]
     others = [one for one in compared if one.misfit is not None]
-    return (*sorted(fitting, key=lambda one: (*rank(one), one.gpu)), *sorted(others, key=lambda one: one.gpu))
+    return (
+        *sorted(fitting, key=lambda one: (*rank(one), one.gpu)),
+        *sorted(others, key=lambda one: one.gpu),
+    )

@@ -1,9 +1,11 @@
-"""Whether the fastest settings are compiled: decided by what a short trial of them measured, for the planned steps.
+"""Whether the fastest settings are compiled: decided by what a short trial of them measured, for
+the planned steps.
 
-The search itself compares steady steps, and compiled code has a start-up that only a job of some length pays back. So
-when the search is over, and the cost model predicts that the planned steps save more than the start-up takes, the
-fastest settings are tried compiled. They stay if what was measured says so, too. If a start-up with an empty cache is
-not paid back, another process tries again: it finds the code that the first one left, as the run will.
+The search itself compares steady steps, and compiled code has a start-up that only a job of some
+length pays back. So when the search is over, and the cost model predicts that the planned steps
+save more than the start-up takes, the fastest settings are tried compiled. They stay if what was
+measured says so, too. If a start-up with an empty cache is not paid back, another process tries
+again: it finds the code that the first one left, as the run will.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +44,9 @@ class Payback:
         return f"saves {saved}, and takes {self.startup_seconds:.3g} s to start"
 
 
-def measured_payback(trials: Sequence[TrialResult], compiled: TrialResult, num_steps: int) -> Payback | None:
+def measured_payback(
+    trials: Sequence[TrialResult], compiled: TrialResult, num_steps: int
+) -> Payback | None:
     """Against the fastest trial that is not compiled; None if either has no steady step.
 
     The start-up is what the first steps took beyond steady ones.
@@ -55,20 +59,29 @@ def measured_payback(trials: Sequence[TrialResult], compiled: TrialResult, num_s
     return Payback(min(steady) - own, startup, num_steps)
 
 
-def predicted_payback(cost: CostModel, plain: Candidate, compiled: Candidate, num_steps: int) -> Payback:
+def predicted_payback(
+    cost: CostModel, plain: Candidate, compiled: Candidate, num_steps: int
+) -> Payback:
     """The same by the cost model."""
     saved = cost.predict(plain).step_seconds - cost.predict(compiled).step_seconds
     return Payback(saved, startup_seconds(compiled, cost.family, cost.workload), num_steps)
 
 
 def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not predicted to pay, or the
-    objective is not time: what a start-up takes of anything else is not known."""
+    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not
+    predicted to pay, or the objective is not time: what a start-up takes of anything else is not
+    known."""
     if problem.workload.objective != "throughput":
         return None
-    running = sorted((t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0)
+    running = sorted(
+        (t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0
+    )
     cost = problem.cost.with_calibration(trials)
-    compiled = [c for trial in running if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)]
+    compiled = [
+        c
+        for trial in running
+        if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)
+    ]
     if not compiled:
         return None
     best = min(compiled, key=lambda candidate: cost.predict(candidate).step_seconds)
@@ -77,9 +90,16 @@ def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | Non
 
 
 def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | None:
-    """The settings compiled, without what does not go with that; None if they cannot be, or may not."""
+    """The settings compiled, without what does not go with that; None if they cannot be, or may
+    not.
+    """
     whole = plain.checkpointed_blocks + plain.selective_blocks
-    other = {"norm_rope": "stock", "modulation": "resident", "checkpointed_blocks": whole, "selective_blocks": 0}
+    other = {
+        "norm_rope": "stock",
+        "modulation": "resident",
+        "checkpointed_blocks": whole,
+        "selective_blocks": 0,
+    }
     compiled = plain.changed(compile=BLOCK, **other)
     is_barred = any(knob.conflict(compiled, problem.cost.context) for knob in KNOBS)
     return compiled if problem.space.admits(compiled) and not is_barred else None
@@ -92,7 +112,8 @@ def _fits(candidate: Candidate, cost: CostModel, problem: PlanningProblem) -> bo
 def try_compiled(
     trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
 ) -> Trials:
-    """`trials` and those of the fastest settings compiled, as unpaid if the planned steps do not pay their start-up.
+    """`trials` and those of the fastest settings compiled, as unpaid if the planned steps do not
+    pay their start-up.
 
     Args:
         trials: of a search that is over.
@@ -106,7 +127,11 @@ def try_compiled(
         found = run(what, candidate)
         if found is None:
             break
-        payback = measured_payback(trials, found, problem.job.num_steps) if found.outcome == "ok" else None
+        payback = (
+            measured_payback(trials, found, problem.job.num_steps)
+            if found.outcome == "ok"
+            else None
+        )
         if payback is None or payback.pays:
             return (*trials, found)
         trials = (*trials, found.changed(outcome="unpaid", message=f"measured: {payback}"))
@@ -126,20 +151,33 @@ def explain_compile(
         payback = measured_payback(trials, [t for t in tried if t.outcome == "ok"][-1], steps)
         return _replaced(reasons, f"measured: {payback}", ())
     if tried:
-        return _replaced(reasons, "compiled settings were tried", (tried[-1].message or tried[-1].outcome,))
+        return _replaced(
+            reasons, "compiled settings were tried", (tried[-1].message or tried[-1].outcome,)
+        )
     if problem.workload.objective != "throughput":
-        return _replaced(reasons, f"part of the {GOALS[problem.workload.objective]} settings that run", (NOT_FOR_TIME,))
+        return _replaced(
+            reasons,
+            f"part of the {GOALS[problem.workload.objective]} settings that run",
+            (NOT_FOR_TIME,),
+        )
     compiled = compiled_from(chosen, problem)
     if compiled is None:
-        return _replaced(reasons, "part of the fastest settings that run", ("does not go with the other settings",))
+        return _replaced(
+            reasons,
+            "part of the fastest settings that run",
+            ("does not go with the other settings",),
+        )
     payback = predicted_payback(problem.cost.with_calibration(trials), chosen, compiled, steps)
-    return _replaced(reasons, "settings are compiled if a trial shows that it pays", (f"predicted: {payback}",))
+    return _replaced(
+        reasons, "settings are compiled if a trial shows that it pays", (f"predicted: {payback}",)
+    )
 
 
 def _replaced(reasons: Sequence[Reason], why: str, against: Sequence[str]) -> tuple[Reason, ...]:
     rejected = tuple(Rejected(choice=BLOCK, reason=reason) for reason in against)
     return tuple(
-        reason.changed(why=why, rejected=rejected) if reason.knob == "compile" else reason for reason in reasons
+        reason.changed(why=why, rejected=rejected) if reason.knob == "compile" else reason
+        for reason in reasons
     )
 
 

@@ -1,4 +1,5 @@
-"""What the GPUs of the catalog are predicted to do with each family's defaults: computed ahead, so it loads no library.
+"""What the GPUs of the catalog are predicted to do with each family's defaults: computed ahead, so
+it loads no library.
 
 `benchmarks/predict_catalog.py` writes the file with the planner itself.
 """
@@ -13,7 +14,9 @@ from autotune.runtime import shipped_path
 from autotune.schema import Candidate, Frozen
 
 FILE = "predictions.json"
-"""In the shipped folder: for each published model and GPU what its plan predicts, or null if nothing fits."""
+"""In the shipped folder: for each published model and GPU what its plan predicts, or null if
+nothing fits.
+"""
 
 
 class CatalogPrediction(Frozen):
@@ -37,7 +40,8 @@ class CatalogPrediction(Frozen):
 
 
 class NoGpu(NothingFits):
-    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits.
+    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs
+    it fits.
 
     Example:
         >>> try:
@@ -58,7 +62,9 @@ class NoGpu(NothingFits):
         name = model.name or family.name
         predictions = catalog_predictions(name)
         fitting = [each for each in predictions if each.step_seconds is not None]
-        smallest = min(fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None)
+        smallest = min(
+            fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None
+        )
         gpu = smallest.gpu if smallest else cls.gpu
         error = cls(
             f"{model.hub_id} cannot be tried here: this machine has no GPU",
@@ -75,17 +81,25 @@ class NoGpu(NothingFits):
 
 @cache
 def _read_file() -> dict[str, dict[str, dict[str, object] | None]]:
-    found: dict[str, dict[str, dict[str, object] | None]] = json.loads(shipped_path(FILE).read_text())["models"]
+    found: dict[str, dict[str, dict[str, object] | None]] = json.loads(
+        shipped_path(FILE).read_text()
+    )["models"]
     return found
 
 
 @cache
 def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
-    """For every GPU of the catalog, the fastest first and those that the model does not fit last; empty if unknown."""
+    """For every GPU of the catalog, the fastest first and those that the model does not fit
+    last; empty if unknown.
+    """
     known = _read_file().get(model, {})
     predictions = (
-        CatalogPrediction.model_validate({"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})})
+        CatalogPrediction.model_validate(
+            {"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})}
+        )
         for gpu in load_catalog()
         if gpu.id in known
     )
-    return tuple(sorted(predictions, key=lambda each: (each.step_seconds or float("inf"), each.gpu)))
+    return tuple(
+        sorted(predictions, key=lambda each: (each.step_seconds or float("inf"), each.gpu))
+    )

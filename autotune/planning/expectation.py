@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from autotune.cost import CostModel, Parallel, job_time
 from autotune.hardware import shares_host_memory
 from autotune.knobs import encoder_element_bytes
-from autotune.schema import Expected, Job, MemoryBudget, PlannedHardware, TrialResult, Workload, mean_text_tokens
+from autotune.schema import (
+    Expected,
+    Job,
+    MemoryBudget,
+    PlannedHardware,
+    TrialResult,
+    Workload,
+    mean_text_tokens,
+)
 from autotune.search import Score
 
 
@@ -55,14 +63,25 @@ def build_expectation(
     prediction = cost.predict(best.candidate)
     peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
     largest = max([peak, *(phase.device_bytes or 0 for phase in phases)])
-    overhead = prediction.training.run_memory_bytes - prediction.allocated_memory_bytes  # outside the allocator
+    overhead = (
+        prediction.training.run_memory_bytes - prediction.allocated_memory_bytes
+    )  # outside the allocator
     room = cost.training_budget.num_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
-    host, kept = max([t.host_memory_bytes or 0 for t in own], default=0), cost.resident_encoder_bytes
-    on_cpu, is_complete = cost.hardware.device.kind == "cpu", any(phase.name == "caching" for phase in phases)
+    host, kept = (
+        max([t.host_memory_bytes or 0 for t in own], default=0),
+        cost.resident_encoder_bytes,
+    )
+    on_cpu, is_complete = (
+        cost.hardware.device.kind == "cpu",
+        any(phase.name == "caching" for phase in phases),
+    )
     if on_cpu and own:  # where the process as a whole was measured
-        overhead = max([phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0]) - peak
+        overhead = (
+            max([phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0])
+            - peak
+        )
         kept = 0 if phases else kept  # they were there
     if not is_complete:  # the others are only predicted
         others = [phase.run_memory_bytes for phase in prediction.phases if phase.name != "train"]
@@ -92,9 +111,11 @@ def build_expectation(
 
 
 def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: str) -> int:
-    """What a run holds of its data in the host's memory: loss masks, and with `cache: memory` all that is encoded.
+    """What a run holds of its data in the host's memory: loss masks, and with `cache: memory` all
+    that is encoded.
 
-    Captions count at their mean length, and one for each image; `shuffle_tags` and `flip` multiply what is encoded.
+    Captions count at their mean length, and one for each image; `shuffle_tags` and `flip` multiply
+    what is encoded.
     """
     images = captions = masks = 0
     for bucket in workload.buckets:

@@ -16,13 +16,15 @@ from autotune.schema import (
 )
 
 MAX_ROWS = 64
-"""Rows of a forecast, but for what was tried and the best with each value of a knob: a plan is read by people."""
+"""Rows of a forecast, but for what was tried and the best with each value of a knob: a plan is
+read by people.
+"""
 MAX_FRONT = 16
 MAX_BEYOND = 8
 """Candidates of the Pareto front, and of those that do not fit."""
 EXACT_DIGITS, DIGITS = 9, 5
-"""Digits that are the same on every CPU, and those that are kept: rounding to the first before the second makes
-the last bits of a logarithm decide nothing."""
+"""Digits that are the same on every CPU, and those that are kept: rounding to the first before
+the second makes the last bits of a logarithm decide nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def build_forecast(
     chosen = {row.candidate: row for row in kept}
     rest = sorted((row for row in rows if row.candidate not in chosen), key=_seconds)
     chosen |= {row.candidate: row for row in _spread(rest, MAX_ROWS - len(chosen))}
-    first = {candidate: _Row.of(each, budget_bytes) for candidate, each in first_predictions.items()}
+    first = {
+        candidate: _Row.of(each, budget_bytes) for candidate, each in first_predictions.items()
+    }
     return Forecast(
         num_candidates=len(rows),
         num_fitting=len(fitting),
@@ -82,7 +86,9 @@ def build_forecast(
             PhaseForecast(name=phase.name, run_memory_bytes=round(_rounded(phase.run_memory_bytes)))
             for phase in predictions[at].phases
         ),
-        alternatives=tuple(_alternative(first.get(row.candidate, row), settings) for row in chosen.values()),
+        alternatives=tuple(
+            _alternative(first.get(row.candidate, row), settings) for row in chosen.values()
+        ),
     )
 
 
@@ -95,19 +101,25 @@ def _alternative(row: _Row, settings: Candidate) -> Alternative:
     )
 
 
-def _best_by_value(rows: Sequence[_Row], fitting: Sequence[_Row], settings: Candidate) -> list[_Row]:
+def _best_by_value(
+    rows: Sequence[_Row], fitting: Sequence[_Row], settings: Candidate
+) -> list[_Row]:
     """For each other value of each knob, the fastest that fits, or the smallest if none fits."""
     fastest, smallest = _best_of(fitting, _seconds), _best_of(rows, _run_bytes)
     found = []
     for knob in KNOBS:
         values = [value for name, value in smallest if name == knob.name]
-        for value in _compared(values, getattr(settings, knob.name)) if knob.is_composed else values:
+        for value in (
+            _compared(values, getattr(settings, knob.name)) if knob.is_composed else values
+        ):
             found.append(fastest.get((knob.name, value)) or smallest[knob.name, value])
     return found
 
 
 def _compared(values: Sequence[Choice], chosen: Choice) -> list[Choice]:
-    """The values to compare; of many numbers of blocks, the nearest and the last in either direction."""
+    """The values to compare; of many numbers of blocks, the nearest and the last in either
+    direction.
+    """
     numbers = sorted(int(value) for value in values)
     below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
     return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
@@ -132,8 +144,8 @@ def _pareto_front(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _nearest_beyond(beyond: Sequence[_Row], chosen: _Row) -> list[_Row]:
-    """Of what does not fit the nearest to the budget, first among what would be faster than the settings; then some
-    of all others."""
+    """Of what does not fit the nearest to the budget, first among what would be faster than the
+    settings; then some of all others."""
     ordered = sorted(beyond, key=_run_bytes)
     nearest = [*[row for row in ordered if row.seconds < chosen.seconds][:2], *ordered[:2]]
     return nearest + _spread(ordered, MAX_BEYOND - len(nearest))

@@ -2,7 +2,8 @@
 
     model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
 
-If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
+If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the
+plan says so.
 """
 
 import math
@@ -85,7 +86,9 @@ FALLBACK = "rung"
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """A plan, with what the search learned that the plan does not hold: material for recordings and shared records."""
+    """A plan, with what the search learned that the plan does not hold: material for recordings
+    and shared records.
+    """
 
     plan: TrainingPlan
     hardware: HardwareProfile
@@ -97,7 +100,8 @@ class PlanningResult:
 
 
 class PlanInterrupted(KeyboardInterrupt):
-    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of what it had tried.
+    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of
+    what it had tried.
 
     Example:
         >>> try:
@@ -120,13 +124,16 @@ def make_plan(
 ) -> PlanningResult:
     """Find the best settings for the request on this machine and freeze them.
 
-    Several processes that name the same study share its trials, and all return the plan that the first of them froze.
+    Several processes that name the same study share its trials, and all return the plan that the
+    first of them froze.
 
     Raises:
-        InvalidInput: the model or the data cannot be used, or the study is about another request or machine.
+        InvalidInput: the model or the data cannot be used, or the study is about another request or
+            machine.
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
-        PlanInterrupted, KeyboardInterrupt: the search was stopped after, or before, a trial ran. It can go on.
+        PlanInterrupted, KeyboardInterrupt: the search was stopped after, or before, a trial ran. It
+            can go on.
     """
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
@@ -134,10 +141,15 @@ def make_plan(
     _tell(problem, on_event)
     if not problem.can_try:
         if problem.workload.objective == "energy":
-            raise InvalidInput(f"{ENERGY_IS_MEASURED}: settings with sharded weights are never tried", hint=PLAN_THERE)
+            raise InvalidInput(
+                f"{ENERGY_IS_MEASURED}: settings with sharded weights are never tried",
+                hint=PLAN_THERE,
+            )
         predictions = _predict(problem, on_event)
         on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
-        return PlanningResult(_plan(problem, backend.autotune_version, predictions), problem.hardware)
+        return PlanningResult(
+            _plan(problem, backend.autotune_version, predictions), problem.hardware
+        )
 
     def on_note(note: str) -> None:
         on_event(Notice(text=note))
@@ -154,11 +166,15 @@ def make_plan(
                     trials = _search(problem, backend, warm_start, study, on_event)
                     if not warm_start.is_reproduced(trials):
                         trials = _try_compiled(problem, backend, trials, study, on_event)
-                    trials = _confirm(problem, backend, trials, study, on_event)  # phases here, not on another machine
+                    trials = _confirm(
+                        problem, backend, trials, study, on_event
+                    )  # phases here, not on another machine
                 except KeyboardInterrupt:
                     known = take_snapshot(study).results
                     if any(trial.outcome == "ok" for trial in known):
-                        raise PlanInterrupted(_plan(problem, backend.autotune_version, (), known, warm_start)) from None
+                        raise PlanInterrupted(
+                            _plan(problem, backend.autotune_version, (), known, warm_start)
+                        ) from None
                     raise
             for line in warm_start.contradictions(trials):
                 on_event(Notice(text=line, topic="records"))
@@ -178,7 +194,11 @@ def _tell(problem: PlanningProblem, on_event: OnEvent) -> None:
         on_event(Notice(text=note))
     max_trials = problem.limits.max_trials if problem.can_try else 0
     number = len(problem.space.candidates)
-    on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=number, max_trials=max_trials))
+    on_event(
+        SearchSpaceBuilt(
+            workload=problem.global_workload, num_candidates=number, max_trials=max_trials
+        )
+    )
 
 
 def _predict(problem: PlanningProblem, on_event: OnEvent) -> tuple[Prediction, ...]:
@@ -201,14 +221,19 @@ def _find_warm_start(
         found, problem.space.tried_choices, problem.budget_bytes, problem.workload, problem.cost
     )
     kind = found.records[0].match.kind if found.records else "none"
-    on_event(RecordsMatched(kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused))
+    on_event(
+        RecordsMatched(
+            kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused
+        )
+    )
     return found, warm_start
 
 
 def _follow_recording(
     problem: PlanningProblem, recorded: Sequence[TrialResult] | None, on_event: OnEvent
 ) -> tuple[TrialResult, ...]:
-    """What a search tried that is over, in its order: what comes of it depends on no CPU's last bits.
+    """What a search tried that is over, in its order: what comes of it depends on no CPU's last
+    bits.
 
     Raises:
         InvalidInput: the request does not admit what was tried.
@@ -217,14 +242,21 @@ def _follow_recording(
         if not problem.space.admits(trial.candidate):
             raise InvalidInput(
                 f"the recording tried {trial.candidate.label()}, which this request does not allow",
-                hint="ask for what was recorded, with the same version, or record again: --record FILE",
+                hint=(
+                    "ask for what was recorded, with the same version, or record again: --record "
+                    "FILE"
+                ),
             )
         on_event(TrialFinished(result=trial))
     return tuple(recorded or ())
 
 
 def _search(
-    problem: PlanningProblem, backend: PlannerBackend, warm_start: WarmStart, study: optuna.Study, on_event: OnEvent
+    problem: PlanningProblem,
+    backend: PlannerBackend,
+    warm_start: WarmStart,
+    study: optuna.Study,
+    on_event: OnEvent,
 ) -> tuple[TrialResult, ...]:
     request = problem.request
     search = ResidualSearch(
@@ -247,10 +279,17 @@ def _search(
             return run(candidate)
 
         trials = run_search(
-            search, run_trial, problem.limits, on_trial, is_enough=warm_start.is_reproduced, study=study
+            search,
+            run_trial,
+            problem.limits,
+            on_trial,
+            is_enough=warm_start.is_reproduced,
+            study=study,
         )
         trials = _try_doubtful_again(search, trials, study, run_trial, on_trial)
-        fallback = None if warm_start.is_reproduced(trials) else choose_untried_fallback(trials, problem)
+        fallback = (
+            None if warm_start.is_reproduced(trials) else choose_untried_fallback(trials, problem)
+        )
         result = memoize(study, FALLBACK, fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
@@ -265,7 +304,9 @@ def _try_doubtful_again(
     run_trial: TrialFunction,
     on_trial: Callable[[TrialResult], None],
 ) -> tuple[TrialResult, ...]:
-    """The trials, each that contradicts the others replaced by a repetition if that is faster: noise only slows."""
+    """The trials, each that contradicts the others replaced by a repetition if that is faster:
+    noise only slows.
+    """
     repeated: set[Candidate] = set()
     while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
         repeated.add(doubtful.candidate)
@@ -299,12 +340,16 @@ def _try_compiled(
         if wrong:
             return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
         on_event(TrialStarted(candidate=candidate))
-        with backend.trials(request.model, problem.cost) as trial:  # in a process that has compiled nothing
+        with backend.trials(
+            request.model, problem.cost
+        ) as trial:  # in a process that has compiled nothing
             result = trial(candidate)
         on_event(TrialFinished(result=result))
         return result
 
-    return try_compiled(trials, problem, lambda what, candidate: memoize(study, what, candidate, run))
+    return try_compiled(
+        trials, problem, lambda what, candidate: memoize(study, what, candidate, run)
+    )
 
 
 def _confirm(
@@ -315,7 +360,9 @@ def _confirm(
     on_event: OnEvent,
 ) -> tuple[TrialResult, ...]:
     request = problem.request
-    seconds = max(MIN_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
+    seconds = max(
+        MIN_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials))
+    )
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
         on_event(TrialStarted(candidate=candidate))
@@ -339,7 +386,11 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = problem.workload.objective
-    scores = score_trials(trials) if problem.can_try else score_predictions(predictions, problem.budget_bytes)
+    scores = (
+        score_trials(trials)
+        if problem.can_try
+        else score_predictions(predictions, problem.budget_bytes)
+    )
     request, cost = problem.request, problem.cost.with_calibration(trials)
 
     def relaxation() -> str:
@@ -360,9 +411,16 @@ def _plan(
         workload=problem.global_workload,
         settings=best.candidate,
         caching=cost.caching,
-        expected=build_expectation(best, trials, cost, problem.global_workload, problem.job, request.price_per_hour),
+        expected=build_expectation(
+            best, trials, cost, problem.global_workload, problem.job, request.price_per_hour
+        ),
         reasons=(
-            *explain_compile(explain_choices(problem.space, scores, best, objective), trials, problem, best.candidate),
+            *explain_compile(
+                explain_choices(problem.space, scores, best, objective),
+                trials,
+                problem,
+                best.candidate,
+            ),
             cost.caching_reason,
         ),
         fallbacks=choose_fallbacks(scores, best),

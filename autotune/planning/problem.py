@@ -47,12 +47,19 @@ class PlanningProblem:
     """What is wrong with files of the data folder, one line each."""
 
     @classmethod
-    def build(cls, asked: PlanRequest | ResolvedRequest, hardware: HardwareProfile, backend: PlannerBackend) -> Self:
-        """Resolve model and data, check parity, enumerate what may be tried, and build the cost model.
+    def build(
+        cls,
+        asked: PlanRequest | ResolvedRequest,
+        hardware: HardwareProfile,
+        backend: PlannerBackend,
+    ) -> Self:
+        """Resolve model and data, check parity, enumerate what may be tried, and build the cost
+        model.
 
         Raises:
             InvalidInput: the model or the data cannot be used.
-            NothingFits: the weights alone are too large in every format, or nothing can be tried on this machine.
+            NothingFits: the weights alone are too large in every format, or nothing can be tried on
+                this machine.
         """
         needs_weights = backend.needs_weights
         if isinstance(asked, PlanRequest):
@@ -94,19 +101,29 @@ class PlanningProblem:
     @property
     def limits(self) -> SearchLimits:
         """When the search ends at the latest."""
-        return SearchLimits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
+        return SearchLimits(
+            self.request.max_trials, self.request.search_seconds, self.job.num_steps
+        )
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Everything that must be equal for trials to count for the same search, by what people call it."""
+        """Everything that must be equal for trials to count for the same search, by what people
+        call it.
+        """
         model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
         work = {**self.workload.model_dump(mode="json"), "model": model}
-        choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
+        choices: dict[str, object] = {
+            name: list(values) for name, values in self.space.choices.items()
+        }
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.match_keys.items()}
         device, request = self.hardware.device.name, self.request
         nodes = f" on {request.num_nodes} nodes" if request.num_nodes > 1 else ""
         processes = f"{request.num_processes}{nodes}"
-        own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
+        own = {
+            "device": device,
+            "work": digest_of(work),
+            "settings to choose from": digest_of(choices),
+        }
         program = {"program that trains": request.overheads.program} if request.overheads else {}
         return {**keys, **own, **program, "processes": processes}
 
@@ -117,25 +134,32 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     if shares_host_memory(kind) or not space.candidates:
         return
     smallest = min(
-        space.candidates, key=lambda one: (one.swapped_blocks, one.offloaded_inputs, one.modulation == "ahead")
+        space.candidates,
+        key=lambda one: (one.swapped_blocks, one.offloaded_inputs, one.modulation == "ahead"),
     )
     number, there = cost.parallel.processes_per_node, host.available_memory_bytes
     needed = number * cost.host_memory_bytes(smallest)
     if needed > there:
         run = f"a run's {number} processes need" if number > 1 else "a run needs"
         raise NothingFits(
-            f"{run} {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
-            hint="close other programs, or use a host with more memory (for a GPU by name: --host-memory)",
+            f"{run} {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are "
+            "available",
+            hint=(
+                "close other programs, or use a host with more memory (for a GPU by name: "
+                "--host-memory)"
+            ),
         )
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
-    """Whether the request can be tried on this machine at all, by facts alone: no rate need be measured for that.
+    """Whether the request can be tried on this machine at all, by facts alone: no rate need be
+    measured for that.
 
     Raises:
-        NothingFits: a published model asks for a GPU, or more processes for more GPUs than there are.
-        InvalidInput: a knob or a value that is pinned or excluded does not exist, or nothing tells the energy that is
-            the objective.
+        NothingFits: a published model asks for a GPU, or more processes for more GPUs than there
+            are.
+        InvalidInput: a knob or a value that is pinned or excluded does not exist, or nothing tells
+            the energy that is the objective.
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
@@ -143,21 +167,31 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
         raise NoGpu.build(model.family, published)
     if not request.is_local:
         return
-    if request.num_processes > 1 and (misfits := device_misfits(request.processes_per_node, hardware)):
-        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    if request.num_processes > 1 and (
+        misfits := device_misfits(request.processes_per_node, hardware)
+    ):
+        raise NothingFits(
+            misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`"
+        )
     workload = resolved.workload.share(request.num_processes)
     if workload.objective == "energy" and (reason := why_no_energy(hardware.device)):
-        raise InvalidInput(f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=ENERGY_HINT)
+        raise InvalidInput(
+            f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=ENERGY_HINT
+        )
     request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
 def _choose_strategy(
-    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, budget: MemoryBudget
+    request: PlanRequest,
+    model: ResolvedModel,
+    workload: Workload,
+    hardware: HardwareProfile,
+    budget: MemoryBudget,
 ) -> tuple[CostModel, SearchSpace]:
     """The cost model of one process, and what may be tried; `budget` is of all processes of a node.
 
-    The weights are sharded only if no device is predicted to hold them all: within nodes if those of one can hold them,
-    else over all processes.
+    The weights are sharded only if no device is predicted to hold them all: within nodes if those
+    of one can hold them, else over all processes.
     """
     number = request.num_processes
     together = Parallel("ddp", number, request.num_nodes, request.interconnect_bytes_per_second)
@@ -175,7 +209,9 @@ def _choose_strategy(
     )
     space = request.space(cost.context)
     if number == 1:
-        return cost, drop_beyond_host(with_mixtures(_drop_too_heavy(request, space, cost), cost), cost)
+        return cost, drop_beyond_host(
+            with_mixtures(_drop_too_heavy(request, space, cost), cost), cost
+        )
     space = drop_beyond_host(drop_block_swap(with_mixtures(space, cost), number), cost)
     try:
         lighter = _drop_too_heavy(request, space, cost)
@@ -184,11 +220,18 @@ def _choose_strategy(
     except NothingFits:
         pass
     if workload.adapter == "dora":
-        what = f"nothing fits on each of {number} devices, and DoRA cannot be trained on weights sharded over them"
+        what = (
+            f"nothing fits on each of {number} devices, and DoRA cannot be trained on weights "
+            "sharded over them"
+        )
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     plain = keep_shardable(space)
     if not plain.candidates:
-        what = f"nothing fits on each of {number} devices, and quantized weights cannot be sharded over them"
+        what = (
+            f"nothing fits on each of {number} devices, and quantized weights cannot be "
+            "sharded "
+            "over them"
+        )
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     for way in together.sharded:
         cost = cost.with_parallel(way)
@@ -207,19 +250,27 @@ def _fits(space: SearchSpace, cost: CostModel) -> bool:
 
 
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Leave out weight formats whose weights alone exceed the budget: they need not be traced or tried."""
+    """Leave out weight formats whose weights alone exceed the budget: they need not be traced or
+    tried.
+    """
     budget = cost.training_budget.num_bytes
     sizes: dict[str, int] = {}
     for candidate in space.candidates:
         size = cost.weight_bytes(candidate)
         sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
     dropped: dict[Choice, str] = {
-        name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
+        name: (
+            f"its weights alone need {size / 2**30:.1f} GiB, a run may take "
+            f"{budget / 2**30:.1f} "
+            "GiB"
+        )
         for name, size in sizes.items()
         if size > budget
     }
     if len(dropped) == len(sizes):
         smallest = min(sizes, key=lambda name: sizes[name])
         hint = suggest_relaxation(request, space, cost)
-        raise NothingFits(f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}", hint=hint)
+        raise NothingFits(
+            f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}", hint=hint
+        )
     return drop_values(space, "quantization", dropped)

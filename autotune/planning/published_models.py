@@ -1,4 +1,6 @@
-"""The published models by name, with what was predicted for a GPU: computed ahead, so it loads no library."""
+"""The published models by name, with what was predicted for a GPU: computed ahead, so it loads
+no library.
+"""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -24,7 +26,9 @@ class ModelSummary(Frozen):
     num_parameters: int | None
     """Number of parameters of the transformer; None if the family does not state it."""
     is_verified: bool
-    """Whether the transformer that is built without its files was compared with the published one."""
+    """Whether the transformer that is built without its files was compared with the published
+    one.
+    """
     license: str
     """License that its card names; empty if that is not known."""
     note: str
@@ -36,7 +40,9 @@ class ModelSummary(Frozen):
     missing_levers: Mapping[str, str]
     """Why it lacks the other settings."""
     prediction: CatalogPrediction | None = None
-    """What the GPU that was asked for is predicted to do with the family's defaults; None if that was not computed."""
+    """What the GPU that was asked for is predicted to do with the family's defaults; None if
+    that was not computed.
+    """
 
     @classmethod
     def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
@@ -60,4 +66,8 @@ class ModelSummary(Frozen):
 
 def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
     """All published models, family by family; `gpu` is a name in the catalog."""
-    return tuple(ModelSummary.build(family, model, gpu) for family in FAMILIES.values() for model in family.models)
+    return tuple(
+        ModelSummary.build(family, model, gpu)
+        for family in FAMILIES.values()
+        for model in family.models
+    )

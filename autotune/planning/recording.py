@@ -1,8 +1,10 @@
-"""A search as a file, to plan from again without the machine: `autotune plan --record FILE`, later `--replay FILE`.
+"""A search as a file, to plan from again without the machine: `autotune plan --record FILE`, later
+`--replay FILE`.
 
-JSON lines. The first holds the versions and the hardware; each other one a record of another search that was at hand,
-or a trial. Planning from it is a pure function: its trials are taken in their order, not chosen anew, so that the same
-file and request give the same plan, byte for byte, on any machine.
+JSON lines. The first holds the versions and the hardware; each other one a record of another search
+that was at hand, or a trial. Planning from it is a pure function: its trials are taken in their
+order, not chosen anew, so that the same file and request give the same plan, byte for byte, on any
+machine.
 """
 
 import json
@@ -13,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
 from autotune.runtime import read_bounded, write_text_atomic
-from autotune.schema import SCHEMA_VERSION, HardwareProfile, MemoryBudget, TrainingPlan, TrialResult, Workload, migrate
+from autotune.schema import (
+    SCHEMA_VERSION,
+    HardwareProfile,
+    MemoryBudget,
+    TrainingPlan,
+    TrialResult,
+    Workload,
+    migrate,
+)
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 if TYPE_CHECKING:
@@ -44,7 +54,9 @@ def recording_of(
 ) -> Recording:
     """What it takes to make `plan` again, of what was `known` then."""
     records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
-    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, memory_budget)
+    return Recording(
+        plan.frozen.autotune_version, hardware, records, plan.frozen.trials, memory_budget
+    )
 
 
 def write_recording(path: Path, recording: Recording) -> None:
@@ -56,8 +68,14 @@ def write_recording(path: Path, recording: Recording) -> None:
     }
     if recording.memory_budget is not None:
         head["memory_budget"] = recording.memory_budget.model_dump(mode="json")
-    records = ({"name": name, "record": record.model_dump(mode="json")} for name, record in recording.records)
-    trials = ({"trial": trial.model_dump(mode="json", exclude_defaults=True)} for trial in recording.trials)
+    records = (
+        {"name": name, "record": record.model_dump(mode="json")}
+        for name, record in recording.records
+    )
+    trials = (
+        {"trial": trial.model_dump(mode="json", exclude_defaults=True)}
+        for trial in recording.trials
+    )
     write_text_atomic(path, "".join(f"{json.dumps(line)}\n" for line in (head, *records, *trials)))
 
 
@@ -77,7 +95,9 @@ def read_recording(path: Path) -> Recording:
     except InvalidInput as error:
         raise InvalidInput(f"{path} {error.message}", hint=error.hint) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not a recording of this version of autotune, or damaged", hint=hint) from error
+        raise InvalidInput(
+            f"{path} is not a recording of this version of autotune, or damaged", hint=hint
+        ) from error
 
 
 def _parse_recording(content: bytes) -> Recording:
@@ -86,9 +106,15 @@ def _parse_recording(content: bytes) -> Recording:
     return Recording(
         autotune_version=str(head["autotune_version"]),
         hardware=_parsed(HardwareProfile, head["hardware"]),
-        records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
+        records=tuple(
+            (str(line["name"]), _parsed(Record, line["record"]))
+            for line in lines
+            if "record" in line
+        ),
         trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
-        memory_budget=_parsed(MemoryBudget, head["memory_budget"]) if "memory_budget" in head else None,
+        memory_budget=_parsed(MemoryBudget, head["memory_budget"])
+        if "memory_budget" in head
+        else None,
     )
 
 
@@ -98,9 +124,13 @@ def _parsed(kind: Any, data: object) -> Any:
 
 def replayed(recording: Recording) -> "PlannerBackend":
     """PlannerBackend in which everything is as it was then; it starts no trial."""
-    from autotune.planning.backend import PlannerBackend  # whose trials take torch, which reading a file does not
+    from autotune.planning.backend import (
+        PlannerBackend,
+    )  # whose trials take torch, which reading a file does not
 
-    def find_matches(hardware: HardwareProfile, workload: Workload, budget_bytes: int) -> StoreMatches:
+    def find_matches(
+        hardware: HardwareProfile, workload: Workload, budget_bytes: int
+    ) -> StoreMatches:
         return StoreMatches(
             records=tuple(
                 MatchedRecord(

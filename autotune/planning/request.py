@@ -78,7 +78,9 @@ class PlanRequest:
     study: StudyLocation | None = None
     """Where trials are kept and shared under a name."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
-    """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
+    """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps
+    trials in memory.
+    """
     job: Job | None = None
     """What an earlier plan did, if it is made again; what is asked for now takes precedence."""
     job_optimizer: OptimizerChoice = ADAMW
@@ -108,7 +110,11 @@ class PlanRequest:
     @property
     def caching_exclusions(self) -> tuple[tuple[str, str], ...]:
         """Values of such fields that are excluded."""
-        return tuple((name.removeprefix(PIN), value) for name, value in self.exclusions if name.startswith(PIN))
+        return tuple(
+            (name.removeprefix(PIN), value)
+            for name, value in self.exclusions
+            if name.startswith(PIN)
+        )
 
     @property
     def knob_pins(self) -> tuple[tuple[str, str], ...]:
@@ -131,7 +137,9 @@ class PlanRequest:
     @property
     def drops_captions(self) -> bool:
         """Whether the job leaves captions out at random."""
-        return bool(self.job_overrides.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
+        return bool(
+            self.job_overrides.get("caption_dropout", getattr(self.job, "caption_dropout", 0))
+        )
 
 
 def request_from(plan: TrainingPlan) -> PlanRequest:
@@ -159,21 +167,29 @@ def read_data(request: PlanRequest, model: ResolvedModel) -> SplitDataset | None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
     job = {**dict(request.job or {}), **request.job_overrides}
     options = make_options(job, model.family, frames)
-    return read_split(request.data, options, request.text("validation"), int(request.text("seed") or 0))
+    return read_split(
+        request.data, options, request.text("validation"), int(request.text("seed") or 0)
+    )
 
 
-def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
-    """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults.
+def build_job(
+    request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int
+) -> Job:
+    """The job that the plan starts with: the user's words, else the earlier plan's, else the
+    family's defaults.
 
     Raises:
-        InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family does not have.
+        InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family
+            does not have.
     """
     defaults = model.family.defaults
     items = dataset.items if dataset else ()
     usual = {
         "data": None,
         "num_steps": defaults.num_steps(max(1, len(items))),
-        "learning_rate": usual_learning_rate(request.workload_overrides.optimizer, defaults.learning_rate),
+        "learning_rate": usual_learning_rate(
+            request.workload_overrides.optimizer, defaults.learning_rate
+        ),
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
         "timestep_sampling": defaults.timestep_sampling,
@@ -203,7 +219,9 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A request with its model, data and job, read and found sound: all that can be wrong whatever the machine."""
+    """A request with its model, data and job, read and found sound: all that can be wrong
+    whatever the machine.
+    """
 
     request: PlanRequest
     model: ResolvedModel
@@ -216,17 +234,25 @@ class ResolvedRequest:
 
     @classmethod
     def build(
-        cls, request: PlanRequest, *, needs_weights: bool = True, on_sound: Callable[[], None] = lambda: None
+        cls,
+        request: PlanRequest,
+        *,
+        needs_weights: bool = True,
+        on_sound: Callable[[], None] = lambda: None,
     ) -> "ResolvedRequest":
-        """Read what the request names; with `needs_weights`, the headers of a local model's weights too.
+        """Read what the request names; with `needs_weights`, the headers of a local model's weights
+        too.
 
-        `on_sound` is called when all that can be judged without torch is found sound, before that is imported.
+        `on_sound` is called when all that can be judged without torch is found sound, before that
+        is imported.
 
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
         if request.workload_overrides.objective == "energy" and not request.is_local:
-            raise InvalidInput(f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE)
+            raise InvalidInput(
+                f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE
+            )
         for name, value in (*request.knob_pins, *request.knob_exclusions):
             require_choice(name, value)
         model, notes = resolve_request_model(request)
@@ -254,18 +280,30 @@ class ResolvedRequest:
         return self.request.space(self.context(hardware))
 
 
-def _with_even_batch(request: PlanRequest, defaults: Defaults) -> tuple[PlanRequest, tuple[str, ...]]:
-    """The request with an effective batch that its processes can share, if the user named none; and a note of that."""
+def _with_even_batch(
+    request: PlanRequest, defaults: Defaults
+) -> tuple[PlanRequest, tuple[str, ...]]:
+    """The request with an effective batch that its processes can share, if the user named none;
+    and a note of that.
+    """
     number, overrides = request.num_processes, request.workload_overrides
     default, batch = defaults.effective_batch_size, defaults.batch_for(number)
     if overrides.effective_batch_size is not None or batch == default:
         return request, ()
-    note = f"an effective batch of {batch}: {number} GPUs cannot share the usual {default} evenly; --batch sets another"
-    return replace(request, workload_overrides=replace(overrides, effective_batch_size=batch)), (note,)
+    note = (
+        f"an effective batch of {batch}: {number} GPUs cannot share the usual {default} "
+        "evenly; "
+        "--batch sets another"
+    )
+    return replace(request, workload_overrides=replace(overrides, effective_batch_size=batch)), (
+        note,
+    )
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
-    """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
+    """The model; from the hub come its tokenizers, if there are captions to count, and unknown
+    architectures.
+    """
     known = find_published(split_reference(request.model)[0]) is not None
     if not is_on_hub(request.model) or (known and not (request.is_local and request.data)):
         return resolve_model(request.model), ()

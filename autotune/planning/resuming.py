@@ -1,7 +1,8 @@
-"""Where a search keeps its trials: at the place that the user names, else in a file of its own until it has its plan.
+"""Where a search keeps its trials: at the place that the user names, else in a file of its own
+until it has its plan.
 
-The file lies in the user's cache folder, under the digest of request and machine. If an earlier search of the same was
-interrupted it is still there, and that search goes on.
+The file lies in the user's cache folder, under the digest of request and machine. If an earlier
+search of the same was interrupted it is still there, and that search goes on.
 """
 
 import contextlib
@@ -52,12 +53,18 @@ def kept_study(
                 yield study
             except NothingFits:
                 if users is not None and _is_only_user(users):
-                    path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
+                    path.unlink(
+                        missing_ok=True
+                    )  # it came to its end: there may be more memory next time
                 raise
 
 
-def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None]) -> ReadWriteLock | None:
-    """The lock that all processes share that use the search's file; None if nothing can be written there."""
+def _users(
+    path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None]
+) -> ReadWriteLock | None:
+    """The lock that all processes share that use the search's file; None if nothing can be
+    written there.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         users = ReadWriteLock(path.with_suffix(".users"), is_singleton=False)
@@ -69,7 +76,9 @@ def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None
 
 
 def _is_only_user(users: ReadWriteLock) -> bool:
-    """Whether no other process uses the file; if so the lock is now held exclusively, else not at all."""
+    """Whether no other process uses the file; if so the lock is now held exclusively, else not
+    at all.
+    """
     users.release(force=True)  # a shared lock cannot be upgraded
     try:
         users.acquire_write(timeout=0.1)  # of two that try at once, one gets it
@@ -81,8 +90,13 @@ def _is_only_user(users: ReadWriteLock) -> bool:
 def _file_of_its_own(
     path: Path, users: ReadWriteLock, problem: PlanningProblem, on_note: Callable[[str], None]
 ) -> StudyLocation | None:
-    """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
-    place, fresh = StudyLocation("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
+    """Where the search is kept while the lock on `users` is held; None beside one that is not to
+    be joined.
+    """
+    place, fresh = (
+        StudyLocation("search", f"sqlite:///{path}"),
+        problem.request.interrupted == "forgotten",
+    )
     alone = _is_only_user(users)
     if fresh and not alone:
         on_note("the same search is already running: this one keeps its trials in memory only")
@@ -94,8 +108,12 @@ def _file_of_its_own(
     return place
 
 
-def _goes_on(place: StudyLocation, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
-    """Whether a search was interrupted there, or is running: not if it has its plan, or nobody can read it."""
+def _goes_on(
+    place: StudyLocation, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool
+) -> bool:
+    """Whether a search was interrupted there, or is running: not if it has its plan, or nobody
+    can read it.
+    """
     try:
         study = open_study(place, problem.identity)
         fail_dead_trials(study, is_alone=is_alone)

@@ -1,8 +1,10 @@
-"""A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan becomes measured.
+"""A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan
+becomes measured.
 
-As in a search, what changes the computation is tried only once its adapter gradients agree with the reference's there.
-Only settings that the plan itself names are turned to: the chosen ones, then its fallbacks, each of which needs less
-memory than the one before. Work, quality and effective batch stay as they are.
+As in a search, what changes the computation is tried only once its adapter gradients agree with the
+reference's there. Only settings that the plan itself names are turned to: the chosen ones, then its
+fallbacks, each of which needs less memory than the one before. Work, quality and effective batch
+stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,13 @@ from pathlib import Path
 from autotune.cost import CostModel, Parallel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families import read_parts, resolve_model
-from autotune.knobs import KNOBS, TuningContext, describe_caching, parity_capability, unavailable_reason
+from autotune.knobs import (
+    KNOBS,
+    TuningContext,
+    describe_caching,
+    parity_capability,
+    unavailable_reason,
+)
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.runtime import started_by_launcher
@@ -36,7 +44,9 @@ from autotune.training import key_misfits, model_misfits, require_fit
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
 
-def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent) -> TrainingPlan:
+def measured_here(
+    plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
+) -> TrainingPlan:
     """The plan, or the measured plan that a trial on this machine makes of a predicted one.
 
     Args:
@@ -56,8 +66,15 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     sealed = seal_on_arrival(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
-    changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
-    text = f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted{changed}"
+    changed = (
+        ""
+        if sealed.frozen.settings == plan.frozen.settings
+        else "; its settings did not run, a fallback does"
+    )
+    text = (
+        f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} "
+        f"predicted{changed}"
+    )
     if file:
         write_plan(sealed_path(file), sealed)
         text += f"; written to {sealed_path(file)}"
@@ -66,12 +83,17 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
 
 
 def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
-    """The measured plan that an earlier start on this machine made of the predicted one at `path`, if it did."""
+    """The measured plan that an earlier start on this machine made of the predicted one at
+    `path`, if it did.
+    """
     try:
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
         return None
-    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
+    same_work = (
+        sealed.frozen.workload == plan.frozen.workload
+        and sealed.frozen.predicted_digest == plan.identity
+    )
     same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
@@ -85,7 +107,8 @@ def sealed_path(path: Path) -> Path:
 def seal_on_arrival(
     plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
-    """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a measured plan.
+    """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a
+    measured plan.
 
     Raises:
         DoesNotFit: neither its settings nor its fallbacks run here.
@@ -96,7 +119,10 @@ def seal_on_arrival(
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(
-        planned.strategy, planned.num_processes, planned.num_nodes, planned.interconnect_bytes_per_second
+        planned.strategy,
+        planned.num_processes,
+        planned.num_nodes,
+        planned.interconnect_bytes_per_second,
     )
     caching = plan.frozen.caching
     as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
@@ -112,23 +138,32 @@ def seal_on_arrival(
         parallel=parallel,
     )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
-    against = _too_large(candidates, cost) | {one: why for one in candidates if (why := _unusable(one, hardware))}
+    against = _too_large(candidates, cost) | {
+        one: why for one in candidates if (why := _unusable(one, hardware))
+    }
     if fitting := [candidate for candidate in candidates if candidate not in against]:
-        choices = {knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS}
+        choices = {
+            knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS
+        }
         checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
         against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
     if not (usable := [candidate for candidate in candidates if candidate not in against]):
         raise DoesNotFit(
-            f"neither the plan's settings nor its fallbacks can be used here; the last: {against[candidates[-1]]}",
+            "neither the plan's settings nor its fallbacks can be used here; the last: "
+            f"{against[candidates[-1]]}",
             hint=PLAN_AGAIN,
         )
     with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against))
+    return seal(
+        plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against)
+    )
 
 
 def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
-    """What may not be tried, and why: an over-allocation can hang a machine whose memory is shared."""
+    """What may not be tried, and why: an over-allocation can hang a machine whose memory is
+    shared.
+    """
     budget = cost.training_budget.num_bytes
     needed = {candidate: cost.predict(candidate).run_memory_bytes for candidate in candidates}
     return {
@@ -154,7 +189,11 @@ def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
         if (parity := knob.parity(value))
     )
     return next(
-        (f"{what}: {why}" for what, capability in capabilities if (why := unavailable_reason(hardware, capability))),
+        (
+            f"{what}: {why}"
+            for what, capability in capabilities
+            if (why := unavailable_reason(hardware, capability))
+        ),
         None,
     )
 
@@ -167,7 +206,8 @@ def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tupl
             return tuple(trials)
     last = trials[-1]
     raise DoesNotFit(
-        f"neither the plan's settings nor its fallbacks run here; the last ended as {last.outcome}: {last.message}",
+        "neither the plan's settings nor its fallbacks run here; the last ended as "
+        f"{last.outcome}: {last.message}",
         hint=PLAN_AGAIN,
     )
 
@@ -196,7 +236,8 @@ def _measured(
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
-            "forecast": frozen.forecast and frozen.forecast.rebased(frozen.settings, best.candidate),
+            "forecast": frozen.forecast
+            and frozen.forecast.rebased(frozen.settings, best.candidate),
             "predicted_digest": plan.identity,
             "original_digest": None,
             "overheads": None,  # autotune's executor ran it

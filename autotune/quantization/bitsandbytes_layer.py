@@ -1,7 +1,8 @@
-"""bitsandbytes' layers around a weight that has just arrived: NF4 with double quantization, and LLM.int8.
+"""bitsandbytes' layers around a weight that has just arrived: NF4 with double quantization, and
+LLM.int8.
 
-The weight is quantized in slices: on a CPU bitsandbytes takes seven times what it is given (bf16) for a moment.
-Slices end where a scale's values end, so the bits are those of the whole.
+The weight is quantized in slices: on a CPU bitsandbytes takes seven times what it is given (bf16)
+for a moment. Slices end where a scale's values end, so the bits are those of the whole.
 """
 
 from typing import Any
@@ -15,13 +16,20 @@ from autotune.quantization.sizes import NESTED_BLOCK, NF4_BLOCK, slice_bytes_of
 
 
 def quantize_nf4(layer: nn.Linear) -> nn.Module:
-    """The layer that takes the place of `layer`: 4-bit NormalFloat with double quantization, on its device."""
+    """The layer that takes the place of `layer`: 4-bit NormalFloat with double quantization, on
+    its device.
+    """
     made = bnb.Linear4bit(
-        *_shape(layer), compute_dtype=layer.weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
+        *_shape(layer),
+        compute_dtype=layer.weight.dtype,
+        compress_statistics=True,
+        quant_type="nf4",
+        device="meta",
     )
     made.weight = pack_nf4(layer.weight.data, slice_bytes_of(layer.weight))
-    # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference, for good: in
-    # bf16, without a backward pass, and only if the number of rows is a multiple of 32.
+    # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference,
+    # for good: in bf16, without a backward pass, and only if the number of rows is a multiple of
+    # 32.
     made.support_avx512bf16_for_cpu = False
     return _finish(made, layer)
 
@@ -34,8 +42,8 @@ def quantize_int8(layer: nn.Linear) -> nn.Module:
 
 
 def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
-    """What constructors take first. They get the meta device, too: else they would draw initial weights on the host, a
-    minute for 20 billion of them."""
+    """What constructors take first. They get the meta device, too: else they would draw initial
+    weights on the host, a minute for 20 billion of them."""
     return layer.in_features, layer.out_features, layer.bias is not None
 
 
@@ -51,7 +59,9 @@ def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
     stored = torch.empty(-(-len(flat) // 2), 1, dtype=torch.uint8, device=weight.device)
     maxima = torch.empty(-(-len(flat) // NF4_BLOCK), dtype=torch.float32, device=weight.device)
     for start in range(0, len(flat), step):
-        part, state = functional.quantize_4bit(flat[start : start + step], blocksize=NF4_BLOCK, quant_type="nf4")
+        part, state = functional.quantize_4bit(
+            flat[start : start + step], blocksize=NF4_BLOCK, quant_type="nf4"
+        )
         stored[start // 2 : start // 2 + len(part)] = part
         maxima[start // NF4_BLOCK : start // NF4_BLOCK + len(state.absmax)] = state.absmax
     offset = maxima.mean()
@@ -78,11 +88,17 @@ def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
 
 
 def pack_int8(weight: Tensor, slice_bytes: int) -> Any:
-    """bitsandbytes' 8-bit parameter of `weight`: it would quantize by itself only on the way from the host."""
+    """bitsandbytes' 8-bit parameter of `weight`: it would quantize by itself only on the way
+    from the host.
+    """
     stored = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     step = max(1, slice_bytes // max(1, weight.shape[1] * weight.element_size()))
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
-        stored[rows], scales[rows], _ = functional.int8_vectorwise_quant(weight[rows].to(torch.float16))
-    return bnb.Int8Params(stored, requires_grad=False, has_fp16_weights=False, CB=stored, SCB=scales)
+        stored[rows], scales[rows], _ = functional.int8_vectorwise_quant(
+            weight[rows].to(torch.float16)
+        )
+    return bnb.Int8Params(
+        stored, requires_grad=False, has_fp16_weights=False, CB=stored, SCB=scales
+    )

@@ -1,14 +1,15 @@
 """A frozen Linear on weights of 8 bits that keeps nothing but those weights for its backward pass.
 
-Weights are plain int8 or float8 with one scale per row, or float8 without scales: what diffusers calls layerwise
-casting, without hooks that hold a cast copy from the forward to the backward pass. Left to autograd, the copy of each
-product would be kept, too, and without checkpointing an int8 model would need more memory than a bf16 one. Here the
-backward pass casts again: one more read of the stored weights. The weights themselves get no gradient: they are frozen.
+Weights are plain int8 or float8 with one scale per row, or float8 without scales: what diffusers
+calls layerwise casting, without hooks that hold a cast copy from the forward to the backward pass.
+Left to autograd, the copy of each product would be kept, too, and without checkpointing an int8
+model would need more memory than a bf16 one. Here the backward pass casts again: one more read of
+the stored weights. The weights themselves get no gradient: they are frozen.
 
-A scale is applied where that moves fewest bytes. CUDA's kernels convert operands as they read them, so there int8 is
-cast and scaled at once: 3 bytes a weight in bf16. torch multiplies no float8 by element, and a CPU converts
-beforehand, so there a weight is only cast, and the product's output is scaled, together with its bias, or the gradient
-that comes in.
+A scale is applied where that moves fewest bytes. CUDA's kernels convert operands as they read them,
+so there int8 is cast and scaled at once: 3 bytes a weight in bf16. torch multiplies no float8 by
+element, and a CPU converts beforehand, so there a weight is only cast, and the product's output is
+scaled, together with its bias, or the gradient that comes in.
 """
 
 from typing import Any
@@ -24,11 +25,13 @@ CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`. Shapes: x (..., inputs), stored (outputs, inputs), scale (outputs,), in fp32,
-    or None for ones; bytes of float8 come as uint8."""
+    """`linear(x, scale * stored, bias)`. Shapes: x (..., inputs), stored (outputs, inputs),
+    scale (outputs,), in fp32, or None for ones; bytes of float8 come as uint8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, stored: Tensor, scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(stored, scale)
         if scale is None or _scales_weight(stored, x):
             return functional.linear(x, _weight(stored, scale, x.dtype), bias)
@@ -46,7 +49,9 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def _scales_weight(stored: Tensor, factor: Tensor) -> bool:
-    """Whether the weight is scaled, not what it is multiplied with. In fp16 products with unscaled numbers overflow."""
+    """Whether the weight is scaled, not what it is multiplied with. In fp16 products with
+    unscaled numbers overflow.
+    """
     is_one_kernel = stored.dtype == torch.int8 and CONVERTS_AS_IT_READS[stored.device.type]
     return is_one_kernel or factor.dtype == torch.float16
 
@@ -56,12 +61,18 @@ def _weight(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return as_stored(stored).to(dtype)
     if stored.dtype == torch.int8:
-        return torch.mul(stored, scale.unsqueeze(1), out=torch.empty(stored.shape, dtype=dtype, device=stored.device))
+        return torch.mul(
+            stored,
+            scale.unsqueeze(1),
+            out=torch.empty(stored.shape, dtype=dtype, device=stored.device),
+        )
     return as_stored(stored).to(dtype).mul_(scale.unsqueeze(1))
 
 
 class FrozenLinear(nn.Linear):
-    """A Linear whose weight is quantized. Made of a layer in place, by its class: to all others it stays a Linear."""
+    """A Linear whose weight is quantized. Made of a layer in place, by its class: to all others
+    it stays a Linear.
+    """
 
     scale: Tensor | None
 
@@ -83,7 +94,9 @@ def quantize_float8(layer: nn.Linear) -> None:
 
 
 def quantize_layerwise(layer: nn.Linear) -> None:
-    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448 is lost."""
+    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448
+    is lost.
+    """
     layer.weight = nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
     layer.register_parameter("scale", None)
     layer.__class__ = FrozenLinear

@@ -1,12 +1,15 @@
-"""Frozen Linear layers that multiply in 8 bits: both factors, in both passes, from one stored weight.
+"""Frozen Linear layers that multiply in 8 bits: both factors, in both passes, from one stored
+weight.
 
-A weight is stored as int8 or float8 (e4m3) with one scale per row. Activations get a scale per row on the fly, and so
-does the incoming gradient once the weight's scales are folded into it. So with W = s * Q, x = a * X and g * s = b * G,
-an output is a * (X @ Q.T) * s and the gradient of an input b * (G @ Q): the same Q serves both. Frozen weights get no
-gradient, so nothing else is kept. All tensors are plain, and torch.compile traces what happens here.
+A weight is stored as int8 or float8 (e4m3) with one scale per row. Activations get a scale per row
+on the fly, and so does the incoming gradient once the weight's scales are folded into it. So with W
+= s * Q, x = a * X and g * s = b * G, an output is a * (X @ Q.T) * s and the gradient of an input b
+* (G @ Q): the same Q serves both. Frozen weights get no gradient, so nothing else is kept. All
+tensors are plain, and torch.compile traces what happens here.
 
-What surrounds a product is about as many bytes as a GPU moves in the product's time, so there it is compiled, with
-shapes left open. Layers whose sides are no multiples of 16, which kernels on CUDA ask for, stay as they are.
+What surrounds a product is about as many bytes as a GPU moves in the product's time, so there it is
+compiled, with shapes left open. Layers whose sides are no multiples of 16, which kernels on CUDA
+ask for, stay as they are.
 """
 
 from collections.abc import Callable
@@ -17,11 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.quantization.stored_rows import FLOAT8, as_stored, quantize_rows, row_scales, store_rows
+from autotune.quantization.stored_rows import (
+    FLOAT8,
+    as_stored,
+    quantize_rows,
+    row_scales,
+    store_rows,
+)
 
 SIDE_MULTIPLE, MIN_ROWS = 16, 32
-"""What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows (some cards refuse fewer
-than 32), `_scaled_mm` sides that 16 divides."""
+"""What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows
+(some cards refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
 
 
 def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -32,8 +41,12 @@ def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tu
     return (folded.round_() if dtype == torch.int8 else folded).to(dtype), scale
 
 
-def unscale(sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`sums * rows * columns + bias` in `dtype`: sums int32 (m, n), rows (m, 1), columns and bias (n,)."""
+def unscale(
+    sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`sums * rows * columns + bias` in `dtype`: sums int32 (m, n), rows (m, 1), columns and
+    bias (n,).
+    """
     out = sums.float().mul_(rows)
     out = out if columns is None else out.mul_(columns)
     return (out if bias is None else out.add_(bias)).to(dtype)
@@ -68,9 +81,15 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 
 def multiply(
-    left: Tensor, rows: Tensor, right: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    left: Tensor,
+    rows: Tensor,
+    right: Tensor,
+    columns: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """`(rows * left) @ (right * columns) + bias` in `dtype`: the one place that calls the products' kernels.
+    """`(rows * left) @ (right * columns) + bias` in `dtype`: the one place that calls the products'
+    kernels.
 
     Args:
         left: 8 bits, (m, k).
@@ -83,7 +102,10 @@ def multiply(
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
     if missing > 0:
-        left, rows = functional.pad(left, (0, 0, 0, missing)), functional.pad(rows, (0, 0, 0, missing))
+        left, rows = (
+            functional.pad(left, (0, 0, 0, missing)),
+            functional.pad(rows, (0, 0, 0, missing)),
+        )
     if right.stride(0) != 1 and (kernels.has_cuda_limits or right.dtype == FLOAT8):
         right = right.t().contiguous().t()  # kernels read the second factor by columns alone
     left = left.contiguous()  # what is rounded keeps the order in memory of what it was made of
@@ -91,15 +113,19 @@ def multiply(
         out = kernels.unscale(torch._int_mm(left, right), rows, columns, bias, dtype)
     else:
         columns = rows.new_ones(right.shape[1]) if columns is None else columns
-        made = torch.bfloat16 if kernels.has_cuda_limits else dtype  # all that kernels with scales per row write there
-        out = torch._scaled_mm(left, right, scale_a=rows, scale_b=columns.unsqueeze(0), out_dtype=made).to(dtype)
+        made = (
+            torch.bfloat16 if kernels.has_cuda_limits else dtype
+        )  # all that kernels with scales per row write there
+        out = torch._scaled_mm(
+            left, right, scale_a=rows, scale_b=columns.unsqueeze(0), out_dtype=made
+        ).to(dtype)
         out = out if bias is None else out.add_(bias)
     return out[:num_rows] if missing > 0 else out
 
 
 class EightBitProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`. Shapes: x (rows, inputs), stored (outputs, inputs), scale (outputs,), in fp32;
-    bytes of float8 come as uint8."""
+    """`linear(x, scale * stored, bias)`. Shapes: x (rows, inputs), stored (outputs, inputs),
+    scale (outputs,), in fp32; bytes of float8 come as uint8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Sizes that decide how many bytes quantized weights take, and how many while they are quantized. Needs no torch."""
+"""Sizes that decide how many bytes quantized weights take, and how many while they are
+quantized. Needs no torch.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,8 @@ NESTED_BLOCK = 256
 
 SLICE_BYTES = 32 << 20
 CPU_SLICE_BYTES = 1 << 20
-"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it would be launches, and
-loading has memory to spare, since training needs far more."""
+"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it
+would be launches, and loading has memory to spare, since training needs far more."""
 
 
 def slice_bytes_of(weight: "Tensor") -> int:

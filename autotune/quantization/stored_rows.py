@@ -1,7 +1,7 @@
 """Weights in 8 bits with one scale per row, in plain tensors.
 
-A row's largest number becomes the largest of int8 or float8 (e4m3). float8 is kept as bytes: peft would round the
-adapter of a layer whose weight has a floating dtype to that dtype.
+A row's largest number becomes the largest of int8 or float8 (e4m3). float8 is kept as bytes: peft
+would round the adapter of a layer whose weight has a floating dtype to that dtype.
 """
 
 import torch
@@ -24,7 +24,9 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each row of `x` in `dtype`, in fp32 (rows, 1)."""
-    largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())  # abs() would take a copy
+    largest = torch.maximum(
+        x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_()
+    )  # abs() would take a copy
     return largest.float().div_(LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
 
 
@@ -33,15 +35,23 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype)
 
 
-def store_rows(layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32) -> None:
-    """Store the weight of `layer` in `dtype`, and its scales (outputs,) in fp32 beside it, as `scale`.
+def store_rows(
+    layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32
+) -> None:
+    """Store the weight of `layer` in `dtype`, and its scales (outputs,) in fp32 beside it, as
+    `scale`.
 
     Scales are numbers that `scales_as` has: what is scaled in that dtype then rounds no scale.
     """
     weight = layer.weight.data
-    stored, scale = weight.new_empty(weight.shape, dtype=dtype), weight.new_empty(len(weight), dtype=torch.float32)
+    stored, scale = (
+        weight.new_empty(weight.shape, dtype=dtype),
+        weight.new_empty(len(weight), dtype=torch.float32),
+    )
     step = max(1, slice_bytes_of(weight) // (weight.shape[1] * weight.element_size()))
-    for start in range(0, 0 if weight.is_meta else len(weight), step):  # in slices: a whole takes several times itself
+    for start in range(
+        0, 0 if weight.is_meta else len(weight), step
+    ):  # in slices: a whole takes several times itself
         rows = slice(start, start + step)
         scales = row_scales(weight[rows], dtype).to(scales_as).float()
         stored[rows], scale[rows] = _in_scale(weight[rows], scales, dtype), scales.flatten()

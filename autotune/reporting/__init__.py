@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from autotune.reporting.origins import origin_lines, user_values_line
     from autotune.reporting.page.build import build_page
     from autotune.reporting.page.html import has_plotly
-    from autotune.reporting.page.subjects import Comparison, Picture, PlanSubject, PreviewPicture, RunSubject, Subject
+    from autotune.reporting.page.subjects import (
+        Comparison,
+        Picture,
+        PlanSubject,
+        PreviewPicture,
+        RunSubject,
+        Subject,
+    )
     from autotune.reporting.plan import (
         TRIAL_HEADER,
         check_lines,

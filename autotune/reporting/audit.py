@@ -14,28 +14,54 @@ MEASURED = "Predicted by autotune's cost model, and measured in a few steps of i
 def audit_lines(audit: Audit) -> list[str]:
     """The file as written, the fastest that learns the same, and what each difference is worth."""
     config = audit.config
-    lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit), ""]
+    lines = [
+        f"{config.path} ({config.trainer}) on {audit.as_written.hardware}",
+        _evidence(audit),
+        "",
+    ]
     lines += _table(_comparison(audit), (16, 18, 18, 18))
     lines += ["", f"in {config.trainer}: {config.overheads.text}"] if config.overheads else []
     lines += ["", BROKEN, *(f"  {one}" for one in audit.breaks)] if audit.breaks else []
     if audit.worth:
-        lines += ["", "what each change is worth alone", *_table(_worth(audit), (22, 16, 16, 10, 12))]
+        lines += [
+            "",
+            "what each change is worth alone",
+            *_table(_worth(audit), (22, 16, 16, 10, 12)),
+        ]
     lines += ["", "not carried over, so not compared"] if config.not_carried else []
-    lines += [f"  line {one.line}: {one.key}: {one.meaning}" for one in config.not_carried if one.line]
+    lines += [
+        f"  line {one.line}: {one.key}: {one.meaning}" for one in config.not_carried if one.line
+    ]
     return [part for line in lines for part in wrapped(line, 4)]
 
 
 def audit_markdown(audit: Audit) -> str:
     """The same as tables for pasting into a thread."""
     config = audit.config
-    lines = [f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**", "", _evidence(audit), ""]
+    lines = [
+        f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**",
+        "",
+        _evidence(audit),
+        "",
+    ]
     lines += _markdown_table(_comparison(audit))
     lines += ["", f"In {config.trainer}: {config.overheads.text}."] if config.overheads else []
     if audit.worth:
         lines += ["", "What each change is worth alone:", "", *_markdown_table(_worth(audit))]
-    lines += ["", f"{BROKEN.capitalize()}:", "", *(f"- {one}" for one in audit.breaks)] if audit.breaks else []
-    lost = [f"- `{one.key}` (line {one.line}): {one.meaning}" for one in config.not_carried if one.line]
-    return "\n".join([*lines, *(["", "Not carried over, so not compared:", "", *lost] if lost else [])]) + "\n"
+    lines += (
+        ["", f"{BROKEN.capitalize()}:", "", *(f"- {one}" for one in audit.breaks)]
+        if audit.breaks
+        else []
+    )
+    lost = [
+        f"- `{one.key}` (line {one.line}): {one.meaning}" for one in config.not_carried if one.line
+    ]
+    return (
+        "\n".join(
+            [*lines, *(["", "Not carried over, so not compared:", "", *lost] if lost else [])]
+        )
+        + "\n"
+    )
 
 
 def _evidence(audit: Audit) -> str:
@@ -48,12 +74,24 @@ def _columns(audit: Audit) -> list[tuple[str, Estimate | None, TrialResult | Non
     fastest = ("fastest", audit.fastest, audit.measured_fastest)
     if audit.in_trainer is None:
         return [written, fastest]
-    return [(f"in {audit.config.trainer}", audit.in_trainer, None), ("in autotune", *written[1:]), fastest]
+    return [
+        (f"in {audit.config.trainer}", audit.in_trainer, None),
+        ("in autotune", *written[1:]),
+        fastest,
+    ]
 
 
 def _comparison(audit: Audit) -> list[list[str]]:
     columns = _columns(audit)
-    titles = ["seconds per step", "images/s", "run memory", "of the budget", "neediest phase", "the job", "fits"]
+    titles = [
+        "seconds per step",
+        "images/s",
+        "run memory",
+        "of the budget",
+        "neediest phase",
+        "the job",
+        "fits",
+    ]
     predicted = [_column(estimate) for _, estimate, _ in columns]
     rows = [["", *(title for title, _, _ in columns)]]
     rows += [list(row) for row in zip(titles, *predicted, strict=True)]
@@ -63,14 +101,19 @@ def _comparison(audit: Audit) -> list[list[str]]:
     trials = [_measured(trial) for _, _, trial in columns]
     return [
         *rows,
-        *([title, *values] for title, *values in zip(("measured s/step", "step memory"), *trials, strict=True)),
+        *(
+            [title, *values]
+            for title, *values in zip(("measured s/step", "step memory"), *trials, strict=True)
+        ),
     ]
 
 
 def _phases(estimates: Sequence[Estimate | None]) -> list[list[str]]:
     """Peak memory of each phase, of each estimate."""
     columns = [
-        {} if one is None else {phase.name: memory_text(phase.run_memory_bytes) for phase in one.prediction.phases}
+        {}
+        if one is None
+        else {phase.name: memory_text(phase.run_memory_bytes) for phase in one.prediction.phases}
         for one in estimates
     ]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -104,13 +147,17 @@ def _worth(audit: Audit) -> list[list[str]]:
     rows = [["setting", "as written", "instead", "s/step", "memory"]]
     for one in audit.worth:
         memory = f"{'-' if one.run_memory_saved_bytes > 0 else '+'}{memory_text(abs(one.run_memory_saved_bytes))}"
-        rows.append([one.knob, str(one.written), str(one.better), f"{-one.step_seconds_saved:+.3f}", memory])
+        rows.append(
+            [one.knob, str(one.written), str(one.better), f"{-one.step_seconds_saved:+.3f}", memory]
+        )
     rows.append(["sum of these", "", "", f"{-audit.sum_of_step_seconds_saved:+.3f}", ""])
     return [*rows, ["all together", "", "", f"{-audit.step_seconds_saved:+.3f}", ""]]
 
 
 def _table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    padded = ([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)] for row in rows)
+    padded = (
+        [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)] for row in rows
+    )
     return ["  " + " ".join(cells).rstrip() for cells in padded]
 
 

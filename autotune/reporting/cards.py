@@ -13,7 +13,9 @@ from autotune.schema import RunReport, TrainingPlan
 
 TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
 """What the hub calls each kind of model."""
-LINKED = re.compile(r"((?:[a-z][a-z0-9+.-]*://|www\.)[^\s`<>]+|[^\s`<>@]+@[^\s`<>@]+\.[^\s`<>@]+)", re.IGNORECASE)
+LINKED = re.compile(
+    r"((?:[a-z][a-z0-9+.-]*://|www\.)[^\s`<>]+|[^\s`<>@]+@[^\s`<>@]+\.[^\s`<>@]+)", re.IGNORECASE
+)
 """Addresses that stand in a text by themselves."""
 
 
@@ -30,7 +32,8 @@ def model_card(
     license_name: str | None,
     pictures: Sequence[tuple[str, str]],
 ) -> str:
-    """The card as Markdown with the hub's header. Of the data it tells the number of items and nothing else.
+    """The card as Markdown with the hub's header. Of the data it tells the number of items and
+    nothing else.
 
     Args:
         plan: what was trained.
@@ -47,10 +50,16 @@ def model_card(
     work, job = plan.frozen.workload, plan.job
     items = sum(bucket.num_items for bucket in work.buckets)
     texts = [(_plain(prompt), file) for prompt, file in pictures]
-    shown = [line for text, file in texts for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))]
+    shown = [
+        line
+        for text, file in texts
+        for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))
+    ]
     learned = (
-        f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, {report.num_steps} steps "
-        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} item{'s' * (items != 1)}."
+        f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, "
+        f"{report.num_steps} steps "
+        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} "
+        f"item{'s' * (items != 1)}."
     )
     return "\n".join(
         [
@@ -79,9 +88,13 @@ def model_card(
     )
 
 
-def _usage(base_model: str | None, name: str, loader: str, options: Mapping[str, object]) -> list[str]:
+def _usage(
+    base_model: str | None, name: str, loader: str, options: Mapping[str, object]
+) -> list[str]:
     base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
-    given = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else v}" for key, v in options.items())
+    given = ", ".join(
+        f"{key}={json.dumps(v) if isinstance(v, str) else v}" for key, v in options.items()
+    )
     return [
         "```python",
         "from diffusers import DiffusionPipeline",
@@ -95,7 +108,8 @@ def _usage(base_model: str | None, name: str, loader: str, options: Mapping[str,
 def _plain(text: str) -> str:
     """`text` in one line that Markdown and HTML show as it is: prompts and names are anybody's.
 
-    What renderers would make a link of without being told, an escape before it or not, is set as code.
+    What renderers would make a link of without being told, an escape before it or not, is set as
+    code.
     """
     parts = LINKED.split(printable(" ".join(text.split())))
     escaped = [re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", part) for part in parts]

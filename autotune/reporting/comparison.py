@@ -53,7 +53,11 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
     """The GPUs that a model fits, fastest first; then those that it does not fit."""
     defaults = FAMILIES[error.family].defaults
     frames = f" and {defaults.num_frames} frames" if defaults.num_frames > 1 else ""
-    about = f"rank {defaults.rank}, batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
+    about = (
+        f"rank {defaults.rank}, batch {defaults.effective_batch_size}, "
+        f"{defaults.resolution_px} "
+        f"px{frames}"
+    )
     rows = [
         f"{each.gpu:<30}{each.memory_gb:>5g} GB{seconds_text(each.step_seconds):>13}"
         f"{uncertainty_text(each.time_uncertainty):<6}{memory_text(each.run_memory_bytes):>12}"

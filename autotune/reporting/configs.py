@@ -13,7 +13,10 @@ def import_lines(config: ImportedConfig) -> list[str]:
     """What becomes of every setting, in groups, with the line that each is on."""
     lines = [*wrapped(f"{config.path}: {config.trainer}, {config.model}", 4)]
     for title, group in (
-        ("not carried over, though it changes what is learned or is not understood", config.not_carried),
+        (
+            "not carried over, though it changes what is learned or is not understood",
+            config.not_carried,
+        ),
         ("carried over", config.carried),
         ("settings, to be pinned or judged", config.pinned),
         ("decided by autotune", config.decided),
@@ -46,6 +49,8 @@ def export_lines(exported: ExportedConfig) -> list[str]:
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]
         shown = [f"  {one.name}: {one.planned} in the plan, {one.written} there" for one in these]
-        lines += ["", title, *(line for text in shown for line in wrapped(text, 4))] if these else []
+        lines += (
+            ["", title, *(line for text in shown for line in wrapped(text, 4))] if these else []
+        )
     remarks = [line for remark in exported.remarks for line in wrapped(f"  {remark}", 4)]
     return [*lines, "", "it computes differently", *remarks] if remarks else lines

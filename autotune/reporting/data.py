@@ -25,7 +25,9 @@ TITLES = {
 
 
 def data_report_lines(report: DataReport) -> list[str]:
-    """Everything that is known about a data folder: verdict first, then shapes, then each file by name."""
+    """Everything that is known about a data folder: verdict first, then shapes, then each file
+    by name.
+    """
     return [line for text in _texts(report) for line in wrapped(text)]
 
 
@@ -36,7 +38,10 @@ def _texts(report: DataReport) -> Iterator[str]:
         "" if report.can_train else f", cannot be trained on{why}"
     )
     if report.epoch_size != report.num_usable:
-        yield f"  an epoch shows {report.epoch_size}: repeats of folders such as 10_dog, or of metadata.jsonl"
+        yield (
+            f"  an epoch shows {report.epoch_size}: repeats of folders such as 10_dog, or of "
+            "metadata.jsonl"
+        )
     if report.num_with_controls:
         yield f"  {report.num_with_controls} with control images"
     if report.caption_words:
@@ -45,7 +50,10 @@ def _texts(report: DataReport) -> Iterator[str]:
     if report.buckets:
         yield ""
         yield f"Shapes at {report.resolution_px} px"
-    frames = [f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else "" for bucket in report.buckets]
+    frames = [
+        f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+        for bucket in report.buckets
+    ]
     shapes = [
         f"{bucket.width_px:>5} x {bucket.height_px:<5}{clip} {bucket.num_items:>6}"
         for bucket, clip in zip(report.buckets, frames, strict=True)
@@ -61,9 +69,16 @@ def _remarks(report: DataReport) -> Iterator[str]:
         yield f"  {report.num_enlarged} scaled up {more}: use larger originals or less resolution"
     if report.cropped:
         named = ", ".join(capped(report.cropped, 3, ""))
-        yield f"  {len(report.cropped)} cropped by more than {report.max_crop:.0%} of the area: {named}"
+        yield (
+            f"  {len(report.cropped)} cropped by more than {report.max_crop:.0%} of the area: "
+            f"{named}"
+        )
     if report.num_unverified:
-        yield f"  {report.num_unverified} not decoded for lack of time: damage shows when they are encoded"
+        yield (
+            f"  {report.num_unverified} not decoded for lack of time: damage shows when they "
+            "are "
+            "encoded"
+        )
 
 
 def _problems(report: DataReport) -> Iterator[str]:

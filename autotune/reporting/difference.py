@@ -8,14 +8,18 @@ from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
 from autotune.schema import TrainingPlan
 
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
-"""How names end whose values are compared by their ratio; others, such as a rank, are chosen, not measured."""
+"""How names end whose values are compared by their ratio; others, such as a rank, are chosen,
+not measured.
+"""
 TIMES = ("step_seconds", "run_seconds")
 """Names of values that a plan may have predicted, as uncertain as it says."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that both plans have and that is not the same; for quantities the second over the first, too."""
+    """One thing that both plans have and that is not the same; for quantities the second over
+    the first, too.
+    """
 
     name: str
     first: str | int | float | None
@@ -43,7 +47,9 @@ def differences(
     )
 
 
-def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[str, str | int | float | None]]:
+def _facts(
+    plan: TrainingPlan, price_per_hour: float | None
+) -> Iterator[tuple[str, str | int | float | None]]:
     frozen, expected = plan.frozen, plan.frozen.expected
     yield "model", frozen.workload.model.name
     yield "device", frozen.hardware.device_name
@@ -71,7 +77,8 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
     if not found:
         return ["the plans do not differ"]
     return [
-        f"{_title(item.name):<24} {_shown(item.name, item.first) + uncertainty_text(item.first_uncertainty):>20} -> "
+        f"{_title(item.name):<24} "
+        f"{_shown(item.name, item.first) + uncertainty_text(item.first_uncertainty):>20} -> "
         f"{_shown(item.name, item.second) + uncertainty_text(item.second_uncertainty):<20}"
         f"{'' if item.ratio is None else _times(item.ratio)}".rstrip()
         for item in found

@@ -1,4 +1,6 @@
-"""What the terminal shows of a machine: its profile, the doctor's findings, the catalog. Pure; fits 80 columns."""
+"""What the terminal shows of a machine: its profile, the doctor's findings, the catalog. Pure;
+fits 80 columns.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +19,8 @@ STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 def profile_view(profile: HardwareProfile) -> RenderableType:
     """A profile: the device, its budget and why, the host, what it can use, and its rates."""
     parts: list[RenderableType] = [
-        Text(profile.device.name, style="bold") + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
+        Text(profile.device.name, style="bold")
+        + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
         _facts(profile),
         _heading("Capabilities"),
         _capabilities(profile.capabilities),
@@ -42,7 +45,9 @@ def findings_view(findings: Sequence[Finding]) -> RenderableType:
 
 def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
     """The catalog's GPUs, one a line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left")
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left"
+    )
     table.add_column("name for --hardware", no_wrap=True)
     for column in ("sm", "memory", "bf16", "bandwidth", "power"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -66,24 +71,42 @@ def _facts(profile: HardwareProfile) -> Table:
     cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
     stack = {"torch": versions.torch, "CUDA": versions.cuda_runtime, "driver": versions.driver}
     stack |= {"cuDNN": versions.cudnn, "triton": versions.triton, "diffusers": versions.diffusers}
-    stack |= {"torchao": versions.torchao, "peft": versions.peft, "bitsandbytes": versions.bitsandbytes}
+    stack |= {
+        "torchao": versions.torchao,
+        "peft": versions.peft,
+        "bitsandbytes": versions.bitsandbytes,
+    }
     facts: dict[str, str | Text] = {
-        "memory": f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}",
-        "budget": Text(memory_text(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"),
-        **({"compute": _compute(profile), "link, power": _link_and_power(profile)} if device.kind == "cuda" else {}),
-        "host": f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{_where(profile)}",
+        "memory": (
+            f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}: "
+            f"{device.memory_kind_reason}"
+        ),
+        "budget": Text(memory_text(device.budget_bytes), style="bold")
+        + Text(f": {device.budget_reason}"),
+        **(
+            {"compute": _compute(profile), "link, power": _link_and_power(profile)}
+            if device.kind == "cuda"
+            else {}
+        ),
+        "host": (
+            f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{_where(profile)}"
+        ),
         "software": ", ".join(f"{name} {version}" for name, version in stack.items() if version),
         "fingerprint": profile.fingerprint[:23],
     }
     table = _grid()
     for name, fact in facts.items():
-        table.add_row(name, fact if isinstance(fact, Text) else Text(fact))  # text: brackets in a name are no markup
+        table.add_row(
+            name, fact if isinstance(fact, Text) else Text(fact)
+        )  # text: brackets in a name are no markup
     return table
 
 
 def _compute(profile: HardwareProfile) -> str:
     device = profile.device
-    capability = "?" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)
+    capability = (
+        "?" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)
+    )
     l2 = "?" if device.l2_bytes is None else f"{device.l2_bytes / 2**20:g} MiB"
     of = f", device {device.index} of {device.count}" if device.count > 1 else ""
     return f"capability {capability}, {device.sm_count or '?'} SMs, L2 {l2}{of}"
@@ -93,10 +116,15 @@ def _link_and_power(profile: HardwareProfile) -> str:
     device = profile.device
     parts = [
         f"PCIe {device.pcie_generation or '?'} x{device.pcie_width or '?'}",
-        "power limit " + ("?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"),
+        "power limit "
+        + ("?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"),
         *(["MIG slice"] if device.mig else []),
         *(["drives a display"] if device.drives_display else []),
-        *([f"others hold {memory_text(device.other_process_bytes)}"] if device.other_process_bytes else []),
+        *(
+            [f"others hold {memory_text(device.other_process_bytes)}"]
+            if device.other_process_bytes
+            else []
+        ),
         *[f"GPU {link.peer_index} over {link.path}" for link in device.links],
     ]
     return ", ".join(parts)
@@ -112,14 +140,18 @@ def _capabilities(capabilities: Sequence[Capability]) -> Table:
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for capability in capabilities:
         group, _, choice = capability.name.rpartition(".")
-        rows.setdefault((group, capability.available, "" if capability.available else capability.reason), []).append(
-            choice
-        )
+        rows.setdefault(
+            (group, capability.available, "" if capability.available else capability.reason), []
+        ).append(choice)
     table = _grid()
-    for (group, available, reason), choices in sorted(rows.items(), key=lambda row: (row[0][0], not row[0][1])):
+    for (group, available, reason), choices in sorted(
+        rows.items(), key=lambda row: (row[0][0], not row[0][1])
+    ):
         sign = Text("yes", style="green") if available else Text("no", style="dim")
         text = Text(", ".join(choices), style="" if available else "dim")
-        table.add_row(group or "other", sign, text + Text(f": {reason}", style="dim") if reason else text)
+        table.add_row(
+            group or "other", sign, text + Text(f": {reason}", style="dim") if reason else text
+        )
     return table
 
 
@@ -134,7 +166,11 @@ def _rates(rates: Sequence[Rate]) -> Table:
 def human_rate(rate: Rate) -> str:
     """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms, us."""
     if rate.unit == "FLOP/s":
-        return f"{rate.value / 1e12:.1f} TFLOP/s" if rate.value >= 1e12 else f"{rate.value / 1e9:.1f} GFLOP/s"
+        return (
+            f"{rate.value / 1e12:.1f} TFLOP/s"
+            if rate.value >= 1e12
+            else f"{rate.value / 1e9:.1f} GFLOP/s"
+        )
     if rate.unit == "B/s":
         return f"{rate.value / 1e9:.2f} GB/s"
     if rate.unit == "B":

@@ -1,18 +1,28 @@
-"""Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
+"""Which values of a plan's job and workload are the user's, and which the family's defaults,
+with their source.
+"""
 
 from autotune.families import VIEWS_PER_IMAGE, get_family
 from autotune.knobs import usual_learning_rate
 from autotune.reporting.text import wrapped
 from autotune.schema import TrainingPlan
 
-DENSITIES = {"logit_normal": "Stable Diffusion 3's density", "uniform": "the model's own noise schedule"}
+DENSITIES = {
+    "logit_normal": "Stable Diffusion 3's density",
+    "uniform": "the model's own noise schedule",
+}
 
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
-    """`you set` and `we set`, a value per line; a value equal to the default counts as ours, whoever wrote it."""
+    """`you set` and `we set`, a value per line; a value equal to the default counts as ours,
+    whoever wrote it.
+    """
     lines = []
     for title, ours in (("you set", False), ("we set", True)):
-        lines += [f"{'' if number else title:<9} {text}" for number, text in enumerate(_values(plan, ours=ours))]
+        lines += [
+            f"{'' if number else title:<9} {text}"
+            for number, text in enumerate(_values(plan, ours=ours))
+        ]
     return lines
 
 
@@ -43,7 +53,11 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
             "adamw",
             "AdamW in fp32",
         ),
-        "batch": (work.effective_batch_size, defaults.batch_for(plan.frozen.hardware.num_processes), "our choice"),
+        "batch": (
+            work.effective_batch_size,
+            defaults.batch_for(plan.frozen.hardware.num_processes),
+            "our choice",
+        ),
         "steps": (
             job.num_steps if job.num_train_epochs is None else None,
             defaults.num_steps(images),
@@ -53,14 +67,36 @@ def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
         "learning rate": (
             job.learning_rate,
             usual_learning_rate(optimizer, defaults.learning_rate),
-            defaults.sources.get("learning_rate") if optimizer.name == "adamw" else f"usual for {optimizer.name}",
+            defaults.sources.get("learning_rate")
+            if optimizer.name == "adamw"
+            else f"usual for {optimizer.name}",
         ),
-        "weight decay": (job.weight_decay, defaults.weight_decay, "between diffusers' 1e-4 and torch's 1e-2"),
-        "noise levels": (job.timestep_sampling, defaults.timestep_sampling, DENSITIES.get(defaults.timestep_sampling)),
-        "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),
-        "guidance": (job.guidance_scale, defaults.training_guidance, defaults.sources.get("training_guidance")),
+        "weight decay": (
+            job.weight_decay,
+            defaults.weight_decay,
+            "between diffusers' 1e-4 and torch's 1e-2",
+        ),
+        "noise levels": (
+            job.timestep_sampling,
+            defaults.timestep_sampling,
+            DENSITIES.get(defaults.timestep_sampling),
+        ),
+        "shift": (
+            job.timestep_shift,
+            defaults.timestep_shift,
+            defaults.sources.get("timestep_shift"),
+        ),
+        "guidance": (
+            job.guidance_scale,
+            defaults.training_guidance,
+            defaults.sources.get("training_guidance"),
+        ),
     }
-    chosen = {name: (v, why) for name, (v, usual, why) in values.items() if v is not None and (v == usual) is ours}
+    chosen = {
+        name: (v, why)
+        for name, (v, usual, why) in values.items()
+        if v is not None and (v == usual) is ours
+    }
     shown = []
     for name, (value, why) in chosen.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)

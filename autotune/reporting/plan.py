@@ -39,18 +39,40 @@ UNTOLD = ("micro_batch_size", "allocator", "data_workers", "batch_memory")
 
 
 def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]:
-    """A trial aligned under TRIAL_HEADER, with its settings as they differ from those of the first trial."""
-    succeeded = "confirmed" if result.confirms else "ok" if result.candidate.compile == "off" else "compiled"
+    """A trial aligned under TRIAL_HEADER, with its settings as they differ from those of the
+    first trial.
+    """
+    succeeded = (
+        "confirmed"
+        if result.confirms
+        else "ok"
+        if result.candidate.compile == "off"
+        else "compiled"
+    )
     verdict = succeeded if result.outcome == "ok" else result.outcome
-    return _row(number, result.candidate, first, (result.median_step_seconds, result.peak_memory_bytes), verdict)
+    return _row(
+        number,
+        result.candidate,
+        first,
+        (result.median_step_seconds, result.peak_memory_bytes),
+        verdict,
+    )
 
 
 def _row(
-    number: int, candidate: Candidate, first: Candidate, measures: tuple[float | None, int | None], verdict: str
+    number: int,
+    candidate: Candidate,
+    first: Candidate,
+    measures: tuple[float | None, int | None],
+    verdict: str,
 ) -> list[str]:
     seconds, memory_bytes = measures
     time = "-" if seconds is None else f"{seconds:.3f}"
-    figures = f"{number:>2} {candidate.micro_batch_size:>5} {time:>7} {_narrow_memory(memory_bytes):>9} {verdict:<9}"
+    figures = (
+        f"{number:>2} {candidate.micro_batch_size:>5} {time:>7} "
+        f"{_narrow_memory(memory_bytes):>9} "
+        f"{verdict:<9}"
+    )
     defaults = {name: field.default for name, field in Candidate.model_fields.items()}
     changed = _told(candidate, defaults if number == 1 else dict(first))
     settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
@@ -59,7 +81,11 @@ def _row(
 
 def _told(candidate: Candidate, known: Mapping[str, Choice]) -> str:
     """The settings that are others than those known, under the names that `--pin` takes."""
-    return ", ".join(f"{name}={value}" for name, value in candidate if name not in UNTOLD and value != known[name])
+    return ", ".join(
+        f"{name}={value}"
+        for name, value in candidate
+        if name not in UNTOLD and value != known[name]
+    )
 
 
 def _narrow_memory(memory_bytes: int | None) -> str:
@@ -73,11 +99,15 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     """The workload that is planned for, shown before the first trial."""
     model, largest = workload.model, workload.largest_bucket
     count = sum(b.num_items for b in workload.buckets)
-    sizes = ", ".join(capped([f"{_size(b)} ({b.num_items})" for b in workload.buckets], MAX_SIZES, " sizes"))
+    sizes = ", ".join(
+        capped([f"{_size(b)} ({b.num_items})" for b in workload.buckets], MAX_SIZES, " sizes")
+    )
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
     longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
-    captions = f"captions up to {longest} tokens" + (f", {usual} on average" if usual < longest else "")
+    captions = f"captions up to {longest} tokens" + (
+        f", {usual} on average" if usual < longest else ""
+    )
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
         f"data      {data}; {captions}",
@@ -98,10 +128,15 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
     fitting = [p for p in ordered if p.run_memory_bytes <= budget_bytes]
     others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
     times = f"; times{uncertainty_text(ordered[0].time_uncertainty)}" if ordered else ""
-    lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}{times}"]
+    lines = [
+        f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in "
+        f"{memory_text(budget_bytes)}{times}"
+    ]
     lines.append(TRIAL_HEADER.replace("step mem outcome", " run mem verdict"))
     nearest = sorted(others, key=lambda prediction: prediction.run_memory_bytes)
-    rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
+    rows = [(p, "fits") for p in fitting[:5]] + [
+        (p, _neediest(p)) for p in (others if fitting else nearest)[:3]
+    ]
     for number, (prediction, verdict) in enumerate(rows, 1):
         measures = prediction.step_seconds, prediction.run_memory_bytes
         lines += _row(number, prediction.candidate, rows[0][0].candidate, measures, verdict)
@@ -114,7 +149,9 @@ def _neediest(prediction: Prediction) -> str:
 
 
 MAX_SETTINGS = 10
-"""Settings that differ from the defaults and are shown one by one: the whole answer has at most 25 lines."""
+"""Settings that differ from the defaults and are shown one by one: the whole answer has at most
+25 lines.
+"""
 WORTH_TELLING = 1.05
 """Gain from more memory that is named."""
 MAX_SIZES = 8
@@ -124,10 +161,14 @@ MAX_REASONS = 5
 
 
 def records_lines(event: RecordsMatched) -> list[str]:
-    """What earlier measurements contribute, and which no longer count; nothing if there are none."""
+    """What earlier measurements contribute, and which no longer count; nothing if there are
+    none.
+    """
     found = {
         "exact": "measured before on such a machine: one trial will verify it",
-        "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
+        "upgraded": (
+            "measured here before an upgrade: a trial or two will tell whether it still holds"
+        ),
         "near": f"{event.num_records} of similar machines or work start the search",
     }
     texts = [found[event.kind]] if event.kind in found else []
@@ -152,7 +193,10 @@ def knob_lines(space: SearchSpace) -> list[str]:
             refusal = "not always" if one.choice in choices else "not"
             word = "to pin" if one.choice in space.on_request[name] else refusal
             against.setdefault((word, one.reason), []).append(one.choice)
-        lines += [f"    {word} {_values_text(values)}: {reason}" for (word, reason), values in against.items()]
+        lines += [
+            f"    {word} {_values_text(values)}: {reason}"
+            for (word, reason), values in against.items()
+        ]
     return [part for line in lines for part in wrapped(line, 4)]
 
 
@@ -176,15 +220,24 @@ def describe_changes(candidate: Candidate, settings: Candidate) -> str:
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
-    """The answer in a few lines: what is not as usual, speed, memory, total time, and what would be faster."""
+    """The answer in a few lines: what is not as usual, speed, memory, total time, and what would
+    be faster.
+    """
     expected, hardware = plan.frozen.expected, plan.frozen.hardware
     left = hardware.budget_bytes - expected.run_memory_bytes
     nodes = f" on {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
-    several = f"processes      {hardware.num_processes}{nodes}, one per device ({hardware.strategy})"
+    several = (
+        f"processes      {hardware.num_processes}{nodes}, one per device ({hardware.strategy})"
+    )
     lines = [
-        *(f"{'' if number else 'settings':<14} {text}" for number, text in enumerate(_unusual_settings(plan))),
+        *(
+            f"{'' if number else 'settings':<14} {text}"
+            for number, text in enumerate(_unusual_settings(plan))
+        ),
         *([several] if hardware.num_processes > 1 else ()),
-        f"speed          {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step,"
+        "speed          "
+        f"{seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per "
+        "step,"
         f" {expected.images_per_second:.2f} images/s ({expected.evidence})",
         f"memory         {memory_text(expected.run_memory_bytes)} in the phase that needs most, "
         f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
@@ -201,11 +254,16 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
 
 def _unusual_settings(plan: TrainingPlan) -> list[str]:
     """The micro-batch, and whatever differs from a knob's default."""
-    settings, work = plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes)
+    settings, work = (
+        plan.frozen.settings,
+        plan.frozen.workload.share(plan.frozen.hardware.num_processes),
+    )
     plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
     names = {"micro_batch_size", *differences_of(settings, plain)}
     shown = [
-        f"{knob.title} {knob.describe(getattr(settings, knob.name), work)}" for knob in KNOBS if knob.name in names
+        f"{knob.title} {knob.describe(getattr(settings, knob.name), work)}"
+        for knob in KNOBS
+        if knob.name in names
     ]
     if plan.frozen.caching != CachingSettings():
         shown.append(f"encoders {describe_caching(plan.frozen.caching)}")
@@ -214,7 +272,9 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
 
 def full_settings_lines(plan: TrainingPlan) -> list[str]:
     """Every setting, one per line."""
-    items = settings_items(plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes))
+    items = settings_items(
+        plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes)
+    )
     listed = [f"{title:<14} {value}" for title, value in items]
     return [*listed, f"encoders       {describe_caching(plan.frozen.caching)}"]
 
@@ -224,16 +284,23 @@ def _host_line(plan: TrainingPlan) -> list[str]:
     if each is None:
         return []
     together = f" for {number} processes" if number > 1 else ""
-    return [f"host memory    {memory_text(number * each)} of the computer's own{together}, in the neediest phase"]
+    return [
+        f"host memory    {memory_text(number * each)} of the computer's own{together}, in the "
+        "neediest phase"
+    ]
 
 
 def _energy_line(plan: TrainingPlan) -> list[str]:
-    """What an image and the steps of the job take, by what trials measured; nothing if the device did not tell."""
+    """What an image and the steps of the job take, by what trials measured; nothing if the
+    device did not tell.
+    """
     joules, kwh = plan.frozen.expected.joules_per_image, plan.job_kwh
     if joules is None or kwh is None:
         return []
     gpus = "GPUs" if plan.frozen.hardware.num_processes > 1 else "GPU"
-    whole = "" if plan.job.num_train_epochs is not None else f", {kwh:.3g} kWh for the steps of the job"
+    whole = (
+        "" if plan.job.num_train_epochs is not None else f", {kwh:.3g} kWh for the steps of the job"
+    )
     return [f"energy         {energy_text(joules)} an image{whole}, by the {gpus} alone"]
 
 
@@ -243,18 +310,31 @@ def _faster_line(plan: TrainingPlan) -> list[str]:
     if frozen.forecast is None:
         return []
     goal, budget = frozen.expected.step_seconds / WORTH_TELLING, frozen.hardware.budget_bytes
-    beyond = [a for a in frozen.forecast.alternatives if a.run_memory_bytes > budget and a.step_seconds < goal]
+    beyond = [
+        a
+        for a in frozen.forecast.alternatives
+        if a.run_memory_bytes > budget and a.step_seconds < goal
+    ]
     if not beyond:
         return []
     least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
     gain = frozen.expected.step_seconds / least.step_seconds
     more = memory_text(least.run_memory_bytes - budget)
-    return [f"faster         with {more} more memory other settings are predicted to be {gain:.2f}x as fast"]
+    return [
+        f"faster         with {more} more memory other settings are predicted to be {gain:.2f}x as "
+        "fast"
+    ]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
-    """Where the plan was written, and the command that trains it, with what the plan does not name."""
-    where = f"on {plan.frozen.hardware.device_name} " if plan.frozen.expected.evidence == "predicted" else ""
+    """Where the plan was written, and the command that trains it, with what the plan does not
+    name.
+    """
+    where = (
+        f"on {plan.frozen.hardware.device_name} "
+        if plan.frozen.expected.evidence == "predicted"
+        else ""
+    )
     return "\n".join(_written_lines(file, f"{where}train it with:", _train_words(plan, file)))
 
 
@@ -262,7 +342,9 @@ def _written_lines(file: Path, words: str, command: Sequence[str]) -> list[str]:
     """In one line if it is short enough; else file and command stay whole, each on its own line."""
     lines = with_command(f"written to {file}; {words}", shlex.join(command))
     return (
-        lines if len(lines) == 1 else [f"written to {printable(str(file))}", *with_command(words, shlex.join(command))]
+        lines
+        if len(lines) == 1
+        else [f"written to {printable(str(file))}", *with_command(words, shlex.join(command))]
     )
 
 
@@ -274,25 +356,39 @@ def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
         lines += [
             plan.frozen.hardware.device_name,
             *wrapped(f"  {plan.frozen.settings.label()}", 4),
-            f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step, "
+            f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} "
+            "per step, "
             f"run memory {memory_text(expected.run_memory_bytes)}",
             *wrapped(f"  {' '.join(job_line(plan).split())}", 4),
         ]
-    return [*lines, *_written_lines(file, "train it on any of them with:", _train_words(plans[0], file))]
+    return [
+        *lines,
+        *_written_lines(file, "train it on any of them with:", _train_words(plans[0], file)),
+    ]
 
 
 def _train_words(plan: TrainingPlan, file: Path) -> list[str]:
     job, words = plan.job, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if job.data is None else []
-    return words + (["--control", "FOLDER"] if plan.frozen.workload.num_control_images and job.control is None else [])
+    return words + (
+        ["--control", "FOLDER"]
+        if plan.frozen.workload.num_control_images and job.control is None
+        else []
+    )
 
 
 def job_line(plan: TrainingPlan) -> str:
-    """How long the job will take, from loading to the last checkpoint, and its cost if the plan has a price."""
+    """How long the job will take, from loading to the last checkpoint, and its cost if the plan
+    has a price.
+    """
     cost = plan.job_cost
     number = plan.frozen.hardware.num_processes
     gpus = f"{number} GPUs, each " if number > 1 else ""
-    price = f", {cost:.2f} for {gpus}{plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    price = (
+        f", {cost:.2f} for {gpus}{plan.frozen.expected.price_per_hour:.2f} an hour"
+        if cost is not None
+        else ""
+    )
     total = seconds_text(plan.job_seconds) + uncertainty_text(plan.frozen.expected.time_uncertainty)
     if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
         return f"the job        {plan.job.num_train_epochs} epochs"
@@ -301,30 +397,47 @@ def job_line(plan: TrainingPlan) -> str:
 
 def _notes(plan: TrainingPlan) -> list[str]:
     caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
-    capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
-    assumed = [*assumption_text(plan), *([plan.frozen.overheads.text] if plan.frozen.overheads else [])]
+    capped = (
+        [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"]
+        if caps
+        else []
+    )
+    assumed = [
+        *assumption_text(plan),
+        *([plan.frozen.overheads.text] if plan.frozen.overheads else []),
+    ]
     return [f"{'note':<15}{text}" for text in (*assumed, *plan.frozen.advice, *capped)]
 
 
 def assumption_text(plan: TrainingPlan) -> list[str]:
-    """What the plan takes for granted of a machine that it was not made on, in at most one sentence."""
+    """What the plan takes for granted of a machine that it was not made on, in at most one
+    sentence.
+    """
     if not (packages := ", ".join(plan.frozen.hardware.assumed)):
         return []
-    return [f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` does it here"]
+    return [
+        f"assumed: {packages} installed, and as fast as published; nothing was measured, `train` "
+        "does it here"
+    ]
 
 
 def _search_line(plan: TrainingPlan) -> str:
     if plan.frozen.expected.evidence == "predicted":
         return "the search     predictions alone; nothing has run"
     count = sum(not trial.confirms for trial in plan.frozen.trials)
-    return f"the search     {count} trial{'s' * (count > 1)} in {seconds_text(plan.frozen.search_seconds)}"
+    return (
+        f"the search     {count} trial{'s' * (count > 1)} in "
+        f"{seconds_text(plan.frozen.search_seconds)}"
+    )
 
 
 def check_lines(result: CheckResult, plan_file: str, machine: str = "this machine") -> list[str]:
     """Whether the plan of this file fits the machine, or each reason why it does not."""
     if result.fits:
         return [f"{plan_file} is valid and fits {machine}"]
-    return [line for misfit in result.misfits for line in wrapped(f"does not fit {machine}: {misfit}")]
+    return [
+        line for misfit in result.misfits for line in wrapped(f"does not fit {machine}: {misfit}")
+    ]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
@@ -345,5 +458,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.fallbacks:
         lines.append("")
         lines.append("if memory is shorter than planned, in this order")
-        lines += [line for one in plan.frozen.fallbacks for line in wrapped(f"    {one.label()}", 4)]
+        lines += [
+            line for one in plan.frozen.fallbacks for line in wrapped(f"    {one.label()}", 4)
+        ]
     return lines

@@ -16,13 +16,17 @@ VERDICTS = {
 }
 
 
-def record_list_lines(rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def record_list_lines(
+    rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Two lines for each record, and whether it counts on this machine if that was asked."""
     if not rows:
         return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []
     for row in rows:
-        numbers = f"{seconds_text(row.step_seconds)}, {memory_text(row.peak_memory_bytes)} in a step"
+        numbers = (
+            f"{seconds_text(row.step_seconds)}, {memory_text(row.peak_memory_bytes)} in a step"
+        )
         lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
         lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
         lines.append(cut(f"    {row.settings}: {numbers}"))
@@ -40,12 +44,19 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("record", name),
         ("measured", f"{record.measured_on} by autotune {record.autotune_version}"),
         ("machine", f"{machine.device_name}, {memory_text(machine.total_memory_bytes)}"),
-        ("match keys", ", ".join(f"{key} {value or 'none'}" for key, value in machine.match_keys.items())),
+        (
+            "match keys",
+            ", ".join(f"{key} {value or 'none'}" for key, value in machine.match_keys.items()),
+        ),
         ("versions", versions),
         ("model", f"{work.model.name}, {count_text(work.model.num_parameters)} parameters"),
         ("work", workload_class(work)),
         ("settings", record.settings.label()),
-        ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)} in it"),
+        (
+            "promise",
+            f"{seconds_text(expected.step_seconds)} a step, "
+            f"{memory_text(expected.peak_memory_bytes)} in it",
+        ),
         ("search", f"{len(record.trials)} trials in {seconds_text(record.search_seconds)}"),
     )
     lines = [line for title, text in facts for line in wrapped(f"{title:<11}{text}", 11)]
@@ -63,7 +74,9 @@ def record_difference_lines(first: Record, second: Record) -> list[str]:
 
 
 def _comparable(record: Record) -> dict[str, Any]:
-    data = record.model_dump(mode="json", exclude={"trials": True, "calibration": True, "machine": {"rates": True}})
+    data = record.model_dump(
+        mode="json", exclude={"trials": True, "calibration": True, "machine": {"rates": True}}
+    )
     rates = {rate.name: f"{rate.value:.4g} {rate.unit}" for rate in record.machine.rates}
     return data | {"num_trials": len(record.trials), "rates": rates}
 
@@ -79,5 +92,7 @@ def _flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _trial_line(trial: TrialResult) -> str:
-    numbers = f"{seconds_text(trial.median_step_seconds):>8} {memory_text(trial.peak_memory_bytes):>9}"
+    numbers = (
+        f"{seconds_text(trial.median_step_seconds):>8} {memory_text(trial.peak_memory_bytes):>9}"
+    )
     return cut(f"{trial.outcome:<11} {numbers}  {trial.candidate.label()}")

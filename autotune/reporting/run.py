@@ -28,7 +28,9 @@ PAGE_FILE = "report.html"
 """The page about a run in its output folder."""
 
 
-def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_bytes: int | None = None) -> str:
+def step_text(
+    event: StepFinished, smoothed_loss: float | None = None, promised_bytes: int | None = None
+) -> str:
     """Epoch, loss, speed and memory of one step.
 
     Args:
@@ -45,7 +47,9 @@ def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_
     odd, skipped = event.gradient_spikes + event.nonfinite_gradients, event.overflowed_gradients
     spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
     skips = f"  {skipped} skipped" if skipped else ""
-    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}{skips}"
+    return (
+        f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}{skips}"
+    )
 
 
 def validation_text(event: StepFinished) -> str | None:
@@ -77,7 +81,11 @@ def report_lines(report: RunReport) -> list[str]:
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
         f"{report.images_per_second:.2f} images/s{busy}{took}; "
         f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
-        *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
+        *(
+            error_lines(report.quantization_error, report.settings.quantization)
+            if report.quantization_error
+            else []
+        ),
         *(verdict_lines(report.verdict) if report.verdict else []),
         *(validation_lines(report.validation) if report.validation else []),
         *gradient_lines(report),
@@ -89,9 +97,11 @@ def report_lines(report: RunReport) -> list[str]:
 USUAL_LOADER = "load_lora_weights"
 
 
-def after_training_lines(report: RunReport, output: Path, report_to: str, loader: str, *, has_page: bool) -> list[str]:
-    """Where the adapter is, and the commands that come next; `loader` as `ModelSummary.adapter_loader`, which is told
-    if it is not the usual one."""
+def after_training_lines(
+    report: RunReport, output: Path, report_to: str, loader: str, *, has_page: bool
+) -> list[str]:
+    """Where the adapter is, and the commands that come next; `loader` as
+    `ModelSummary.adapter_loader`, which is told if it is not the usual one."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
@@ -101,9 +111,17 @@ def after_training_lines(report: RunReport, output: Path, report_to: str, loader
         f"{'adapter':<15}{output / report.adapter}",
         *([f"{'report':<15}{output / PAGE_FILE}"] if has_page else ()),
         *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
-        *([f"{'for diffusers':<15}pipeline.{loader}({adapter!r})"] if loader != USUAL_LOADER else ()),
+        *(
+            [f"{'for diffusers':<15}pipeline.{loader}({adapter!r})"]
+            if loader != USUAL_LOADER
+            else ()
+        ),
         *titled_command("for ComfyUI", convert),
-        *(titled_command("curves", ["tensorboard --logdir", folder]) if report_to == "tensorboard" else ()),
+        *(
+            titled_command("curves", ["tensorboard --logdir", folder])
+            if report_to == "tensorboard"
+            else ()
+        ),
     ]
 
 
@@ -124,11 +142,14 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
         moved += f" but {unused} of the last block, whose output for text the model leaves unused"
     finite = "all finite" if not verdict.num_not_finite else f"{verdict.num_not_finite} NOT FINITE"
     lines = [
-        f"adapter: {verdict.num_layers} layers, {moved}, {finite}; norm of update {median(n for n, _ in norms):.3g}, "
+        f"adapter: {verdict.num_layers} layers, {moved}, {finite}; norm of update "
+        f"{median(n for n, _ in norms):.3g}, "
         f"from {least:.3g} ({low}) to {most:.3g} ({high})"
     ]
     if verdict.base_loss and verdict.adapter_loss is not None:
-        lines.append(f"loss on fresh noise: {_against_base(verdict.adapter_loss, verdict.base_loss)}")
+        lines.append(
+            f"loss on fresh noise: {_against_base(verdict.adapter_loss, verdict.base_loss)}"
+        )
     return lines
 
 
@@ -136,11 +157,19 @@ def validation_lines(held_out: ValidationResult) -> list[str]:
     """What the loss on held-out images tells."""
     number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
     final = held_out.final_loss
-    last = "not finite after the last step" if final is None else _against_base(final, held_out.base_loss)
+    last = (
+        "not finite after the last step"
+        if final is None
+        else _against_base(final, held_out.base_loss)
+    )
     lines = [f"loss on {number}: {last}"]
     if final is None or held_out.lowest_loss < final:
-        kept = "kept" if held_out.kept_step == held_out.lowest_step else "not kept: --keep-best would"
-        lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}")
+        kept = (
+            "kept" if held_out.kept_step == held_out.lowest_step else "not kept: --keep-best would"
+        )
+        lines.append(
+            f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}"
+        )
     if held_out.overfitting_from is not None:
         lines.append(f"  overfitting began after step {held_out.overfitting_from}")
     return lines
@@ -149,7 +178,11 @@ def validation_lines(held_out: ValidationResult) -> list[str]:
 def gradient_lines(report: RunReport) -> list[str]:
     """How many gradients stood out, if any did."""
     spikes, nonfinite = report.gradient_spikes, report.nonfinite_gradients
-    lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"] if spikes else []
+    lines = (
+        [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"]
+        if spikes
+        else []
+    )
     lines += [f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else []
     skipped = f"steps skipped because gradients overflowed fp16: {report.overflowed_gradients}"
     return lines + ([skipped] if report.overflowed_gradients else [])
@@ -159,7 +192,9 @@ def _energy_line(report: RunReport) -> list[str]:
     """Nothing if the device did not tell."""
     if (measured := report.measured_joules_per_image) is None:
         return []
-    return [f"{'energy/image':<14}{energy_text(report.expected_joules_per_image):>12}{energy_text(measured):>12}"]
+    return [
+        f"{'energy/image':<14}{energy_text(report.expected_joules_per_image):>12}{energy_text(measured):>12}"
+    ]
 
 
 def _phase_lines(report: RunReport) -> list[str]:
@@ -176,17 +211,32 @@ def _peak_bytes(peak: PhasePeak) -> int | None:
 
 
 def subject_lines(runs: Sequence[SubjectRun]) -> list[str]:
-    """Two lines for each: steps, losses and verdict; then the adapter's file, or why there is none."""
+    """Two lines for each: steps, losses and verdict; then the adapter's file, or why there is
+    none.
+    """
     lines = [f"{'subject':<26}{'steps':>9}{'loss':>10}{'held out':>10}  verdict"]
     for run in runs:
         if run.report is None:
-            lines += [f"{run.name:<26}{'-':>9}{'-':>10}{'-':>10}  failed", *wrapped(f"  {run.error}", 4)]
+            lines += [
+                f"{run.name:<26}{'-':>9}{'-':>10}{'-':>10}  failed",
+                *wrapped(f"  {run.error}", 4),
+            ]
             continue
         kept_loss = run.report.validation.kept_loss if run.report.validation else None
         held_out = "-" if kept_loss is None else loss_text(kept_loss)
         numbers = f"{run.report.num_steps:>9}{loss_text(run.report.final_loss):>10}{held_out:>10}"
         verdict = "look at it" if run.report.failures else "learned"
-        lines += [f"{run.name:<26}{numbers}  {verdict}", f"  {Path(run.output) / run.report.adapter}"]
+        lines += [
+            f"{run.name:<26}{numbers}  {verdict}",
+            f"  {Path(run.output) / run.report.adapter}",
+        ]
         lines += [part for failure in run.report.failures for part in wrapped(f"  {failure}", 4)]
     failed = sum(run.report is None for run in runs)
-    return [*lines, *([f"{failed} of {len(runs)} failed: the same command trains them alone"] if failed else [])]
+    return [
+        *lines,
+        *(
+            [f"{failed} of {len(runs)} failed: the same command trains them alone"]
+            if failed
+            else []
+        ),
+    ]

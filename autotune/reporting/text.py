@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 BEYOND_MEASURE = 1e15
-"""No run takes so many seconds or bytes: a damaged file does, whose numbers get no hundred digits."""
+"""No run takes so many seconds or bytes: a damaged file does, whose numbers get no hundred
+digits.
+"""
 
 
 def memory_text(num_bytes: float | None) -> str:
@@ -53,7 +55,9 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def time_left_text(seconds: float | None) -> str:
-    """`3 s left`, or nothing when that is unknown or over: of what is to come no fraction of a second is known."""
+    """`3 s left`, or nothing when that is unknown or over: of what is to come no fraction of a
+    second is known.
+    """
     if not seconds:
         return ""
     return (f"{math.ceil(seconds)} s" if seconds < 60 else seconds_text(seconds)) + " left"
@@ -74,7 +78,9 @@ SMOOTHING = 0.05
 
 
 def smoothed(values: Iterable[float]) -> list[float]:
-    """An exponential moving average; the first values are means of what there is, so that none starts from zero."""
+    """An exponential moving average; the first values are means of what there is, so that none
+    starts from zero.
+    """
     series: list[float] = []
     for number, value in enumerate(values, 1):
         series.append(smooth(series[-1] if series else 0.0, value, number))
@@ -93,23 +99,29 @@ def uncertainty_text(share: float | None) -> str:
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
-    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty.
+    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is
+    empty.
 
     A word that is longer than a line stays whole, so that a path can be copied.
     """
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
-    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(
+        plain, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def with_command(words: str, command: str) -> list[str]:
-    """Words and a command to copy in one line; if it would be too long, the command is whole on a line of its own."""
+    """Words and a command to copy in one line; if it would be too long, the command is whole on
+    a line of its own.
+    """
     line = printable(f"{words} {command}")
     return [line] if len(line) <= WIDTH else [*wrapped(words), f"    {printable(command)}"]
 
 
 def titled_command(title: str, words: Sequence[str]) -> list[str]:
-    """A command under a title of 15 columns, in lines that can be copied as they are: a shell goes on after `\\`.
+    """A command under a title of 15 columns, in lines that can be copied as they are: a shell goes
+    on after `\\`.
 
     Args:
         title: what the command is for.
@@ -129,7 +141,9 @@ def titled_command(title: str, words: Sequence[str]) -> list[str]:
 
 
 def capped(lines: Sequence[str], limit: int, rest: str) -> list[str]:
-    """The first `limit` lines; of more, how many there are, and in the words of `rest` where to find them."""
+    """The first `limit` lines; of more, how many there are, and in the words of `rest` where to
+    find them.
+    """
     more = len(lines) - limit
     return [*lines[:limit], f"... and {more} more{rest}"] if more > 0 else list(lines)
 

@@ -16,8 +16,14 @@ def weights_lines(summary: FileSummary) -> str:
         f"tensors: {len(summary.tensors)} ({kinds})",
         f"values that are not finite: {'not counted' if bad is None else bad}",
     ]
-    lines += [f"metadata {key}: {' '.join(value.split())}" for key, value in sorted(summary.metadata.items())]
-    rows = [(tensor.name, _facts(tensor)) for tensor in sorted(summary.tensors, key=lambda tensor: tensor.name)]
+    lines += [
+        f"metadata {key}: {' '.join(value.split())}"
+        for key, value in sorted(summary.metadata.items())
+    ]
+    rows = [
+        (tensor.name, _facts(tensor))
+        for tensor in sorted(summary.tensors, key=lambda tensor: tensor.name)
+    ]
     room = max(WIDTH - max((len(facts) for _, facts in rows), default=0) - 1, 12)
     lines += ["", *(f"{_cut_left(name, room):<{room}} {facts}" for name, facts in rows)]
     return "\n".join(map(cut, lines)).rstrip()
@@ -25,7 +31,11 @@ def weights_lines(summary: FileSummary) -> str:
 
 def _facts(tensor: TensorSummary) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    bad = "".join(f" {count} {word}" for count, word in ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf")) if count)
+    bad = "".join(
+        f" {count} {word}"
+        for count, word in ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf"))
+        if count
+    )
     return f"{tensor.dtype:>7} {shape:>16} {memory_text(tensor.size_bytes):>9}{bad}"
 
 

@@ -1,4 +1,6 @@
-"""What every stage needs of the process it runs in: atomic writes, quiet libraries, threads, signals, launching."""
+"""What every stage needs of the process it runs in: atomic writes, quiet libraries, threads,
+signals, launching.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
         write_text_atomic,
     )
     from autotune.runtime.garbage import collect_rarely
-    from autotune.runtime.launchers import THIS_NODE, Launch, NodeGroup, read_nodes, require_planned_number
+    from autotune.runtime.launchers import (
+        THIS_NODE,
+        Launch,
+        NodeGroup,
+        read_nodes,
+        require_planned_number,
+    )
     from autotune.runtime.launching import (
         MAX_JOIN_SECONDS,
         adopt_launch,
@@ -40,10 +48,21 @@ if TYPE_CHECKING:
     from autotune.runtime.process import prepare_process, reveal_packages
     from autotune.runtime.process_queue import QueuedCommand, run_queue
     from autotune.runtime.quiet import redirect_output, silence_libraries, silence_progress_bars
-    from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom
+    from autotune.runtime.resources import (
+        is_out_of_memory,
+        require_free_disk,
+        reraise_disk_full,
+        reraise_oom,
+    )
     from autotune.runtime.scratch import make_scratch_folder
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal
-    from autotune.runtime.urls import ESCAPE_CHARACTERS, SCHEME, describe_url, is_clear_url, quote_error
+    from autotune.runtime.urls import (
+        ESCAPE_CHARACTERS,
+        SCHEME,
+        describe_url,
+        is_clear_url,
+        quote_error,
+    )
     from autotune.runtime.version import __version__
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

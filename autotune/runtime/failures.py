@@ -1,4 +1,6 @@
-"""Any exception as an error that users can act on, and as a line of JSON that crosses to another process."""
+"""Any exception as an error that users can act on, and as a line of JSON that crosses to another
+process.
+"""
 
 import json
 
@@ -7,7 +9,8 @@ from autotune.runtime.resources import is_out_of_memory
 
 
 def explain_error(error: Exception) -> AutotuneError:
-    """The exception itself if autotune raised it on purpose, else one that says what it means and what to do.
+    """The exception itself if autotune raised it on purpose, else one that says what it means and
+    what to do.
 
     Example:
         >>> try:
@@ -20,7 +23,8 @@ def explain_error(error: Exception) -> AutotuneError:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return AutotuneError(
-            f"{where}{error.strerror}", hint="check the path, its permissions, and the free space on its disk"
+            f"{where}{error.strerror}",
+            hint="check the path, its permissions, and the free space on its disk",
         )
     if is_out_of_memory(error):
         hint = "close other programs that use memory, or raise the limit (ulimit -v, -d)"
@@ -41,7 +45,10 @@ def error_from(line: str) -> AutotuneError | None:
     data = json.loads(line)
     if "error" not in data:
         return None
-    kind = next((kind for kind in _subclasses(AutotuneError) if kind.__name__ == data["error"]), AutotuneError)
+    kind = next(
+        (kind for kind in _subclasses(AutotuneError) if kind.__name__ == data["error"]),
+        AutotuneError,
+    )
     return kind(data["message"], hint=data["hint"])
 
 

@@ -1,4 +1,6 @@
-"""Writes files atomically, so that what readers look for is never half written; reads untrusted ones within limits."""
+"""Writes files atomically, so that what readers look for is never half written; reads untrusted
+ones within limits.
+"""
 
 import errno
 import os
@@ -18,10 +20,11 @@ PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; what was written there replaces `path` if nothing failed.
+    """Yield a temporary path in the same folder; what was written there replaces `path` if nothing
+    failed.
 
-    The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be synced, before this
-    returns.
+    The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be
+    synced, before this returns.
     """
     part = _new_part(path)
     try:
@@ -33,7 +36,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(part):
-            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
+            raise OSError(
+                error.errno, error.strerror, str(path)
+            ) from error  # the name that the user knows
         raise
 
 
@@ -44,7 +49,8 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file that may be untrusted: reading it never waits, as for a pipe, nor goes on for ever, as for a device.
+    """Open a file that may be untrusted: reading it never waits, as for a pipe, nor goes on for
+    ever, as for a device.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -68,15 +74,24 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than the {max_bytes >> 10:,} KiB that are read of such a file", str(path))
+        raise OSError(
+            errno.EFBIG,
+            f"larger than the {max_bytes >> 10:,} KiB that are read of such a file",
+            str(path),
+        )
     return content
 
 
 def _new_part(path: Path) -> Path:
     if SCHEME.match(str(path)):  # a folder would be made that is called like it, login and all
-        raise InvalidInput("files are written to this machine, not to a URL", hint="name a file in one of its folders")
+        raise InvalidInput(
+            "files are written to this machine, not to a URL",
+            hint="name a file in one of its folders",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # if /dev/null were replaced, it would be a file for everyone
+    if (
+        path.exists() and not path.is_file()
+    ):  # if /dev/null were replaced, it would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
@@ -87,7 +102,9 @@ def _new_part(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Check before long work that `atomic_write` will be able to write `path`. Raises OSError if it will not."""
+    """Check before long work that `atomic_write` will be able to write `path`. Raises OSError if
+    it will not.
+    """
     _new_part(path).unlink()
 
 

@@ -1,7 +1,9 @@
-"""Which launcher started this process, read from its environment: torchrun, accelerate, SLURM's srun, a PyTorchJob.
+"""Which launcher started this process, read from its environment: torchrun, accelerate, SLURM's
+srun, a PyTorchJob.
 
-Pure: an environment in, one value out. The sources of the variables' names: torch.distributed.run's documentation,
-srun(1) and the Kubeflow training operator's PyTorchJob, which sets the variables of torch.distributed's `env://`.
+Pure: an environment in, one value out. The sources of the variables' names: torch.distributed.run's
+documentation, srun(1) and the Kubeflow training operator's PyTorchJob, which sets the variables of
+torch.distributed's `env://`.
 """
 
 import re
@@ -12,10 +14,14 @@ from typing import Literal
 from autotune.errors import InvalidInput
 
 LauncherName = Literal["autotune", "torchrun", "accelerate", "slurm", "environment"]
-"""`environment`: RANK and WORLD_SIZE alone, as a PyTorchJob sets them for pods of one process each."""
+"""`environment`: RANK and WORLD_SIZE alone, as a PyTorchJob sets them for pods of one process
+each.
+"""
 
 OWN_RUN_ID = "autotune-"
-"""How the run ids of `launch` begin, by which the processes that autotune itself starts are known."""
+"""How the run ids of `launch` begin, by which the processes that autotune itself starts are
+known.
+"""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables with the number of processes that mpirun started."""
@@ -30,7 +36,9 @@ SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID")
 """Variables with which srun names a process."""
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM's numbers for what is no step of srun, the batch script and an interactive shell, lie above (slurm.h)."""
+"""SLURM's numbers for what is no step of srun, the batch script and an interactive shell, lie
+above (slurm.h).
+"""
 
 SLURM_PORTS = range(15_000, 30_000)
 """Below the ports that Linux hands out by itself, from 32,768 on."""
@@ -73,19 +81,26 @@ class Launch:
             where = f"number {self.local_rank} of {self.local_world_size} on its node"
             raise _Contradiction(f"{what}, and {where}, counted from 0")
         if not 0 < self.port < 2**16 or not HOST.fullmatch(self.address):
-            raise _Contradiction(f"processes cannot meet at host {self.address!r}, port {self.port}")
+            raise _Contradiction(
+                f"processes cannot meet at host {self.address!r}, port {self.port}"
+            )
 
     @property
     def variables(self) -> dict[str, str]:
         """The launch as torch.distributed and accelerate read it."""
         numbers = {"RANK": self.rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
         numbers |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
-        return {"MASTER_ADDR": self.address, **{name: str(value) for name, value in numbers.items()}}
+        return {
+            "MASTER_ADDR": self.address,
+            **{name: str(value) for name, value in numbers.items()},
+        }
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The machines of a run on each of which `autotune train` starts the processes itself; by default this one."""
+    """The machines of a run on each of which `autotune train` starts the processes itself; by
+    default this one.
+    """
 
     num_nodes: int = 1
     node_rank: int = 0
@@ -97,7 +112,9 @@ class NodeGroup:
     def __post_init__(self) -> None:
         """Raise InvalidInput unless the numbers agree with each other."""
         if not 0 <= self.node_rank < self.num_nodes <= MAX_PROCESSES:
-            raise _Contradiction(f"this cannot be node {self.node_rank} of {self.num_nodes}, counted from 0")
+            raise _Contradiction(
+                f"this cannot be node {self.node_rank} of {self.num_nodes}, counted from 0"
+            )
         if not (self.num_nodes == 1 or 0 < self.port < 2**16) or not HOST.fullmatch(self.address):
             raise _Contradiction(f"nodes cannot meet at host {self.address!r}, port {self.port}")
 
@@ -111,10 +128,12 @@ THIS_NODE = NodeGroup()
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The launch that this process belongs to; None if it was started alone, as by a shell or a job script.
+    """The launch that this process belongs to; None if it was started alone, as by a shell or a job
+    script.
 
     Raises:
-        InvalidInput: the variables contradict each other or are incomplete, or mpirun started several processes.
+        InvalidInput: the variables contradict each other or are incomplete, or mpirun started
+            several processes.
     """
     variables = _Variables(environment)
     try:
@@ -132,16 +151,22 @@ def _read_launch(variables: "_Variables") -> Launch | None:
     for name in MPI_SIZES:
         if variables.number(name, 1) > 1 and "PET_NNODES" not in environment:
             raise InvalidInput(
-                f"mpirun started {environment[name]} processes ({name}), which do not know where to meet",
-                hint=f"start them by torchrun or srun, or let autotune start them; {ALONE.format(names=name)}",
+                f"mpirun started {environment[name]} processes ({name}), which do not know where "
+                "to meet",
+                hint=(
+                    "start them by torchrun or srun, or let autotune start them; "
+                    f"{ALONE.format(names=name)}"
+                ),
             )
     return None
 
 
 def read_nodes(environment: Mapping[str, str]) -> tuple[NodeGroup, int] | None:
-    """The nodes of a PyTorchJob whose pods are to start several processes each, and their number in each pod.
+    """The nodes of a PyTorchJob whose pods are to start several processes each, and their number in
+    each pod.
 
-    None if there are none. With `nprocPerNode` the operator sets torchrun's variables, whose names begin with PET_.
+    None if there are none. With `nprocPerNode` the operator sets torchrun's variables, whose names
+    begin with PET_.
 
     Raises:
         InvalidInput: the variables are incomplete, or the number of nodes is not fixed.
@@ -158,13 +183,18 @@ def read_nodes(environment: Mapping[str, str]) -> tuple[NodeGroup, int] | None:
             variables.number(_first_of(environment, "PET_MASTER_PORT", "MASTER_PORT")),
         )
     except _Contradiction as error:
-        variables.read.extend(name for name in TORCH_RANKS if name in environment)  # the operator sets them as well
+        variables.read.extend(
+            name for name in TORCH_RANKS if name in environment
+        )  # the operator sets them as well
         raise variables.named(error) from error
     return nodes, number
 
 
-def require_planned_number(launch: Launch | None, nodes: NodeGroup, planned: int, per_node: int | None = None) -> None:
-    """Check that the processes which were started, or will be on each node, are as many as the plan is for.
+def require_planned_number(
+    launch: Launch | None, nodes: NodeGroup, planned: int, per_node: int | None = None
+) -> None:
+    """Check that the processes which were started, or will be on each node, are as many as the plan
+    is for.
 
     Args:
         launch: what this process belongs to, if a launcher started it.
@@ -178,11 +208,17 @@ def require_planned_number(launch: Launch | None, nodes: NodeGroup, planned: int
     again = "plan again for what is there (autotune plan --from PLAN --gpus N), or start"
     if launch is not None:
         if launch.world_size != planned:
-            title = {"slurm": "srun", "environment": "the cluster (RANK, WORLD_SIZE)"}.get(launch.launcher)
+            title = {"slurm": "srun", "environment": "the cluster (RANK, WORLD_SIZE)"}.get(
+                launch.launcher
+            )
             how = f"srun -n {planned}" if launch.launcher == "slurm" else f"{planned} in all"
             raise InvalidInput(
-                f"{title or launch.launcher} started {launch.world_size} process(es), but the plan is for {planned}",
-                hint=f"{again} as many as the plan says: {how}; alone, `autotune train` starts those of one machine",
+                f"{title or launch.launcher} started {launch.world_size} process(es), but the plan "
+                f"is for {planned}",
+                hint=(
+                    f"{again} as many as the plan says: {how}; alone, `autotune train` starts "
+                    "those of one machine"
+                ),
             )
     elif planned % nodes.num_nodes:
         raise InvalidInput(
@@ -191,7 +227,8 @@ def require_planned_number(launch: Launch | None, nodes: NodeGroup, planned: int
         )
     elif per_node is not None and per_node * nodes.num_nodes != planned:
         raise InvalidInput(
-            f"{nodes.num_nodes} pods are to start {per_node} processes each (nprocPerNode), the plan is for {planned}",
+            f"{nodes.num_nodes} pods are to start {per_node} processes each (nprocPerNode), the "
+            f"plan is for {planned}",
             hint=f"{again} {planned // nodes.num_nodes} in each of {nodes.num_nodes} pods",
         )
 
@@ -208,7 +245,8 @@ def first_host(host_list: str) -> str:
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else ""
     if not HOST.fullmatch(host):
         raise InvalidInput(
-            f"SLURM's list of nodes, {host_list[:80]!r}, names no host", hint="set MASTER_ADDR to the first node's name"
+            f"SLURM's list of nodes, {host_list[:80]!r}, names no host",
+            hint="set MASTER_ADDR to the first node's name",
         )
     return host
 
@@ -224,11 +262,15 @@ def tasks_on(node: int, tasks_per_node: str) -> int:
         nodes_before += times
         if node < nodes_before:
             return size
-    raise _Contradiction(f"SLURM's list of tasks, {tasks_per_node[:80]!r}, has none for node {node}")
+    raise _Contradiction(
+        f"SLURM's list of tasks, {tasks_per_node[:80]!r}, has none for node {node}"
+    )
 
 
 def _tasks_of(tasks_per_node: str) -> Iterator[tuple[int, int]]:
-    """Number of tasks and number of successive nodes that have as many, up to what is no such list any more."""
+    """Number of tasks and number of successive nodes that have as many, up to what is no such
+    list any more.
+    """
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if match is None:
@@ -254,9 +296,15 @@ def _read_env_ranks(variables: "_Variables") -> Launch | None:
         return None
     local_rank, local_world_size = 0, 1  # one process in each pod
     if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
-        local_rank, local_world_size = variables.number("LOCAL_RANK"), variables.number("LOCAL_WORLD_SIZE")
+        local_rank, local_world_size = (
+            variables.number("LOCAL_RANK"),
+            variables.number("LOCAL_WORLD_SIZE"),
+        )
     elif "SLURM_LOCALID" in environment and _is_slurm_step(variables):
-        local_rank, local_world_size = variables.number("SLURM_LOCALID"), _slurm_local_size(variables)
+        local_rank, local_world_size = (
+            variables.number("SLURM_LOCALID"),
+            _slurm_local_size(variables),
+        )
     rank, world_size = variables.number("RANK"), variables.number("WORLD_SIZE")
     address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
     return Launch("environment", rank, local_rank, world_size, local_world_size, address, port)
@@ -273,18 +321,27 @@ def _read_slurm(variables: "_Variables") -> Launch | None:
     address = variables.text("MASTER_ADDR") if "MASTER_ADDR" in environment else None
     port = variables.number("MASTER_PORT") if "MASTER_PORT" in environment else None
     if address is None:
-        hosts = variables.text(_first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+        hosts = variables.text(
+            _first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        )
         address = first_host(hosts)
     if port is None:  # other for each step, since several may run at once
         step = variables.number(_first_of(environment, "SLURM_STEP_ID", "SLURM_STEPID"), 0)
         job = variables.number(_first_of(environment, "SLURM_JOB_ID", "SLURM_JOBID"))
         port = SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
     rank, local_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_LOCALID")
-    launch = Launch("slurm", rank, local_rank, world_size, _slurm_local_size(variables), address, port)
-    if {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"} <= environment.keys():  # else they may be of job and step
+    launch = Launch(
+        "slurm", rank, local_rank, world_size, _slurm_local_size(variables), address, port
+    )
+    if {
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    } <= environment.keys():  # else they may be of job and step
         listed = environment["SLURM_STEP_TASKS_PER_NODE"]
         if (number := sum(size * times for size, times in _tasks_of(listed))) != world_size:
-            raise _Contradiction(f"SLURM's step has {world_size} tasks, but its list, {listed[:80]!r}, has {number}")
+            raise _Contradiction(
+                f"SLURM's step has {world_size} tasks, but its list, {listed[:80]!r}, has {number}"
+            )
     return launch
 
 
@@ -293,7 +350,10 @@ def _is_slurm_step(variables: "_Variables") -> bool:
     if "SLURM_PROCID" not in variables.environment:
         return False
     name = _first_of(variables.environment, "SLURM_STEP_ID", "SLURM_STEPID")
-    return variables.number(name, FIRST_SPECIAL_STEP) < FIRST_SPECIAL_STEP or variables.number("SLURM_PROCID") > 0
+    return (
+        variables.number(name, FIRST_SPECIAL_STEP) < FIRST_SPECIAL_STEP
+        or variables.number("SLURM_PROCID") > 0
+    )
 
 
 def _slurm_local_size(variables: "_Variables") -> int:
@@ -321,13 +381,20 @@ class _Variables:
     def named(self, error: _Contradiction) -> InvalidInput:
         """The error with a hint that names what was read."""
         names = ", ".join(dict.fromkeys(self.read))
-        return InvalidInput(error.message, hint=f"check how the job starts its processes; {ALONE.format(names=names)}")
+        return InvalidInput(
+            error.message,
+            hint=f"check how the job starts its processes; {ALONE.format(names=names)}",
+        )
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number of at most ten digits. Raises InvalidInput if it is none, or is missing without a default."""
+        """A whole number of at most ten digits. Raises InvalidInput if it is none, or is missing
+        without a default.
+        """
         text = self.text(name, None if default is None else str(default)).strip()
         if not re.fullmatch(r"[0-9]{1,10}", text):
-            raise _Contradiction(f"{name} is {text[:40]!r}, which is not the number of a process, node or port")
+            raise _Contradiction(
+                f"{name} is {text[:40]!r}, which is not the number of a process, node or port"
+            )
         return int(text)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -337,5 +404,7 @@ class _Variables:
         text = self.environment.get(name) or default
         if text is None:
             known = "the launcher's environment names processes, but "
-            raise _Contradiction(f"{known}{name} is {'empty' if name in self.environment else 'not set'}")
+            raise _Contradiction(
+                f"{known}{name} is {'empty' if name in self.environment else 'not set'}"
+            )
         return text

@@ -1,4 +1,6 @@
-"""Starts the processes of a run by torch.distributed.run's engine. Importing this loads no torch."""
+"""Starts the processes of a run by torch.distributed.run's engine. Importing this loads no
+torch.
+"""
 
 import logging
 import os
@@ -19,14 +21,20 @@ from autotune.runtime.launchers import (
 )
 
 SHUTDOWN_SECONDS = 900
-"""How long processes may take to finish their step and write a checkpoint after a signal; older torch gives 30."""
+"""How long processes may take to finish their step and write a checkpoint after a signal; older
+torch gives 30.
+"""
 
 MAX_JOIN_SECONDS = 3600
-"""How long processes and nodes wait for each other at the start: others may still load a container or a model."""
+"""How long processes and nodes wait for each other at the start: others may still load a
+container or a model.
+"""
 
 
 def current_launch() -> Launch | None:
-    """The launch that this process belongs to; None if it was started alone. Raises InvalidInput as `read_launch`."""
+    """The launch that this process belongs to; None if it was started alone. Raises InvalidInput
+    as `read_launch`.
+    """
     return read_launch(os.environ)
 
 
@@ -36,7 +44,8 @@ def started_by_launcher() -> bool:
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of several: the one that prints and writes.
+    """Whether this is the only process of a command, or the first of several: the one that prints
+    and writes.
 
     Example:
         >>> if autotune.is_first_process():
@@ -47,7 +56,9 @@ def is_first_process() -> bool:
 
 
 def adopt_launch(launch: Launch | None) -> None:
-    """Let the environment tell torch and accelerate that launch and no other, or that this process is alone."""
+    """Let the environment tell torch and accelerate that launch and no other, or that this
+    process is alone.
+    """
     for name in (*OTHER_RANKS, *TORCH_RANKS, *(() if launch else SLURM_RANKS)):
         os.environ.pop(name, None)
     if launch:
@@ -55,16 +66,22 @@ def adopt_launch(launch: Launch | None) -> None:
 
 
 def launch(
-    num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]], nodes: NodeGroup = THIS_NODE
+    num_processes: int,
+    arguments: Sequence[str],
+    checkpoints: Callable[[], set[Path]],
+    nodes: NodeGroup = THIS_NODE,
 ) -> int:
-    """Run `python ARGUMENTS` in several processes; returns the exit status that one process would have.
+    """Run `python ARGUMENTS` in several processes; returns the exit status that one process would
+    have.
 
-    On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long are killed.
+    On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long
+    are killed.
 
     Args:
         num_processes: how many to start on this machine.
         arguments: those that each process is called with.
-        checkpoints: lists the run's checkpoints; a new one after a signal means that the run was preempted (75).
+        checkpoints: lists the run's checkpoints; a new one after a signal means that the run was
+            preempted (75).
         nodes: the machines that start as many each.
 
     Raises:
@@ -77,8 +94,12 @@ def launch(
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of hosts whose addresses have no name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # torch warns of hosts whose addresses have no name
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     several = nodes.num_nodes > 1
     config = LaunchConfig(
@@ -86,7 +107,9 @@ def launch(
         max_nodes=nodes.num_nodes,
         nproc_per_node=num_processes,
         run_id=f"{OWN_RUN_ID}{nodes.num_nodes}-nodes" if several else f"{OWN_RUN_ID}{os.getpid()}",
-        rdzv_backend="static" if several else "c10d",  # so that the first node is the one that the user says
+        rdzv_backend="static"
+        if several
+        else "c10d",  # so that the first node is the one that the user says
         rdzv_endpoint=f"{nodes.address}:{nodes.port}",
         rdzv_configs={"rank": nodes.node_rank, "timeout": MAX_JOIN_SECONDS} if several else {},
         max_restarts=0,
@@ -101,7 +124,12 @@ def launch(
         return 75 if checkpoints() - before else 128 + stop.sigval
     except DistError as error:
         raise AutotuneError(
-            f"the {nodes.num_nodes} nodes did not meet at {nodes.address}:{nodes.port}: {first_line(error)}",
-            hint="start the same command on every node, and make sure that they can reach that port on the first one",
+            f"the {nodes.num_nodes} nodes did not meet at {nodes.address}:{nodes.port}: "
+            f"{first_line(error)}",
+            hint=(
+                "start the same command on every node, and make sure that they can reach that "
+                "port "
+                "on the first one"
+            ),
         ) from error
     return 0

@@ -1,4 +1,6 @@
-"""Where autotune keeps its own files: below the folders that the operating system gives each user (platformdirs)."""
+"""Where autotune keeps its own files: below the folders that the operating system gives each
+user (platformdirs).
+"""
 
 from importlib.resources import files
 from pathlib import Path

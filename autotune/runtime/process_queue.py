@@ -1,5 +1,5 @@
-"""Runs commands in processes of their own, as many at once as there are places for them, and ends none because of
-another."""
+"""Runs commands in processes of their own, as many at once as there are places for them, and
+ends none because of another."""
 
 import ctypes
 import os
@@ -15,7 +15,9 @@ from autotune.runtime.signals import catch_stop_signals
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
-"""Option of prctl(2) that sets the signal that a process gets when the one that started it is gone."""
+"""Option of prctl(2) that sets the signal that a process gets when the one that started it is
+gone.
+"""
 
 Environment = Mapping[str, str]
 
@@ -38,10 +40,11 @@ def run_queue(
     on_start: Callable[[QueuedCommand, Environment], None],
     on_end: Callable[[QueuedCommand, int], None],
 ) -> str | None:
-    """Run all, each in one of the `places`; returns the name of the signal that stopped this, None if none did.
+    """Run all, each in one of the `places`; returns the name of the signal that stopped this, None
+    if none did.
 
-    A signal goes on to those that run, as SIGTERM, and the others are not started. They also get it if this process
-    is killed, on Linux.
+    A signal goes on to those that run, as SIGTERM, and the others are not started. They also get it
+    if this process is killed, on Linux.
 
     Args:
         commands: in the order in which they start.
@@ -55,11 +58,17 @@ def run_queue(
     with catch_stop_signals(second_ends=True) as stopped:
         try:
             while running or (waiting and not stopped()):
-                for process, command, place in [each for each in running if each[0].poll() is not None]:
+                for process, command, place in [
+                    each for each in running if each[0].poll() is not None
+                ]:
                     running.remove((process, command, place))
                     free.append(place)
                     on_end(command, process.returncode)
-                while free and not stopped() and (ready := next((one for one in waiting if one.is_free()), None)):
+                while (
+                    free
+                    and not stopped()
+                    and (ready := next((one for one in waiting if one.is_free()), None))
+                ):
                     waiting.remove(ready)
                     place = free.pop(0)
                     on_start(ready, place)
@@ -74,7 +83,9 @@ def run_queue(
         return stopped()
 
 
-def _start(command: QueuedCommand, place: Environment, preexec: Callable[[], None] | None) -> subprocess.Popen[bytes]:
+def _start(
+    command: QueuedCommand, place: Environment, preexec: Callable[[], None] | None
+) -> subprocess.Popen[bytes]:
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("ab") as log:
         return subprocess.Popen(
@@ -84,7 +95,7 @@ def _start(command: QueuedCommand, place: Environment, preexec: Callable[[], Non
             stderr=subprocess.STDOUT,
             env={**os.environ, **place},
             start_new_session=True,  # Ctrl-C reaches it once, through this process
-            preexec_fn=preexec,  # noqa: PLW1509  it calls one function of the kernel, and loads nothing
+            preexec_fn=preexec,  # noqa: PLW1509  it calls one function of the kernel
         )
 
 

@@ -1,4 +1,5 @@
-"""The one place that silences libraries, whose warnings and progress bars would interfere with ours.
+"""The one place that silences libraries, whose warnings and progress bars would interfere with
+ours.
 
 Call `silence_libraries()` before the first import of torch, diffusers or transformers.
 """
@@ -28,8 +29,8 @@ NOISY_LOGGERS = (
 def silence_libraries() -> None:
     """Let only the libraries' errors through. Safe to call twice.
 
-    This also disables the kernels that torch 2.13 compiles at their first call on CUDA: triton fails at an outer
-    product if there is no C compiler, or Python's headers are missing.
+    This also disables the kernels that torch 2.13 compiles at their first call on CUDA: triton
+    fails at an outer product if there is no C compiler, or Python's headers are missing.
     """
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,8 +52,13 @@ def silence_progress_bars() -> None:
 
 @contextlib.contextmanager
 def redirect_output(file: str | Path) -> Iterator[None]:
-    """Append to `file` what is written to descriptors 1 and 2, below Python, where no library's setting has effect."""
-    handle, saved = os.open(file, os.O_WRONLY | os.O_APPEND), {number: os.dup(number) for number in (1, 2)}
+    """Append to `file` what is written to descriptors 1 and 2, below Python, where no library's
+    setting has effect.
+    """
+    handle, saved = (
+        os.open(file, os.O_WRONLY | os.O_APPEND),
+        {number: os.dup(number) for number in (1, 2)},
+    )
     try:
         for number in saved:
             os.dup2(handle, number)

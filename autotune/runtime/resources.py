@@ -1,4 +1,6 @@
-"""Disk space and memory that run out: errors that tell how to continue, before the work if possible."""
+"""Disk space and memory that run out: errors that tell how to continue, before the work if
+possible.
+"""
 
 import contextlib
 import errno
@@ -14,7 +16,8 @@ def require_free_disk(folder: Path, needed_bytes: int, what: str, *, hint: str) 
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise AutotuneError(
-            f"{what} needs {needed_bytes / 2**20:,.1f} MiB in {folder}, which has {free / 2**20:,.1f} MiB free",
+            f"{what} needs {needed_bytes / 2**20:,.1f} MiB in {folder}, which has "
+            f"{free / 2**20:,.1f} MiB free",
             hint=hint,
         )
 
@@ -49,16 +52,21 @@ OUT_OF_MEMORY_MESSAGES = (
     "resource temporarily unavailable",
     "unable to find an engine to execute this computation",
 )
-"""Parts of the messages of errors of other types, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product
-on a full card finds no room for a handle. The next three: `CUDA_ERROR_OUT_OF_MEMORY` of the driver, by its name or
-number, and `cudaErrorMemoryAllocation` of the runtime. The others: C++, loading a library and
-starting a thread under a memory limit, and a convolution of cuDNN that finds no room for the workspace of any engine
+"""Parts of the messages of errors of other types, in lower case. `alloc_failed`: cuBLAS and
+cuDNN, whose first product on a full card finds no room for a handle. The next three:
+`CUDA_ERROR_OUT_OF_MEMORY` of the driver, by its name or number, and `cudaErrorMemoryAllocation`
+of the runtime. The others: C++, loading a library and starting a thread under a memory limit,
+and a convolution of cuDNN that finds no room for the workspace of any engine
 (aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_configs`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host ran out of memory. Imports no torch, whose `OutOfMemoryError` goes by its name."""
-    if error.__cause__ is not None and is_out_of_memory(error.__cause__):  # libraries wrap what an import raises
+    """Whether the device or the host ran out of memory. Imports no torch, whose
+    `OutOfMemoryError` goes by its name.
+    """
+    if error.__cause__ is not None and is_out_of_memory(
+        error.__cause__
+    ):  # libraries wrap what an import raises
         return True
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -68,7 +76,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reraise_oom() -> Iterator[None]:
-    """Turn running out of memory into an error with a hint: for work other than steps, which are retried.
+    """Turn running out of memory into an error with a hint: for work other than steps, which are
+    retried.
 
     Raises:
         AutotuneError: memory ran out.
@@ -80,6 +89,7 @@ def reraise_oom() -> Iterator[None]:
             raise
         raise AutotuneError(
             f"memory ran out: {first_line(error)}",
-            hint="close other programs that use memory and run it again, or plan with a larger reserve: "
+            hint="close other programs that use memory and run it again, or plan with a larger "
+            "reserve: "
             "autotune plan --from PLAN --reserve 2GiB",
         ) from error

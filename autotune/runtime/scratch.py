@@ -1,4 +1,6 @@
-"""Temporary folders that do not stay for ever if their process is killed: the next one that makes any removes them."""
+"""Temporary folders that do not stay for ever if their process is killed: the next one that
+makes any removes them.
+"""
 
 import contextlib
 import fcntl
@@ -16,11 +18,12 @@ MIN_AGE_SECONDS = 60.0
 
 
 def make_scratch_folder(purpose: str) -> "tempfile.TemporaryDirectory[str]":
-    """A new folder in the system's temporary one, for as long as this process, or a `with` block, lasts.
+    """A new folder in the system's temporary one, for as long as this process, or a `with` block,
+    lasts.
 
-    The process holds a lock on it, which the system drops however the process dies. Process ids would not do:
-    containers that share a temporary folder see other ids. Other hosts may share one whose locks do not reach them:
-    only this host's folders are removed.
+    The process holds a lock on it, which the system drops however the process dies. Process ids
+    would not do: containers that share a temporary folder see other ids. Other hosts may share one
+    whose locks do not reach them: only this host's folders are removed.
     """
     own = f"{PREFIX}{platform.node()}-"
     _sweep(Path(tempfile.gettempdir()), own)
@@ -50,7 +53,9 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Whether nobody else holds the lock; then this process does, until the descriptor is closed."""
+    """Whether nobody else holds the lock; then this process does, until the descriptor is
+    closed.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held, or a file system without locks

@@ -1,7 +1,9 @@
-"""What SIGTERM, SIGINT and SIGHUP do to a run: the first signal takes effect after the step, or at once if none runs.
+"""What SIGTERM, SIGINT and SIGHUP do to a run: the first signal takes effect after the step, or at
+once if none runs.
 
-With several processes only the first counts, because the launcher sends SIGTERM after an interrupt from the terminal.
-Otherwise the previous handlers are restored after it, so that a second signal ends the process at once.
+With several processes only the first counts, because the launcher sends SIGTERM after an interrupt
+from the terminal. Otherwise the previous handlers are restored after it, so that a second signal
+ends the process at once.
 """
 
 import contextlib
@@ -14,12 +16,16 @@ from typing import Any
 from autotune.errors import Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it stays ignored."""
+"""SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it
+stays ignored.
+"""
 
 
 @contextlib.contextmanager
 def catch_stop_signals(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
-    """Yield a function that returns the name of the signal that came, or None: for callers that finish a step first."""
+    """Yield a function that returns the name of the signal that came, or None: for callers that
+    finish a step first.
+    """
     came: list[str] = []
     with _handle(came.append, second_ends=second_ends):
         yield lambda: came[-1] if came else None

@@ -4,9 +4,10 @@
     Workload ────────┼─> Candidate ─> Prediction, TrialResult ─> TrainingPlan ─> RunReport
     Job ─────────────┘
 
-Every object is immutable, refuses unknown fields and non-finite numbers, and carries its units in its names.
-Equal inputs give equal objects, so objects can be compared, hashed, stored and replayed.
-Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
+Every object is immutable, refuses unknown fields and non-finite numbers, and carries its units in
+its names. Equal inputs give equal objects, so objects can be compared, hashed, stored and replayed.
+Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for
+tuples.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of, first_problem
+    from autotune.schema.base import (
+        TRIAL_PROTOCOL_VERSION,
+        Frozen,
+        NaturalInt,
+        PositiveInt,
+        digest_of,
+        first_problem,
+    )
     from autotune.schema.candidate import CachingSettings, Candidate, Choice
     from autotune.schema.events import (
         CandidatesPredicted,
@@ -76,7 +84,13 @@ if TYPE_CHECKING:
     )
     from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
-    from autotune.schema.overheads import AdapterPractice, KeptPart, Overheads, Part, ProductPractice
+    from autotune.schema.overheads import (
+        AdapterPractice,
+        KeptPart,
+        Overheads,
+        Part,
+        ProductPractice,
+    )
     from autotune.schema.plan import (
         JOULES_PER_KWH,
         CheckResult,
@@ -104,10 +118,30 @@ if TYPE_CHECKING:
         write_plan,
         write_variants,
     )
-    from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
+    from autotune.schema.prediction import (
+        Estimate,
+        JobTime,
+        MemoryBreakdown,
+        PhaseMemory,
+        Prediction,
+        StepTime,
+    )
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
-    from autotune.schema.subjects import SUBJECT_LOG, Subject, SubjectRun, find_subject, load_subjects
-    from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
+    from autotune.schema.subjects import (
+        SUBJECT_LOG,
+        Subject,
+        SubjectRun,
+        find_subject,
+        load_subjects,
+    )
+    from autotune.schema.trial import (
+        MAX_RESIDUAL,
+        Outcome,
+        PhasePeak,
+        QuantizationError,
+        Residual,
+        TrialResult,
+    )
     from autotune.schema.typical import (
         has_typical_shape,
         mean_text_tokens,

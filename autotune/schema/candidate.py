@@ -19,7 +19,9 @@ class Candidate(Frozen):
     micro_batch_size: int = PositiveInt
     """Images per forward pass. Gradients are accumulated until the effective batch is reached."""
     checkpointed_blocks: int = NaturalInt
-    """Number of blocks, from the first on, that recompute their activations in the backward pass."""
+    """Number of blocks, from the first on, that recompute their activations in the backward
+    pass.
+    """
     quantization: str = "none"
     """Weight format of the frozen base weights: a name in `autotune.backends`."""
     attention: str = "native"
@@ -29,14 +31,21 @@ class Candidate(Frozen):
     loader: str = "safetensors"
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
     swapped_blocks: int = Field(default=0, ge=0)
-    """Number of blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
+    """Number of blocks, from the first on, whose frozen weights stay in host memory until they
+    are needed.
+    """
     selective_blocks: int = Field(default=0, ge=0)
-    """Number of blocks, after those that recompute everything, that recompute all but attention: they keep its output.
+    """Number of blocks, after those that recompute everything, that recompute all but attention:
+    they keep its output.
     """
     offloaded_inputs: int = Field(default=0, ge=0)
-    """Number of recomputing blocks, from the first on, whose input waits in host memory for the backward pass."""
+    """Number of recomputing blocks, from the first on, whose input waits in host memory for the
+    backward pass.
+    """
     modulation: str = "resident"
-    """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their layers not loaded."""
+    """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their
+    layers not loaded.
+    """
     compile: str = "off"
     """`off`, or `block`: each repeated block is compiled by torch.compile."""
     norm_rope: str = "stock"
@@ -55,24 +64,34 @@ class Candidate(Frozen):
         return self.checkpointed_blocks + self.selective_blocks
 
     def label(self) -> str:
-        """The candidate in one short line: what differs from the defaults, and what people look for."""
+        """The candidate in one short line: what differs from the defaults, and what people look
+        for.
+        """
         weights = "no quantization" if self.quantization == "none" else self.quantization
-        main = f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, {self.attention}"
+        main = (
+            f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, "
+            f"{self.attention}"
+        )
         unusual = (
             f"{name.replace('_', ' ')} {value}"
             for name, value in self
             if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name not in ("quantization", "attention", "allocator", "data_workers", "batch_memory")
+            if name
+            not in ("quantization", "attention", "allocator", "data_workers", "batch_memory")
         )
         return ", ".join((main, *unusual))
 
 
 PLACE = r"^(training|cpu|cuda:[0-9]{1,3})$"
-"""Where a model that only encodes can run: `training` for the device that trains, `cpu`, or another GPU (`cuda:1`)."""
+"""Where a model that only encodes can run: `training` for the device that trains, `cpu`, or
+another GPU (`cuda:1`).
+"""
 
 
 class CachingSettings(Frozen):
-    """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
+    """How captions and images are encoded before training. Fields can be pinned: `--pin
+    caching.FIELD=VALUE`.
+    """
 
     text_encoder_device: str = Field(default="training", pattern=PLACE)
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
@@ -81,7 +100,9 @@ class CachingSettings(Frozen):
     text_encoder_streamed: bool = False
     """Whether their weights stay in host memory and are copied to the device module by module."""
     vae_device: str = Field(default="training", pattern=PLACE)
-    """Where images and clips are encoded, in the same words; previews are decoded on the device that trains."""
+    """Where images and clips are encoded, in the same words; previews are decoded on the device
+    that trains.
+    """
     residency: Literal["release", "keep"] = "release"
     """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
 
@@ -100,5 +121,7 @@ class CachingSettings(Frozen):
     @model_validator(mode="after")
     def _one_other_gpu(self) -> Self:
         if {self.text_encoder_device, self.vae_device} - {"training", "cpu", self.other_gpu}:
-            raise ValueError("captions and images are encoded on one GPU beside the one that trains, not on two")
+            raise ValueError(
+                "captions and images are encoded on one GPU beside the one that trains, not on two"
+            )
         return self

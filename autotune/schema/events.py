@@ -1,7 +1,8 @@
-"""What long work tells while it goes on: one typed stream, which terminals, JSON lines and pages read.
+"""What long work tells while it goes on: one typed stream, which terminals, JSON lines and pages
+read.
 
-Every function that takes long has a parameter `on_event` and calls it with these objects, in the order in which things
-happen. Nothing depends on what a listener does with them.
+Every function that takes long has a parameter `on_event` and calls it with these objects, in the
+order in which things happen. Nothing depends on what a listener does with them.
 """
 
 import json
@@ -168,7 +169,9 @@ class StepFinished(Event):
     loss: float
     learning_rate: float
     gradient_norm: float | None = None
-    """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step was skipped."""
+    """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step
+    was skipped.
+    """
     seconds: float
     """Wall time of the whole step."""
     data_seconds: float
@@ -177,7 +180,9 @@ class StepFinished(Event):
     memory_bytes: int
     """Memory that the process holds between steps."""
     epoch: int | None = None
-    """Number of the epoch that the step begins in, counted from 1; None in files of an older autotune."""
+    """Number of the epoch that the step begins in, counted from 1; None in files of an older
+    autotune.
+    """
     gpu_utilization: float | None = None
     """Share of time that the GPU computed, in [0, 1]; None without NVML."""
     gradient_spikes: int = 0
@@ -185,7 +190,9 @@ class StepFinished(Event):
     nonfinite_gradients: int = 0
     """Gradients of the run so far that were not finite; their steps were taken again."""
     overflowed_gradients: int = 0
-    """Gradients of the run so far that overflowed fp16; their steps were skipped, and the loss scale fell."""
+    """Gradients of the run so far that overflowed fp16; their steps were skipped, and the loss
+    scale fell.
+    """
     loss_scale: float | None = None
     """Factor of the next step's losses, in fp16."""
     validation_loss: float | None = None
@@ -195,7 +202,9 @@ class StepFinished(Event):
     overfitting_from: int | None = None
     """Number of steps after which overfitting began; None if held-out images show none."""
     remaining_seconds: float | None = None
-    """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
+    """Time until the last step, with previews and checkpoints on the way; None after the first
+    step of a start.
+    """
 
 
 class PreviewsWritten(Event):

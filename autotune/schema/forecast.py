@@ -1,4 +1,6 @@
-"""What the cost model says of a plan's settings and of what else there was: frozen with the plan, for reports."""
+"""What the cost model says of a plan's settings and of what else there was: frozen with the
+plan, for reports.
+"""
 
 from typing import Self
 
@@ -13,7 +15,9 @@ MAX_ALTERNATIVES = 512
 
 
 class Alternative(Frozen):
-    """A candidate and its prediction: as first predicted if a trial ran it, else corrected by all trials."""
+    """A candidate and its prediction: as first predicted if a trial ran it, else corrected by
+    all trials.
+    """
 
     changes: dict[str, Choice]
     """Values of the knobs that differ from the plan's settings; empty for these settings."""
@@ -50,15 +54,20 @@ class Forecast(Frozen):
     num_fitting: int = NaturalInt
     """Number of those that are predicted to fit."""
     step_time: StepTime
-    """Seconds of a step by kind of work, at the rates that the probe measured: nothing that trials taught."""
+    """Seconds of a step by kind of work, at the rates that the probe measured: nothing that
+    trials taught.
+    """
     phases: tuple[PhaseForecast, ...] = ()
     alternatives: tuple[Alternative, ...] = Field(default=(), max_length=MAX_ALTERNATIVES)
-    """Those that tell most, the plan's settings among them: the Pareto front of memory and time, the best with each
-    other value of a knob, what was tried, and the nearest that do not fit."""
+    """Those that tell most, the plan's settings among them: the Pareto front of memory and time,
+    the best with each other value of a knob, what was tried, and the nearest that do not fit."""
 
     def rebased(self, before: Candidate, after: Candidate) -> Self:
         """The same forecast for a plan that has the settings `after` instead of `before`."""
-        rows = (each.changed(changes=differences_of(each.candidate(before), after)) for each in self.alternatives)
+        rows = (
+            each.changed(changes=differences_of(each.candidate(before), after))
+            for each in self.alternatives
+        )
         return self.changed(alternatives=tuple(rows))
 
 

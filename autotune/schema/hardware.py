@@ -1,6 +1,7 @@
 """The frozen objects that describe a machine.
 
-What is unknown is None, never 0, and `HardwareProfile.provenance` tells where each fact came from or why it is absent.
+What is unknown is None, never 0, and `HardwareProfile.provenance` tells where each fact came from
+or why it is absent.
 """
 
 import re
@@ -20,7 +21,9 @@ class Link(Frozen):
 
     peer_index: int = NaturalInt
     path: str
-    """`nvlink`, or what the bytes cross instead: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
+    """`nvlink`, or what the bytes cross instead: `same board`, `pcie switch`, `host bridge`,
+    `cpu sockets`.
+    """
 
 
 class OtherGpu(Frozen):
@@ -38,7 +41,9 @@ class MemoryBudget(Frozen):
 
     num_bytes: int = NaturalInt
     is_set_by_user: bool = False
-    """Whether an option changed it: what is measured within such a budget is not evidence for other runs."""
+    """Whether an option changed it: what is measured within such a budget is not evidence for
+    other runs.
+    """
 
 
 class Device(Frozen):
@@ -63,7 +68,9 @@ class Device(Frozen):
     """What a run may use, its process's own overhead included."""
     budget_reason: str
     budget_set_by_user: bool = False
-    """True if an option changed the budget: what is measured within it is no evidence for other users."""
+    """True if an option changed the budget: what is measured within it is no evidence for other
+    users.
+    """
     pcie_generation: int | None = None
     """Highest that both card and slot support; an idle card runs at less."""
     pcie_width: int | None = None
@@ -151,7 +158,9 @@ class Versions(Frozen):
 
 
 def is_at_least(version: str | None, min_version: str) -> bool:
-    """Whether a version is that or newer, compared as versions ("9.0" < "13.0"); False if there is none."""
+    """Whether a version is that or newer, compared as versions ("9.0" < "13.0"); False if there
+    is none.
+    """
     try:
         return version is not None and Version(version.split("+")[0]) >= Version(min_version)
     except InvalidVersion:
@@ -159,7 +168,9 @@ def is_at_least(version: str | None, min_version: str) -> bool:
 
 
 class Capability(Frozen):
-    """Whether this machine can use a feature, and why or why not. Names: see `autotune/hardware/capabilities.py`."""
+    """Whether this machine can use a feature, and why or why not. Names: see
+    `autotune/hardware/capabilities.py`.
+    """
 
     name: str
     available: bool
@@ -180,7 +191,9 @@ class Rate(Frozen):
     name: str
     """Dotted: what, variant, shape; e.g. `matmul.bf16.4096x3072x3072`."""
     value: float = Field(ge=1e-15, le=1e24)
-    """Far beyond anything that is measured the file is damaged, or a lie that arithmetic might choke on."""
+    """Far beyond anything that is measured the file is damaged, or a lie that arithmetic might
+    choke on.
+    """
     unit: Literal["FLOP/s", "B/s", "B", "s"]
     spread: float = Field(ge=0)
     """Interquartile range over the median."""
@@ -189,7 +202,9 @@ class Rate(Frozen):
 
 
 class Datasheet(Frozen):
-    """A GPU's published figures, dense and with fp32 accumulation. Never a measurement of this machine."""
+    """A GPU's published figures, dense and with fp32 accumulation. Never a measurement of this
+    machine.
+    """
 
     id: str
     """Name in the catalog, e.g. `nvidia-rtx-4090`."""
@@ -206,7 +221,9 @@ class Datasheet(Frozen):
     fp8_flops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
-    """To the host in one direction, after encoding; of the faster link if there is one instead of PCIe (GH200)."""
+    """To the host in one direction, after encoding; of the faster link if there is one instead
+    of PCIe (GH200).
+    """
     power_watts: float | None = None
     confidence: str
     source: str
@@ -231,7 +248,9 @@ class HardwareProfile(Frozen):
     """
 
     origin: Literal["probe", "catalog"] = "probe"
-    """`catalog` for a GPU that was not measured; its host and versions are assumed, as `notes` tells."""
+    """`catalog` for a GPU that was not measured; its host and versions are assumed, as `notes`
+    tells.
+    """
     device: Device
     host: Host
     versions: Versions
@@ -241,13 +260,18 @@ class HardwareProfile(Frozen):
     noisy: bool = False
     """True if repeated timings disagreed, so that the rates are less reliable."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: overrides, deprecations, assumptions, what was not measured and why."""
+    """What a reader should know: overrides, deprecations, assumptions, what was not measured and
+    why.
+    """
     assumed: tuple[str, ...] = ()
-    """Packages that a card of the catalog was told to have: how fast they are was taken from publications."""
+    """Packages that a card of the catalog was told to have: how fast they are was taken from
+    publications.
+    """
     provenance: tuple[Provenance, ...] = ()
     fingerprint: str = ""
-    """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and size, CUDA version and
-    driver, or of a CPU's name, cores and memory. It is always derived; what may be reused is judged by `match_keys`."""
+    """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and
+    size, CUDA version and driver, or of a CPU's name, cores and memory. It is always derived;
+    what may be reused is judged by `match_keys`."""
 
     @model_validator(mode="after")
     def _identify(self) -> Self:
@@ -257,7 +281,9 @@ class HardwareProfile(Frozen):
             "kind": device.kind,
             "name": device.name,
             "memory_kind": device.memory_kind,
-            "memory_gib": None if memory is None else round(memory / 2**30),  # systems reserve some, more or less
+            "memory_gib": None
+            if memory is None
+            else round(memory / 2**30),  # systems reserve some, more or less
         }
         if device.kind == "cuda":
             facts["compute_capability"] = device.compute_capability
@@ -273,11 +299,15 @@ class HardwareProfile(Frozen):
         capability = self.device.compute_capability
         return {
             "device_kind": self.device.kind,
-            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
+            "compute_capability": None
+            if capability is None
+            else f"{capability[0]}.{capability[1]}",
             "memory_kind": self.device.memory_kind,
             "memory_model": self.host.memory_model,
             "torch": _beginning(self.versions.torch, 2),
-            "cuda": _beginning(self.versions.cuda_runtime, 1) if self.device.kind == "cuda" else None,
+            "cuda": _beginning(self.versions.cuda_runtime, 1)
+            if self.device.kind == "cuda"
+            else None,
             "torchao": self.versions.torchao,
             "bitsandbytes": self.versions.bitsandbytes,
             "trial_protocol": str(TRIAL_PROTOCOL_VERSION),
@@ -285,8 +315,12 @@ class HardwareProfile(Frozen):
 
     def capability(self, name: str) -> Capability:
         """The capability called `name`; one that the profile does not list is unavailable."""
-        found = next((capability for capability in self.capabilities if capability.name == name), None)
-        return found or Capability(name=name, available=False, reason=f"this profile says nothing about {name}")
+        found = next(
+            (capability for capability in self.capabilities if capability.name == name), None
+        )
+        return found or Capability(
+            name=name, available=False, reason=f"this profile says nothing about {name}"
+        )
 
     def rate(self, name: str) -> float | None:
         """The measured rate called `name` in its unit, or None."""

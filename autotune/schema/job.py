@@ -39,8 +39,8 @@ def _not_empty(text: str) -> str:
 
 Words = Annotated[str, AfterValidator(_in_utf8)]
 Place = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
-"""A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset variable, is the folder that
-one is in, which nobody asked to read or to write."""
+"""A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset
+variable, is the folder that one is in, which nobody asked to read or to write."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
 Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]
@@ -62,7 +62,9 @@ PREVIEW_EVERY = 250
 """Training steps between previews, by default, and between validations."""
 
 VALIDATION_DRAWS = 32
-"""About how many draws of an image, a noise level and noise the loss on held-out images is the mean of."""
+"""About how many draws of an image, a noise level and noise the loss on held-out images is the
+mean of.
+"""
 
 
 SINGLE_FILE = ".safetensors"
@@ -72,16 +74,22 @@ TEXT_ENCODER = "text_encoder"
 
 
 def model_reference(model: str, parts: Mapping[str, str]) -> str:
-    """One text for a model in a single file and where its other parts are: `FILE?base=...`. Of another model the text
-    tells the expert alone, if `parts` name one."""
-    told = parts if model.endswith(SINGLE_FILE) else {name: value for name, value in parts.items() if name == "expert"}
+    """One text for a model in a single file and where its other parts are: `FILE?base=...`. Of
+    another model the text tells the expert alone, if `parts` name one."""
+    told = (
+        parts
+        if model.endswith(SINGLE_FILE)
+        else {name: value for name, value in parts.items() if name == "expert"}
+    )
     return f"{model}?{urlencode(told, safe='/@:')}" if told else model
 
 
 def file_parts(vae: str | None, text_encoders: Sequence[str]) -> dict[str, str]:
     """Where a single file's VAE and text encoders are, by names for `model_reference`."""
     parts = {"vae": vae} if vae else {}
-    return parts | {f"{TEXT_ENCODER}_{number}": path for number, path in enumerate(text_encoders, start=1)}
+    return parts | {
+        f"{TEXT_ENCODER}_{number}": path for number, path in enumerate(text_encoders, start=1)
+    }
 
 
 def split_reference(reference: str) -> tuple[str, dict[str, str]]:
@@ -105,7 +113,8 @@ def as_job_data(data: DataPlace) -> str | tuple[str, ...]:
 
 
 class Job(Frozen):
-    """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
+    """The user's part of a plan: may be edited or overridden while shapes stay in the planned
+    class.
 
     Names are those of diffusers' training scripts where they have one.
 
@@ -114,22 +123,28 @@ class Job(Frozen):
     """
 
     model: Place
-    """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet alone."""
+    """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet
+    alone.
+    """
     base: Place | None = None
-    """What such a file's other parts come from: a folder or a hub id; None for the model that the file is recognized
-    as."""
+    """What such a file's other parts come from: a folder or a hub id; None for the model that
+    the file is recognized as."""
     vae: Place | None = None
     """File or folder of its VAE; None for the file's own, if it has one, or the base's."""
     text_encoders: tuple[Place, ...] = ()
-    """Files or folders of its text encoders, in any order; others are the file's own or the base's."""
+    """Files or folders of its text encoders, in any order; others are the file's own or the
+    base's.
+    """
     revision: Words | None = None
-    """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is first fetched."""
+    """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is
+    first fetched.
+    """
     expert: Expert | None = None
-    """Which of its transformers is trained, of a model that has one for much noise and one for little; None for models
-    with one transformer."""
+    """Which of its transformers is trained, of a model that has one for much noise and one for
+    little; None for models with one transformer."""
     data: Place | Places | None
-    """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or several of either; None
-    until `train --data` names one."""
+    """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or
+    several of either; None until `train --data` names one."""
     control: Place | None = None
     """Folder of control images for editing, by the same stems."""
     caption: Words | None = None
@@ -139,11 +154,13 @@ class Job(Frozen):
     num_frames: int = Field(default=1, ge=1)
     """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
     clips: ClipChoice = "head"
-    """Which clips of that length are taken of a video: the first, `all` one after the other, or so many, evenly spread
-    from its start to its end."""
+    """Which clips of that length are taken of a video: the first, `all` one after the other, or
+    so many, evenly spread from its start to its end."""
     output: Place = "output"
     from_adapter: Place | None = None
-    """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
+    """File of an adapter, in any format that is known, whose training goes on; None begins a new
+    one.
+    """
     save_dtype: SaveDtype = "bf16"
     """Dtype of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"
@@ -162,16 +179,20 @@ class Job(Frozen):
     timestep_sampling: TimestepSampling = "logit_normal"
     """Density of the noise levels before they are shifted."""
     timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"]
-    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts larger images more, as
-    the family's pipeline does."""
+    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts
+    larger images more, as the family's pipeline does."""
     guidance_scale: float | None = Field(default=None, ge=0)
-    """What a guidance-distilled model is told while it trains; None for models that take none, or the family's."""
+    """What a guidance-distilled model is told while it trains; None for models that take none,
+    or the family's.
+    """
     weighting_scheme: Weighting = "none"
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are replaced by the empty one, drawn anew each time."""
     shuffle_tags: int = Field(default=0, ge=0, le=100)
-    """Orders of a caption's comma-separated tags that are seen, the written one among them; each time one is drawn."""
+    """Orders of a caption's comma-separated tags that are seen, the written one among them; each
+    time one is drawn.
+    """
     keep_tags: int = Field(default=0, ge=0, le=100)
     """Number of first tags that stay in front of any order."""
     flip: bool = False
@@ -179,8 +200,8 @@ class Job(Frozen):
     crop: Crop = "center"
     """Which part stays of an image that is cropped to its shape."""
     loss_mask: LossMask = "none"
-    """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png` (`files`) or opaque
-    (`alpha`)."""
+    """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png`
+    (`files`) or opaque (`alpha`)."""
     mask_floor: float = Field(default=0.0, ge=0, le=1)
     """Weight of the loss where a mask is black."""
     cache: Literal["disk", "memory"] = "disk"
@@ -196,13 +217,17 @@ class Job(Frozen):
     checkpoints_keep_every: int = Field(default=0, ge=0)
     """One of every so many checkpoints is kept for good; 0 keeps none."""
     preview_prompts: tuple[Words, ...] = ()
-    """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
+    """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the
+    same noise.
+    """
     preview_steps: int = Field(ge=1, le=1000)
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
     validation: HeldOut | None = None
-    """Images that never train, to measure the loss on: a share of the data such as `10%`, or a folder of others."""
+    """Images that never train, to measure the loss on: a share of the data such as `10%`, or a
+    folder of others.
+    """
     validation_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between validations; 0 validates only at the end."""
     keep_best: bool = False
@@ -212,19 +237,25 @@ class Job(Frozen):
 
     @property
     def validation_folder(self) -> str | None:
-        """The folder of held-out images; None if there are none, or if they are a share of the data."""
+        """The folder of held-out images; None if there are none, or if they are a share of the
+        data.
+        """
         return None if self.validation is None or self.validation.endswith("%") else self.validation
 
     @property
     def num_validations(self) -> int:
-        """How often the loss on held-out images is measured: without the adapter, at intervals, and at the end."""
+        """How often the loss on held-out images is measured: without the adapter, at intervals,
+        and at the end.
+        """
         if self.validation is None:
             return 0
         return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)
 
     @property
     def pinned_model(self) -> str:
-        """The model at its revision, or a file with its base at its revision, as `resolve_model` takes it."""
+        """The model at its revision, or a file with its base at its revision, as `resolve_model`
+        takes it.
+        """
         at = "" if self.revision is None else f"@{self.revision}"
         parts = {"expert": str(self.expert)} if self.expert else {}
         if self.model.endswith(SINGLE_FILE):
@@ -233,7 +264,8 @@ class Job(Frozen):
         return model_reference(self.model + at, parts)
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`.
+        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any,
+        else `num_steps`.
 
         Raises:
             InvalidInput: its epochs are more than `MAX_STEPS` steps.
@@ -242,7 +274,10 @@ class Job(Frozen):
             return self.num_steps
         num_steps = -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
         if num_steps > MAX_STEPS:
-            message = f"{self.num_train_epochs:,} epochs are {num_steps:,} steps, and a job takes {MAX_STEPS:,} at most"
+            message = (
+                f"{self.num_train_epochs:,} epochs are {num_steps:,} steps, and a job takes "
+                f"{MAX_STEPS:,} at most"
+            )
             raise InvalidInput(message, hint="give fewer --epochs or --steps")
         return num_steps
 
@@ -259,13 +294,16 @@ class Job(Frozen):
 
 
 def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
-    """Number of pictures of a job: each prompt every so many steps, and at the end with and without the adapter."""
+    """Number of pictures of a job: each prompt every so many steps, and at the end with and
+    without the adapter.
+    """
     rounds = num_steps // every if every else 0
     return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)
 
 
 class JobOverrides(TypedDict, total=False):
-    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays.
+    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left
+    out stays.
 
     Example:
         >>> job: autotune.JobOverrides = {"num_steps": 500, "output": "first-run"}

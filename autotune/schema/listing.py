@@ -1,4 +1,6 @@
-"""Reads YAML files in which people list things, such as folders of data, as far as they hold data alone."""
+"""Reads YAML files in which people list things, such as folders of data, as far as they hold
+data alone.
+"""
 
 import json
 from pathlib import Path
@@ -31,6 +33,8 @@ def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
         raise InvalidInput(f"{path} lists no {what}: {problem}", hint=hint) from error
     except OSError as error:  # what to write into a file is no help where there is none
         reason = error.strerror or first_line(error)
-        raise InvalidInput(f"cannot read {path}, which should list {what}: {reason}", hint="check the path") from error
+        raise InvalidInput(
+            f"cannot read {path}, which should list {what}: {reason}", hint="check the path"
+        ) from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise InvalidInput(f"{path} lists no {what}: {first_line(error)}", hint=hint) from error

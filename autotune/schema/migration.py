@@ -1,7 +1,8 @@
 """Brings documents of older versions, as parsed JSON, to this version's names.
 
-Plans, records and recordings share one schema version. A digest or a name covers a document as it was written, so it is
-checked on the document itself; what this module returns is what gets validated.
+Plans, records and recordings share one schema version. A digest or a name covers a document as it
+was written, so it is checked on the document itself; what this module returns is what gets
+validated.
 """
 
 from collections.abc import Mapping
@@ -54,7 +55,8 @@ def migrate(document: Any, version: object) -> Any:
 
 
 def from_schema_1(document: Any) -> Any:
-    """A document of schema 1 under today's names; what has kept its name, and what is unknown, stays as it is.
+    """A document of schema 1 under today's names; what has kept its name, and what is unknown,
+    stays as it is.
 
     Raises:
         InvalidInput: it has more than `MAX_DEPTH` levels, or a field under both its names.
@@ -71,10 +73,14 @@ def _renamed(value: Any, field: str, levels: int) -> Any:
         return [_renamed(part, field, levels - 1) for part in value]
     renamed = {KEYS.get(key, key): _renamed(part, key, levels - 1) for key, part in value.items()}
     if len(renamed) < len(value):
-        twice = next(f"{old} and {new}" for old, new in KEYS.items() if old in value and new in value)
+        twice = next(
+            f"{old} and {new}" for old, new in KEYS.items() if old in value and new in value
+        )
         raise _damaged(f"it has {twice}, which are one field")
     return renamed
 
 
 def _damaged(why: str) -> InvalidInput:
-    return InvalidInput(f"is damaged: {why}", hint="undo the edit, or copy the file again from where it was made")
+    return InvalidInput(
+        f"is damaged: {why}", hint="undo the edit, or copy the file again from where it was made"
+    )

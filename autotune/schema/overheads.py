@@ -1,4 +1,6 @@
-"""What another program takes of a device otherwise than autotune's executor, when it trains the same."""
+"""What another program takes of a device otherwise than autotune's executor, when it trains the
+same.
+"""
 
 from typing import Literal
 
@@ -11,15 +13,20 @@ KeptPhase = Literal["load", "cache", "train", "preview"]
 
 
 class AdapterPractice(Frozen):
-    """How a program holds and steps an adapter when the model computes in bf16; in fp32 all of it is in fp32."""
+    """How a program holds and steps an adapter when the model computes in bf16; in fp32 all of
+    it is in fp32.
+    """
 
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""
     autocasts: bool = False
-    """Whether training runs under autocast: products are in the precision that the model computes in and norms in
-    fp32, whatever their inputs are in; else each adapted layer copies its input to the adapter's precision."""
+    """Whether training runs under autocast: products are in the precision that the model
+    computes in and norms in fp32, whatever their inputs are in; else each adapted layer copies
+    its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
-    """For each of its parameters: what AdamW keeps, a second copy of the parameters included if there is one."""
+    """For each of its parameters: what AdamW keeps, a second copy of the parameters included if
+    there is one.
+    """
     step_bytes: int = NaturalInt
     """For each of its parameters: what AdamW needs beyond that while it steps."""
 
@@ -27,23 +34,33 @@ class AdapterPractice(Frozen):
     def text(self) -> str:
         """In words for people."""
         products = ", under autocast" if self.autocasts else ""
-        inputs = ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
-        return f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} bytes of AdamW a parameter"
+        inputs = (
+            ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
+        )
+        return (
+            f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} "
+            "bytes of "
+            "AdamW a parameter"
+        )
 
 
 class ProductPractice(Frozen):
     """How a program stores frozen layers of a weight format, and multiplies by them."""
 
     keeps: Literal["weights", "inputs"]
-    """Until the backward pass of each layer: its weight in the precision of the products, as autograd does; or its
-    input, for a gradient of the weight that is computed and that nobody uses."""
+    """Until the backward pass of each layer: its weight in the precision of the products, as
+    autograd does; or its input, for a gradient of the weight that is computed and that nobody
+    uses."""
     everywhere: bool = False
     """Whether all linear layers are stored so, not those of blocks alone."""
 
     @property
     def text(self) -> str:
         """In words for people."""
-        kept = {"weights": "each converted weight kept for its backward pass", "inputs": "gradients of weights, too"}
+        kept = {
+            "weights": "each converted weight kept for its backward pass",
+            "inputs": "gradients of weights, too",
+        }
         return f"{kept[self.keeps]}{', all linear layers stored so' * self.everywhere}"
 
 
@@ -59,7 +76,12 @@ class KeptPart(Frozen):
     @property
     def text(self) -> str:
         """In words for people."""
-        during = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews"}[self.phase]
+        during = {
+            "load": "loading",
+            "cache": "caching",
+            "train": "training",
+            "preview": "previews",
+        }[self.phase]
         precision = " in fp32" if self.precision == "fp32" else ""
         return f"{self.part.replace('_', ' ')}{precision} kept during {during}"
 
@@ -76,7 +98,9 @@ class Overheads(Frozen):
     adapter_by_format: dict[str, AdapterPractice] = Field(default_factory=dict)
     """What differs from `adapter`, by the weight format of the layers that are adapted."""
     products: dict[str, ProductPractice] = Field(default_factory=dict)
-    """By the weight format of frozen layers; others are stored and multiplied by as autotune does."""
+    """By the weight format of frozen layers; others are stored and multiplied by as autotune
+    does.
+    """
     kept: tuple[KeptPart, ...] = ()
 
     @property
@@ -105,4 +129,7 @@ class Overheads(Frozen):
     @property
     def text(self) -> str:
         """The same in one sentence."""
-        return f"memory as {self.program} takes it, by its source ({self.version}): {'; '.join(self.sentences)}"
+        return (
+            f"memory as {self.program} takes it, by its source ({self.version}): "
+            f"{'; '.join(self.sentences)}"
+        )

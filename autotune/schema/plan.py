@@ -40,33 +40,44 @@ class Expected(Frozen):
     step_seconds: float = Field(gt=0)
     images_per_second: float = Field(gt=0)
     joules_per_image: float | None = Field(default=None, gt=0)
-    """Energy that the devices take in steps, as trials measured it; None if nothing told, and in older plans."""
+    """Energy that the devices take in steps, as trials measured it; None if nothing told, and in
+    older plans.
+    """
     peak_memory_bytes: int = PositiveInt
     """Step memory: peak of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
-    """What the process needs besides step memory: on CPU its libraries; on a GPU its context and the allocator's
-    rounding. Without a rehearsal of all phases, also what another phase is predicted to need beyond a step."""
+    """What the process needs besides step memory: on CPU its libraries; on a GPU its context and
+    the allocator's rounding. Without a rehearsal of all phases, also what another phase is
+    predicted to need beyond a step."""
     phases: tuple[PhasePeak, ...] = ()
     """What each phase took when the winner was rehearsed; empty without a rehearsal."""
 
     @property
     def run_memory_bytes(self) -> int:
-        """Run memory: what a run needs in its neediest phase, the training step or a rehearsed one."""
+        """Run memory: what a run needs in its neediest phase, the training step or a rehearsed
+        one.
+        """
         measured = (
-            phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
+            phase.host_bytes
+            if phase.device_bytes is None
+            else phase.device_bytes + self.process_memory_bytes
             for phase in self.phases
         )
-        return max([self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)])
+        return max(
+            [self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)]
+        )
 
     host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    """What one process needs of the host's memory beside a GPU's own, with its share of what the first of a node does
-    for all; None if the device shares it, or in older plans."""
+    """What one process needs of the host's memory beside a GPU's own, with its share of what the
+    first of a node does for all; None if the device shares it, or in older plans."""
     time_uncertainty: float | None = Field(default=None, ge=0)
     """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
     memory_uncertainty: float | None = Field(default=None, ge=0)
     """The same of predicted memory."""
     other_seconds: float = Field(default=0.0, ge=0)
-    """Predicted time of everything but the steps: loading, caching, compiling, previews, checkpoints."""
+    """Predicted time of everything but the steps: loading, caching, compiling, previews,
+    checkpoints.
+    """
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of one device, in any currency; None if the user named none."""
 
@@ -95,21 +106,27 @@ class PlannedHardware(Frozen):
     fingerprint: str
     """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
-    """What must be equal on another machine for the plan to hold there; a refusal names the difference."""
+    """What must be equal on another machine for the plan to hold there; a refusal names the
+    difference.
+    """
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions
     num_processes: int = Field(default=1, ge=1)
-    """Number of processes that train together, one for each device; they divide the effective batch."""
+    """Number of processes that train together, one for each device; they divide the effective
+    batch.
+    """
     strategy: Strategy = "single"
-    """How processes train together: `ddp`, each with all weights; `fsdp2`, each with a shard of the frozen ones; or
-    `hybrid`, each with a shard of those that its node holds together."""
+    """How processes train together: `ddp`, each with all weights; `fsdp2`, each with a shard of
+    the frozen ones; or `hybrid`, each with a shard of those that its node holds together."""
     num_nodes: int = Field(default=1, ge=1)
     """Machines that the plan was made for; each has as many processes."""
     interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
     """What the prediction assumed between nodes, in one direction; None for one node."""
     assumed: tuple[str, ...] = ()
-    """Packages that a card of the catalog was told to have; empty once trials have run, and in older plans."""
+    """Packages that a card of the catalog was told to have; empty once trials have run, and in
+    older plans.
+    """
     encoder_gpu: EncoderGpu | None = None
     """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 
@@ -126,11 +143,17 @@ class PlannedHardware(Frozen):
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
         if (self.num_processes == 1) != (self.strategy == "single"):
-            raise ValueError(f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}")
+            raise ValueError(
+                f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}"
+            )
         if self.num_processes % self.num_nodes:
-            raise ValueError(f"{self.num_processes} processes cannot be shared evenly by {self.num_nodes} nodes")
+            raise ValueError(
+                f"{self.num_processes} processes cannot be shared evenly by {self.num_nodes} nodes"
+            )
         if self.strategy == "hybrid" and not 1 < self.num_nodes < self.num_processes:
-            raise ValueError("the strategy 'hybrid' needs several nodes with several processes each")
+            raise ValueError(
+                "the strategy 'hybrid' needs several nodes with several processes each"
+            )
         return self
 
 
@@ -165,7 +188,9 @@ class FrozenPart(Frozen):
     predicted_digest: str | None = None
     """Identity of the predicted plan that this one was measured from, if it was."""
     original_digest: str | None = None
-    """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields since."""
+    """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields
+    since.
+    """
 
     @model_validator(mode="after")
     def _alternatives_are_candidates(self) -> Self:
@@ -189,7 +214,9 @@ class TrainingPlan(Frozen):
 
     @property
     def identity(self) -> str:
-        """The digest that the plan was made with, which its runs and the plan sealed from it refer to."""
+        """The digest that the plan was made with, which its runs and the plan sealed from it
+        refer to.
+        """
         return self.frozen.original_digest or self.digest
 
     @property
@@ -200,9 +227,17 @@ class TrainingPlan(Frozen):
 
     @property
     def job_kwh(self) -> float | None:
-        """Energy in kWh that the devices will take for the steps of the job; None if it is not known."""
+        """Energy in kWh that the devices will take for the steps of the job; None if it is not
+        known.
+        """
         joules = self.frozen.expected.joules_per_image
-        return joules and joules * self.job.num_steps * self.frozen.workload.effective_batch_size / JOULES_PER_KWH
+        return (
+            joules
+            and joules
+            * self.job.num_steps
+            * self.frozen.workload.effective_batch_size
+            / JOULES_PER_KWH
+        )
 
     @property
     def job_cost(self) -> float | None:

@@ -1,7 +1,9 @@
-"""Reads and writes plan files: YAML that people review, parsed as data only, trusted only when whole and unedited.
+"""Reads and writes plan files: YAML that people review, parsed as data only, trusted only when
+whole and unedited.
 
-A file is refused when it is too large, uses tags, anchors or repeated keys, holds unknown keys, comes from a newer
-schema, or when its frozen part does not match its digest. Nothing that a plan names is ever executed.
+A file is refused when it is too large, uses tags, anchors or repeated keys, holds unknown keys,
+comes from a newer schema, or when its frozen part does not match its digest. Nothing that a plan
+names is ever executed.
 """
 
 import json
@@ -27,7 +29,9 @@ MAX_PLAN_BYTES = 4 << 20
 MAX_VARIANTS = 64
 
 MAX_NODES = 100_000
-"""Maximum number of nodes in a document, far above any real plan: reading so many takes some seconds."""
+"""Maximum number of nodes in a document, far above any real plan: reading so many takes some
+seconds.
+"""
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
@@ -46,7 +50,9 @@ PLAN_AGAIN = "make the plan again with `autotune plan`"
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """SafeLoader without what no plan or configuration needs: anchors, tags, dates, merge and repeated keys."""
+    """SafeLoader without what no plan or configuration needs: anchors, tags, dates, merge and
+    repeated keys.
+    """
 
     depth = nodes = 0
 
@@ -69,7 +75,9 @@ class BoundedLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         for key, _ in node.value:
             if key.tag != TEXT_TAG:  # of numbers and null, JSON and so the digest would make text
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is not plain text")
+                raise yaml.YAMLError(
+                    f"line {key.start_mark.line + 1} has a key that is not plain text"
+                )
         keys = Counter(key.value for key, _ in node.value)
         repeated = sorted(key for key, count in keys.items() if count > 1)
         if repeated:
@@ -82,11 +90,15 @@ NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9]{0,18})",
     "float": r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
-"""As people write them, 1e-4 too, and no integer beyond any use. YAML 1.1 takes 1e-4 for text, 0100 for 64 and 1:30 for
-90, and a long row of `:1` takes it minutes."""
+"""As people write them, 1e-4 too, and no integer beyond any use. YAML 1.1 takes 1e-4 for text,
+0100 for 64 and 1:30 for 90, and a long row of `:1` takes it minutes."""
 
 BoundedLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in (*NUMBERS, "timestamp")]
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.rpartition(":")[2] not in (*NUMBERS, "timestamp")
+    ]
     for first, resolvers in BoundedLoader.yaml_implicit_resolvers.items()
 }
 
@@ -113,7 +125,10 @@ _PlanDumper.add_representer(_Row, _PlanDumper.represent_row)
 
 
 for _kind, _pattern in NUMBERS.items():
-    for _each in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
+    for _each in (
+        BoundedLoader,
+        _PlanDumper,
+    ):  # what would be read as a number is quoted where it is text
         _tag = f"tag:yaml.org,2002:{_kind}"
         _each.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
@@ -130,7 +145,9 @@ def plan_text(plan: TrainingPlan) -> str:
         >>> print(autotune.plan_text(autotune.load_plan("plan.yaml")))
     """
     data = plan.model_dump(mode="json")
-    return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])})
+    return HEADER + _yaml(
+        {"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])}
+    )
 
 
 def _frozen_data(data: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +163,10 @@ def _yaml(data: object) -> str:
 
 def write_variants(path: Path, plans: Sequence[TrainingPlan]) -> None:
     """Write plans of one job for several machines to one file, whole or not at all."""
-    variants = [{"digest": plan.digest, "frozen": _frozen_data(plan.frozen.model_dump(mode="json"))} for plan in plans]
+    variants = [
+        {"digest": plan.digest, "frozen": _frozen_data(plan.frozen.model_dump(mode="json"))}
+        for plan in plans
+    ]
     job = plans[0].job.model_dump(mode="json")
     write_text_atomic(path, VARIANTS_HEADER + _yaml({"job": job, "variants": variants}))
 
@@ -159,16 +179,19 @@ def write_plan(path: Path, plan: TrainingPlan) -> None:
 def read_plan(path: Path) -> TrainingPlan:
     """Read and validate a plan; says nothing about whether it fits this machine.
 
-    A plan of an older autotune is brought to today's fields: its digest is then that of its frozen part as it now is,
-    and its `identity` stays the digest in the file.
+    A plan of an older autotune is brought to today's fields: its digest is then that of its frozen
+    part as it now is, and its `identity` stays the digest in the file.
 
     Raises:
-        InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
+        InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited
+            where it is frozen.
     """
     plans = load_variants(path)
     if len(plans) > 1:
         names = ", ".join(plan.frozen.hardware.device_name for plan in plans)
-        raise InvalidPlan(f"{path} holds plans for several machines: {names}", hint="take a file with one plan")
+        raise InvalidPlan(
+            f"{path} holds plans for several machines: {names}", hint="take a file with one plan"
+        )
     return plans[0]
 
 
@@ -187,7 +210,11 @@ def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
         return (_load(str(path), written),)
     variants, others = written["variants"], written.keys() - {"job", "variants"}
     if not isinstance(variants, list) or not 0 < len(variants) <= MAX_VARIANTS or others:
-        problem = f"keys that no plan has: {', '.join(sorted(others))}" if others else f"no list of 1 to {MAX_VARIANTS}"
+        problem = (
+            f"keys that no plan has: {', '.join(sorted(others))}"
+            if others
+            else f"no list of 1 to {MAX_VARIANTS}"
+        )
         raise InvalidPlan(f"{path} is not a valid plan: variants: {problem}", hint=PLAN_AGAIN)
     plans = []
     for number, variant in enumerate(variants, 1):
@@ -209,7 +236,9 @@ def parse_plan(text: str) -> TrainingPlan:
     try:
         return _load("the study's plan", dict(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidPlan(f"the study's plan is damaged: {error}", hint="name another --study") from error
+        raise InvalidPlan(
+            f"the study's plan is damaged: {error}", hint="name another --study"
+        ) from error
 
 
 def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
@@ -219,10 +248,13 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
     except InvalidInput as error:
         raise InvalidPlan(f"{source} {error.message}", hint=error.hint) from error
     plan = _validated(source, data)
-    actual = digest_of(written["frozen"])  # as written: an older plan has other names, and lacks newer fields
+    actual = digest_of(
+        written["frozen"]
+    )  # as written: an older plan has other names, and lacks newer fields
     if actual != plan.digest:
         raise InvalidPlan(
-            f"the frozen part of {source} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
+            f"the frozen part of {source} was edited: it has digest {actual[:15]}..., not "
+            f"{plan.digest[:15]}...",
             hint=f"undo the edit (only `job` may be changed), or {PLAN_AGAIN}",
         )
     if digest_of(plan.frozen) == plan.digest:
@@ -233,10 +265,13 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
 def _read_text(path: Path) -> str:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise InvalidPlan(f"{path} is not a regular file", hint="name a plan file, or a run's run-plan.yaml")
+            raise InvalidPlan(
+                f"{path} is not a regular file", hint="name a plan file, or a run's run-plan.yaml"
+            )
         if not path.is_file():
             raise InvalidPlan(
-                f"there is no plan at {path}", hint="make one with `autotune plan --model MODEL -o plan.yaml`"
+                f"there is no plan at {path}",
+                hint="make one with `autotune plan --model MODEL -o plan.yaml`",
             )
         size = path.stat().st_size
         if size > MAX_PLAN_BYTES:
@@ -255,7 +290,8 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InvalidPlan(
-            f"{path} is not YAML that a plan may use: {reason}", hint=f"correct that, or {PLAN_AGAIN}"
+            f"{path} is not YAML that a plan may use: {reason}",
+            hint=f"correct that, or {PLAN_AGAIN}",
         ) from error
     if not isinstance(data, dict):
         raise InvalidPlan(f"{path} holds {type(data).__name__}, not a plan", hint=PLAN_AGAIN)
@@ -264,7 +300,9 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 def _validated(source: str, data: Any) -> TrainingPlan:
     try:
-        return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
+        return TrainingPlan.model_validate_json(
+            json.dumps(data)
+        )  # NaN passes here, so that the field is named
     except ValidationError as error:
         where, message = first_problem(error)
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -277,13 +315,17 @@ def _validated(source: str, data: Any) -> TrainingPlan:
 
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
-    """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value is out of range."""
+    """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value
+    is out of range.
+    """
     overrides = {key: value for key, value in changes.items() if value is not None}
     return plan.changed(job=job_from(dict(plan.job), overrides))
 
 
 def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> Job:
-    """The job with the values of `before`, but for `overrides`. Raises InvalidPlan if a value is out of range."""
+    """The job with the values of `before`, but for `overrides`. Raises InvalidPlan if a value is
+    out of range.
+    """
     gone: dict[str, object] = {}
     if overrides.keys() & {"model", "base"}:
         gone["revision"] = None  # a commit of another repository
@@ -295,4 +337,6 @@ def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> J
         return Job.model_validate({**before, **gone, **overrides})
     except ValidationError as error:
         where, message = first_problem(error)
-        raise InvalidPlan(f"job.{where}: {message.lower()}", hint="give the job another value") from error
+        raise InvalidPlan(
+            f"job.{where}: {message.lower()}", hint="give the job another value"
+        ) from error

@@ -9,12 +9,15 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 
 MEMORY_BAND_SIGMAS = 1.8
-"""Four fifths of what programs publish whose ways nobody has read, on GPUs and before any trial, lie within 1.79 sigma
-(19 readings of six, benchmarks/published.py); of all 49, within 1.37. Of times nine tenths lie within one."""
+"""Four fifths of what programs publish whose ways nobody has read, on GPUs and before any trial,
+lie within 1.79 sigma (19 readings of six, benchmarks/published.py); of all 49, within 1.37. Of
+times nine tenths lie within one."""
 
 
 class MemoryBreakdown(Frozen):
-    """Device memory at the moment of a phase's peak, by what it is for. The parts add up to the peak."""
+    """Device memory at the moment of a phase's peak, by what it is for. The parts add up to the
+    peak.
+    """
 
     weight_bytes: int = NaturalInt
     """All frozen models that are resident, with their buffers."""
@@ -45,7 +48,9 @@ class PhaseMemory(Frozen):
 
 
 class StepTime(Frozen):
-    """Seconds of one optimizer step by kind of work. All but `recompute_seconds` add up to the step."""
+    """Seconds of one optimizer step by kind of work. All but `recompute_seconds` add up to the
+    step.
+    """
 
     matmul_seconds: float = Field(ge=0)
     """Matrix products of frozen layers."""
@@ -58,7 +63,9 @@ class StepTime(Frozen):
     overhead_seconds: float = Field(ge=0)
     """Launching of operations, as far as the device waits for it."""
     transfer_seconds: float = Field(default=0.0, ge=0)
-    """Bytes on their way between host, device and other devices, as far as the device waits for them."""
+    """Bytes on their way between host, device and other devices, as far as the device waits for
+    them.
+    """
     recompute_seconds: float = Field(ge=0)
     """The part of all the above that recomputes checkpointed blocks."""
 
@@ -73,11 +80,15 @@ class Prediction(Frozen):
 
     candidate: Candidate
     allocated_memory_bytes: int = PositiveInt
-    """Step memory: the part of a training step that the allocator counts, `peak_memory_bytes` where it was measured."""
+    """Step memory: the part of a training step that the allocator counts, `peak_memory_bytes`
+    where it was measured.
+    """
     run_memory_bytes: int = PositiveInt
     """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
-    """What one process needs of the host's memory, with its share of what the first of a node does for all."""
+    """What one process needs of the host's memory, with its share of what the first of a node
+    does for all.
+    """
     phases: tuple[PhaseMemory, ...]
     step_seconds: float = Field(gt=0)
     """Wall time of one optimizer step, the whole effective batch."""

@@ -12,11 +12,14 @@ class AdapterVerdict(Frozen):
 
     num_layers: int = NaturalInt
     num_unmoved: int = NaturalInt
-    """Number of layers before the last block whose update is still zero: no gradient reached them."""
+    """Number of layers before the last block whose update is still zero: no gradient reached
+    them.
+    """
     num_not_finite: int = NaturalInt
     layer_norms: dict[str, float]
-    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 if it is not finite. Layers of the last block
-    may stay 0: if the model discards the text that leaves it, no gradient reaches them."""
+    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 if it is not finite.
+    Layers of the last block may stay 0: if the model discards the text that leaves it, no
+    gradient reaches them."""
     base_loss: float | None
     """Mean loss without the adapter, on images and noise of steps that were not trained on."""
     adapter_loss: float | None
@@ -27,14 +30,18 @@ class AdapterVerdict(Frozen):
         """What is wrong with its layers, one sentence each."""
         found = []
         if self.num_not_finite:
-            found.append(f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite")
+            found.append(
+                f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite"
+            )
         if not any(self.layer_norms.values()):
             found.append("the adapter never moved: no gradient reached any of its layers")
         return tuple(found)
 
 
 class ValidationResult(Frozen):
-    """The loss on images that were held out of training, always at the same noise levels and noise."""
+    """The loss on images that were held out of training, always at the same noise levels and
+    noise.
+    """
 
     num_images: int = PositiveInt
     base_loss: float
@@ -45,7 +52,9 @@ class ValidationResult(Frozen):
     lowest_step: int = PositiveInt
     """Number of steps after which it was lowest."""
     overfitting_from: int | None = Field(default=None, ge=0)
-    """Number of steps after which it began to rise for good, 0 if it never fell; None if it did not rise."""
+    """Number of steps after which it began to rise for good, 0 if it never fell; None if it did
+    not rise.
+    """
     kept_step: int = PositiveInt
     """Number of steps after which the adapter was kept."""
 
@@ -84,7 +93,9 @@ class RunReport(Frozen):
     measured_joules_per_image: float | None = None
     """Energy that the devices took in steady steps; None if they do not tell."""
     training_kwh: float | None = None
-    """Energy that the devices took in this start's training, with previews and validation; None if they do not tell."""
+    """Energy that the devices took in this start's training, with previews and validation; None
+    if they do not tell.
+    """
     gpu_utilization: float | None = None
     """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
     first_loss: float
@@ -114,11 +125,16 @@ class RunReport(Frozen):
         if (verdict := self.verdict) is None:
             return ("there is no verdict on the adapter",)
         held_out = self.validation
-        what = "images that it was not trained on" if held_out else "noise that it was not trained on"
+        what = (
+            "images that it was not trained on" if held_out else "noise that it was not trained on"
+        )
         loss = held_out.kept_loss if held_out else verdict.adapter_loss
         base = held_out.base_loss if held_out else verdict.base_loss
         if loss is None or base is None:
-            return (*verdict.layer_failures, "the loss with the adapter could not be compared with the model's own")
+            return (
+                *verdict.layer_failures,
+                "the loss with the adapter could not be compared with the model's own",
+            )
         if loss < base:
             return verdict.layer_failures
         losses = f"{loss:.4f} with the adapter, {base:.4f} without it"

@@ -1,4 +1,6 @@
-"""What one plan trains several times: a list of subjects, each a name and what its job has otherwise."""
+"""What one plan trains several times: a list of subjects, each a name and what its job has
+otherwise.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -76,23 +78,33 @@ class _Listed(Frozen):
 
 
 def load_subjects(path: str | Path) -> tuple[Subject, ...]:
-    """Read a file that lists what one plan trains: subjects, each with a name and what its job has otherwise.
+    """Read a file that lists what one plan trains: subjects, each with a name and what its job has
+    otherwise.
 
     Raises:
-        InvalidInput: it cannot be read, lists none, has a name twice, or says what a subject cannot have.
+        InvalidInput: it cannot be read, lists none, has a name twice, or says what a subject cannot
+            have.
 
     Example:
         >>> rex, bo = autotune.load_subjects("subjects.yaml")
     """
     path = Path(path)
-    hint = "write `subjects:` with an entry `- {name: NAME, data: FOLDER}` for each; see docs/many-runs.md"
+    hint = (
+        "write `subjects:` with an entry `- {name: NAME, data: FOLDER}` for each; see "
+        "docs/many-runs.md"
+    )
     rows = read_listing(path, _Listed, "subjects", hint).subjects
-    names = [row.name.lower() for row in rows]  # as folders, on file systems that do not tell case apart
+    names = [
+        row.name.lower() for row in rows
+    ]  # as folders, on file systems that do not tell case apart
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidInput(f"{path} has two subjects {twice!r}", hint="each has a folder of that name: rename one")
+        raise InvalidInput(
+            f"{path} has two subjects {twice!r}", hint="each has a folder of that name: rename one"
+        )
     if log := next((name for name in names if name + SUBJECT_LOG in names), None):
         raise InvalidInput(
-            f"{path}: the log of {log!r} would be the folder of {log + SUBJECT_LOG!r}", hint="rename one"
+            f"{path}: the log of {log!r} would be the folder of {log + SUBJECT_LOG!r}",
+            hint="rename one",
         )
     return tuple(Subject(name=row.name, job=_job(row, path.parent)) for row in rows)
 
@@ -103,11 +115,14 @@ def find_subject(subjects: tuple[Subject, ...], which: str) -> Subject:
     Raises:
         InvalidInput: there is none.
     """
-    by_name = {one.name: one for one in subjects} | {str(number): one for number, one in enumerate(subjects, 1)}
+    by_name = {one.name: one for one in subjects} | {
+        str(number): one for number, one in enumerate(subjects, 1)
+    }
     if which not in by_name:
         names = [one.name for one in subjects]
         raise InvalidInput(
-            f"there is no subject {which!r} among {len(subjects)}", hint=suggest_nearest(which, names[:20])
+            f"there is no subject {which!r} among {len(subjects)}",
+            hint=suggest_nearest(which, names[:20]),
         )
     return by_name[which]
 
@@ -122,5 +137,10 @@ def _job(row: _Row, base: Path) -> dict[str, Any]:
         if isinstance(place, str) and not (field == "validation" and place.endswith("%")):
             written[field] = str(base / place)
     if isinstance(several := written.get("data"), list):
-        written["data"] = [str(base / place) if isinstance(place, str) else place for place in several]
-    return {field: tuple(value) if isinstance(value, list) else value for field, value in written.items()}
+        written["data"] = [
+            str(base / place) if isinstance(place, str) else place for place in several
+        ]
+    return {
+        field: tuple(value) if isinstance(value, list) else value
+        for field, value in written.items()
+    }

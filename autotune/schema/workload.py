@@ -11,7 +11,11 @@ from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory", "energy"]
 """What is optimized: time, step memory, or the energy that the device takes for an image."""
-GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest", "energy": "most economical"}
+GOALS: Mapping[Objective, str] = {
+    "throughput": "fastest",
+    "memory": "smallest",
+    "energy": "most economical",
+}
 """What the winner is by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]
@@ -24,9 +28,12 @@ OptionValue = bool | int | float | str | tuple[float, ...]
 class OptimizerChoice(Frozen):
     """The optimizer that the user wants: it decides what is learned, so none is searched."""
 
-    name: str = Field(default="adamw", pattern=r"^([a-z0-9]+(-[a-z0-9]+)*|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})$")
-    """A name from the table in `autotune.knobs.optimizer`, or `package:Class`, which is loaded only if the user names
-    it again where the plan is used."""
+    name: str = Field(
+        default="adamw",
+        pattern=r"^([a-z0-9]+(-[a-z0-9]+)*|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})$",
+    )
+    """A name from the table in `autotune.knobs.optimizer`, or `package:Class`, which is loaded
+    only if the user names it again where the plan is used."""
     options: tuple[tuple[str, OptionValue], ...] = Field(default=(), max_length=32)
     """(name, value) pairs: its keyword arguments."""
 
@@ -82,21 +89,29 @@ class Workload(Frozen):
     max_text_tokens: int = PositiveInt
     """Length of the longest encoded caption. With the largest bucket it decides memory."""
     text_token_quantiles: tuple[PositiveTokens, ...] = Field(default=(), max_length=64)
-    """Lengths of encoded captions in ascending order, each standing for the same number of captions: they decide speed.
-    Empty if all captions are about as long as the longest."""
+    """Lengths of encoded captions in ascending order, each standing for the same number of
+    captions: they decide speed. Empty if all captions are about as long as the longest."""
     text_padding: TextPadding
     num_control_images: int = Field(default=0, ge=0)
     """The most control images that an item has; 0 unless the model edits images."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps its own copy of them."""
+    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps
+    its own copy of them.
+    """
     targets: str
-    """Name of the set of adapted layers, e.g. `attention`, or patterns of their names, separated by commas."""
+    """Name of the set of adapted layers, e.g. `attention`, or patterns of their names, separated
+    by commas.
+    """
     adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
-    """Numbers of the blocks that the adapted layers lie in, from 0 in the order they run: `10-30` or `0-4,18`."""
+    """Numbers of the blocks that the adapted layers lie in, from 0 in the order they run:
+    `10-30` or `0-4,18`.
+    """
     adapter: AdapterKind = "lora"
-    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of outputs, too."""
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms
+    of outputs, too.
+    """
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Decay of the average of the adapter over steps, which is what is saved; 0 keeps none."""
     optimizer: OptimizerChoice = ADAMW
@@ -118,6 +133,8 @@ class Workload(Frozen):
         return self
 
     def share(self, num_processes: int) -> "Workload":
-        """The workload of each of several processes: its part of the effective batch, rounded down."""
+        """The workload of each of several processes: its part of the effective batch, rounded
+        down.
+        """
         batch = max(1, self.effective_batch_size // num_processes)
         return self if num_processes == 1 else self.changed(effective_batch_size=batch)

@@ -1,7 +1,8 @@
 """A search in a file on a folder that machines share, for teams without a database.
 
-Optuna's journal storage, with what it lacks: heartbeats, so that a worker that dies on another machine is noticed. Each
-is the time at which a file was last written, as the file server's clock has it.
+Optuna's journal storage, with what it lacks: heartbeats, so that a worker that dies on another
+machine is noticed. Each is the time at which a file was last written, as the file server's clock
+has it.
 """
 
 import os
@@ -22,8 +23,8 @@ BLOCK_BYTES = 1 << 20
 
 
 class WholeLines(JournalFileBackend):
-    """Optuna's file, from which the start of a line is cut that a kill or a full disk left at its end: the next line
-    would be added to it, and the whole search could not be read any more."""
+    """Optuna's file, from which the start of a line is cut that a kill or a full disk left at
+    its end: the next line would be added to it, and the whole search could not be read any more."""
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         with get_lock_file(self._lock), Path(self._file_path).open("rb+") as file:
@@ -57,7 +58,9 @@ class SharedJournal(JournalStorage, BaseHeartbeat):
         self.heartbeat_seconds, self.grace_seconds = heartbeat_seconds, grace_seconds
 
     def record_heartbeat(self, trial_id: int) -> None:
-        """In a thread of its own, where nobody could handle a failure: the next heartbeat may come through."""
+        """In a thread of its own, where nobody could handle a failure: the next heartbeat may
+        come through.
+        """
         with suppress(OSError):
             self._beat(str(trial_id))
 

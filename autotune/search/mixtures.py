@@ -1,11 +1,14 @@
-"""Which numbers of blocks go together: for each setting of the other knobs, the mixtures that the cost model prefers.
+"""Which numbers of blocks go together: for each setting of the other knobs, the mixtures that the
+cost model prefers.
 
-How many blocks recompute everything, how many keep attention, for how many the input and for how many the weights wait
-on the host: a model of 60 blocks has hundreds of thousands of such mixtures. Their memory and time are arithmetic on
-traced blocks, so all of them are predicted at once, and only those are kept that nothing beats in both:
+How many blocks recompute everything, how many keep attention, for how many the input and for how
+many the weights wait on the host: a model of 60 blocks has hundreds of thousands of such mixtures.
+Their memory and time are arithmetic on traced blocks, so all of them are predicted at once, and
+only those are kept that nothing beats in both:
 
-- of mixtures that use the same means, those on the frontier of memory and time; whatever trials teach moves them alike,
-  so what is behind the frontier stays behind it. Of the frontier, enough that neighbors differ by `MAX_STEP`;
+- of mixtures that use the same means, those on the frontier of memory and time; whatever trials
+  teach moves them alike, so what is behind the frontier stays behind it. Of the frontier, enough
+  that neighbors differ by `MAX_STEP`;
 - of different means, those that others beat by less than the model doubts their ratio.
 """
 
@@ -25,8 +28,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 MAX_STEP = 0.05
-"""Most by which neighbors on a frontier differ in memory, as a share of the activations of a pass that keeps all; less
-than one block makes no step."""
+"""Most by which neighbors on a frontier differ in memory, as a share of the activations of a
+pass that keeps all; less than one block makes no step."""
 NUM_STEPS = 30
 """Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
 
@@ -53,11 +56,20 @@ def with_mixtures(space: SearchSpace, cost: CostModel) -> SearchSpace:
     return replace(space, candidates=tuple(found))
 
 
-def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel) -> list[Candidate]:
-    """The mixtures of one setting of the other knobs that are worth trying, of admitted `choices` by knob."""
+def find_mixtures(
+    base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel
+) -> list[Candidate]:
+    """The mixtures of one setting of the other knobs that are worth trying, of admitted
+    `choices` by knob.
+    """
     plain = base.changed(**dict.fromkeys(BLOCK_NUMBERS, 0))
-    admitted = {name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_NUMBERS}
-    passes, swapped = _passes(admitted, cost.workload.model.num_blocks), _spread(admitted["swapped_blocks"])
+    admitted = {
+        name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_NUMBERS
+    }
+    passes, swapped = (
+        _passes(admitted, cost.workload.model.num_blocks),
+        _spread(admitted["swapped_blocks"]),
+    )
     num_bytes, seconds = cost.predict_mixtures(plain, passes, swapped)
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
@@ -66,7 +78,8 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
     step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(_frontier(group), step) for group in _by_means(everything)], plain)
     same = {name: value for name, value in plain if name not in BLOCK_NUMBERS}
-    # Not validated again, which would take most of the time: the rest is valid, and the numbers are admitted ones.
+    # Not validated again, which would take most of the time: the rest is valid, and the numbers are
+    # admitted ones.
     return [
         Candidate.model_construct(None, **same, **dict(zip(BLOCK_NUMBERS, row, strict=True)))
         for group in kept
@@ -74,18 +87,24 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
     ]
 
 
-def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> Integers:
-    """The numbers of one knob that can go with the other knobs' values, if enough blocks recompute."""
+def _without_conflict(
+    name: str, numbers: Sequence[int], base: Candidate, context: TuningContext
+) -> Integers:
+    """The numbers of one knob that can go with the other knobs' values, if enough blocks
+    recompute.
+    """
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_NUMBERS, 0), **deep, name: 1})
     is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
-    return np.array([number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64)
+    return np.array(
+        [number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64
+    )
 
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
-    """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone, each with as few and
-    with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as fine a
-    step."""
+    """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone,
+    each with as few and with as many offloaded inputs as there may be: between them, a block
+    more or less that recomputes is as fine a step."""
     levels = [_spread(admitted[name]) for name in BLOCK_NUMBERS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
@@ -94,9 +113,13 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     selective = np.concatenate([selective, rest[is_admitted]])
     recomputed = whole + selective
     offloaded = admitted["offloaded_inputs"]
-    max_offloaded = offloaded[np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)]
+    max_offloaded = offloaded[
+        np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)
+    ]
     min_offloaded = np.full_like(max_offloaded, offloaded[0])
-    both = [np.stack([whole, selective, number], axis=1) for number in (min_offloaded, max_offloaded)]
+    both = [
+        np.stack([whole, selective, number], axis=1) for number in (min_offloaded, max_offloaded)
+    ]
     passes = np.unique(np.concatenate(both), axis=0)
     recomputed = passes[:, 0] + passes[:, 1]
     fits = (recomputed < max(num_blocks, 1 + whole.min())) & (passes[:, 2] <= recomputed)
@@ -105,12 +128,16 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
 
 def _spread(numbers: Integers) -> Integers:
     """At most `NUM_STEPS` of them, ends included."""
-    chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))]
+    chosen: Integers = numbers[
+        np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))
+    ]
     return chosen
 
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
-    """Mixtures that have the same terms in calibration: that use the same means, if more or less of them."""
+    """Mixtures that have the same terms in calibration: that use the same means, if more or less
+    of them.
+    """
     whole, selective, offloaded, swapped = (mixtures.numbers > 0).T
     means = (whole | selective) + 2 * selective + 4 * offloaded + 8 * swapped
     for value in np.unique(means):
@@ -136,8 +163,13 @@ def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
 
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
-    """Each group less what another group beats in memory and, beyond what is doubtful of their ratio, in time."""
-    first = [plain.changed(**dict(zip(BLOCK_NUMBERS, map(int, group.numbers[0]), strict=True))) for group in groups]
+    """Each group less what another group beats in memory and, beyond what is doubtful of their
+    ratio, in time.
+    """
+    first = [
+        plain.changed(**dict(zip(BLOCK_NUMBERS, map(int, group.numbers[0]), strict=True)))
+        for group in groups
+    ]
     left = []
     for one, group in zip(first, groups, strict=True):
         beaten = np.zeros(len(group.seconds), dtype=bool)

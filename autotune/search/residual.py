@@ -1,9 +1,9 @@
 """Chooses which candidate to try next, and whether any is worth it: pure.
 
-First the fastest of those that surely fit or, if there are none, the smallest, which is the safest; then by expected
-improvement on predictions that all results have corrected, as far as it is likely to fit. Only candidates of the
-enumerated space, each at most once, none that is predicted not to fit or is at least as large as one that ran out of
-memory; on shared memory none that may not fit.
+First the fastest of those that surely fit or, if there are none, the smallest, which is the safest;
+then by expected improvement on predictions that all results have corrected, as far as it is likely
+to fit. Only candidates of the enumerated space, each at most once, none that is predicted not to
+fit or is at least as large as one that ran out of memory; on shared memory none that may not fit.
 """
 
 import math
@@ -21,23 +21,29 @@ from autotune.search.space import SearchSpace
 from autotune.search.winner import energy_unknown
 
 STOP_SIGMAS = 1.5
-"""Standard deviations by which the stop rule lets a candidate be better than predicted: fewer ended searches too early
-(see benchmarks/LOG.md)."""
+"""Standard deviations by which the stop rule lets a candidate be better than predicted: fewer
+ended searches too early (see benchmarks/LOG.md)."""
 MEMORY_SIGMAS = 1.0
-"""Standard deviations by which a step may take more memory than predicted: on shared memory that must stay below the
-budget, too."""
+"""Standard deviations by which a step may take more memory than predicted: on shared memory that
+must stay below the budget, too."""
 MIN_GAIN = 0.03
-"""The search stops when the best remaining candidate is not expected to save more than this share."""
+"""The search stops when the best remaining candidate is not expected to save more than this
+share.
+"""
 MAX_GROWTH = 1.5
-"""On shared memory, what the next trial may be predicted to need, relative to the largest that has run: predictions are
-corrected by every trial, and stay right that near to it."""
+"""On shared memory, what the next trial may be predicted to need, relative to the largest that
+has run: predictions are corrected by every trial, and stay right that near to it."""
 SAFE_SHARE = 0.5
-"""Share of the budget that is safe to try: what is predicted to need less may be wrong by a factor of two and fits."""
+"""Share of the budget that is safe to try: what is predicted to need less may be wrong by a
+factor of two and fits.
+"""
 COMPARE_AFTER = 6
-"""Trials after which the best settings are compared with the libraries' own way, if the search has not converged: it
-may have but two more."""
+"""Trials after which the best settings are compared with the libraries' own way, if the search
+has not converged: it may have but two more."""
 DOUBT_SIGMAS = 2.0
-"""Standard deviations by which a trial must be slower than expected from all others to be tried again."""
+"""Standard deviations by which a trial must be slower than expected from all others to be tried
+again.
+"""
 MIN_WITNESSES = 4
 """Trials that must have run before one of them is doubted."""
 BROKEN_OUTCOMES = ("unsupported", "numerics")
@@ -50,7 +56,9 @@ class Predictor(Protocol):
     def predict(self, candidate: Candidate) -> Prediction:
         """Time and memory of a candidate."""
 
-    def with_calibration(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> Self:
+    def with_calibration(
+        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+    ) -> Self:
         """The same, corrected by what ran."""
 
     def as_trials_run(self) -> Self:
@@ -63,7 +71,9 @@ class ScoredCandidate:
 
     candidate: Candidate
     expected: float
-    """Natural logarithm of what the objective wants little of: step seconds, bytes, or joules per image."""
+    """Natural logarithm of what the objective wants little of: step seconds, bytes, or joules
+    per image.
+    """
     uncertainty: float
     """One sigma of `expected`."""
     step_seconds: float
@@ -78,8 +88,8 @@ class ScoredCandidate:
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:
-        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15), as far as it
-        fits (Gardner et al., 2014, equation 6)."""
+        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998,
+        equation 15), as far as it fits (Gardner et al., 2014, equation 6)."""
         sigma = max(self.uncertainty, 1e-9)
         z = (best - self.expected) / sigma
         gain = sigma * (z * _normal_share(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
@@ -93,14 +103,16 @@ def _normal_share(z: float) -> float:
 
 def best_seconds(results: Sequence[TrialResult]) -> float:
     """Fastest median step so far; infinite if none ran."""
-    return min((r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf)
+    return min(
+        (r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf
+    )
 
 
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
 
-    Energy is measured, not predicted: what is untried is expected to take its predicted time at the mean power of the
-    trials so far, and their spread adds to its uncertainty.
+    Energy is measured, not predicted: what is untried is expected to take its predicted time at the
+    mean power of the trials so far, and their spread adds to its uncertainty.
 
     Args:
         space: the admissible candidates.
@@ -108,7 +120,8 @@ class ResidualSearch:
         budget_bytes: what a run may take on the device.
         priors: what similar machines have taught, as far as trials here do not contradict it.
         first: candidates to try before all others, e.g. what won elsewhere.
-        ascending: whether to stay near to what has run: an over-allocation of memory that is the host's hangs it.
+        ascending: whether to stay near to what has run: an over-allocation of memory that is the
+            host's hangs it.
     """
 
     def __init__(
@@ -123,7 +136,12 @@ class ResidualSearch:
         ascending: bool = False,
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.priors, self.first, self.objective, self.ascending = priors, first, objective, ascending
+        self.priors, self.first, self.objective, self.ascending = (
+            priors,
+            first,
+            objective,
+            ascending,
+        )
         candidates = sorted(space.candidates, key=lambda candidate: candidate.swapped_blocks)
         self._by_swap = [(_without_swap(candidate), candidate) for candidate in candidates]
         self._remaining = lru_cache(maxsize=4)(self._find_remaining)
@@ -131,7 +149,9 @@ class ResidualSearch:
     def next_candidate(
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> Candidate | None:
-        """What to try after `results` while others try `running`; None if nothing is left that could run."""
+        """What to try after `results` while others try `running`; None if nothing is left that
+        could run.
+        """
         tried = {result.candidate for result in results} | set(running)
         first = next((candidate for candidate in self.first if candidate not in tried), None)
         if first:
@@ -142,28 +162,48 @@ class ResidualSearch:
             return comparison
         if not remaining:
             return None
-        apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
+        apart = [
+            scored
+            for scored in remaining
+            if not any(_teach_the_same(scored.candidate, c) for c in running)
+        ]
         if not any(result.outcome == "ok" for result in results):
-            safe = [scored for scored in apart if scored.required_bytes <= SAFE_SHARE * self.budget_bytes]
+            safe = [
+                scored
+                for scored in apart
+                if scored.required_bytes <= SAFE_SHARE * self.budget_bytes
+            ]
             if safe and not results:
                 return min(safe, key=lambda scored: scored.expected).candidate
-            smallest = min(remaining, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes))
-            return smallest.candidate  # whatever fits without swapping calibrates as well, in less time
+            smallest = min(
+                remaining,
+                key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes),
+            )
+            return (
+                smallest.candidate
+            )  # whatever fits without swapping calibrates as well, in less time
         best = self._best(results)
-        promising = max(apart or remaining, key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound))
-        return (self._within_reach(promising, remaining, results) if self.ascending else promising).candidate
+        promising = max(
+            apart or remaining,
+            key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound),
+        )
+        return (
+            self._within_reach(promising, remaining, results) if self.ascending else promising
+        ).candidate
 
     def remaining(
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
         """Untried candidates that may run, with what is expected of them after `results`.
 
-        Of candidates that swap more or fewer blocks and are the same otherwise, only the one with the fewest: a block
-        that stays never makes a step slower.
+        Of candidates that swap more or fewer blocks and are the same otherwise, only the one with
+        the fewest: a block that stays never makes a step slower.
         """
         return self._remaining(tuple(results), frozenset(running))
 
-    def _find_remaining(self, results: tuple[TrialResult, ...], running: frozenset[Candidate]) -> list[ScoredCandidate]:
+    def _find_remaining(
+        self, results: tuple[TrialResult, ...], running: frozenset[Candidate]
+    ) -> list[ScoredCandidate]:
         cost = self._calibrate(results)
         tried = {result.candidate for result in results} | running
         fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
@@ -173,28 +213,44 @@ class ResidualSearch:
                 if result.outcome == "ok":
                     key = _without_swap(result.candidate)
                     fewest[key] = min(fewest[key], result.candidate.swapped_blocks)
-        broken = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN_OUTCOMES}
-        # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
-        too_coarse = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
+        broken = {
+            (r.candidate.attention, r.candidate.quantization)
+            for r in results
+            if r.outcome in BROKEN_OUTCOMES
+        }
+        # Without a step it was the weights themselves that missed the quality floor: no attention
+        # changes that.
+        too_coarse = {
+            r.candidate.quantization
+            for r in results
+            if r.outcome == "numerics" and not r.step_seconds
+        }
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
         power = _power_of(results)
         found = []
         for key, candidate in self._by_swap:
             quantization = candidate.quantization
-            if candidate in tried or quantization in too_coarse or (candidate.attention, quantization) in broken:
+            if (
+                candidate in tried
+                or quantization in too_coarse
+                or (candidate.attention, quantization) in broken
+            ):
                 continue
             if candidate.swapped_blocks > fewest[key]:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
-            # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all that it may cost.
+            # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all
+            # that it may cost.
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
-                found.append(self._score(prediction, required, power, _chance_to_fit(prediction, limit)))
+                found.append(
+                    self._score(prediction, required, power, _chance_to_fit(prediction, limit))
+                )
                 if self.objective != "memory":
                     fewest[key] = candidate.swapped_blocks
-        # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
-        # little, even if uncertainty alone speaks against it.
+        # On a device with memory of its own a trial has a cap: trying the smallest that is
+        # predicted to fit costs little, even if uncertainty alone speaks against it.
         return found if found or results or running or self.ascending else self._smallest_only(cost)
 
     def _calibrate(self, results: Sequence[TrialResult]) -> Predictor:
@@ -216,28 +272,43 @@ class ResidualSearch:
         chance_to_fit: float = 1.0,
     ) -> ScoredCandidate:
         if self.objective == "memory":
-            expected, uncertainty = math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
+            expected, uncertainty = (
+                math.log(prediction.allocated_memory_bytes),
+                prediction.memory_uncertainty,
+            )
         else:
             expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
         if self.objective == "energy":
             expected, uncertainty = expected + power[0], math.hypot(uncertainty, power[1])
         step_seconds = prediction.step_seconds
-        return ScoredCandidate(prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit)
+        return ScoredCandidate(
+            prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit
+        )
 
-    def has_converged(self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()) -> bool:
-        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best that ran, and that was
-        compared with the libraries' own way."""
-        return self._expects_no_gain(results, running) and self._comparison(results, running) is None
+    def has_converged(
+        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
+    ) -> bool:
+        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best
+        that ran, and that was compared with the libraries' own way."""
+        return (
+            self._expects_no_gain(results, running) and self._comparison(results, running) is None
+        )
 
-    def _expects_no_gain(self, results: Sequence[TrialResult], running: Collection[Candidate]) -> bool:
+    def _expects_no_gain(
+        self, results: Sequence[TrialResult], running: Collection[Candidate]
+    ) -> bool:
         remaining = self.remaining(results, running)
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
-        return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
+        return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(
+            -MIN_GAIN
+        )
 
-    def _comparison(self, results: Sequence[TrialResult], running: Collection[Candidate]) -> Candidate | None:
-        """The best settings with the libraries' own way of what rules settle; None if some such settings were tried,
-        here or where the priors are from, or if these do not fit."""
+    def _comparison(
+        self, results: Sequence[TrialResult], running: Collection[Candidate]
+    ) -> Candidate | None:
+        """The best settings with the libraries' own way of what rules settle; None if some such
+        settings were tried, here or where the priors are from, or if these do not fit."""
         ran = [result for result in results if result.outcome == "ok"]
         if not ran or self.objective == "memory":  # what a rule settles never needs more
             return None
@@ -245,25 +316,39 @@ class ResidualSearch:
         plain = self.space.without_rules(best)
         tried = {result.candidate for result in results} | set(running)
         tried |= {candidate for prior in self.priors(results) for candidate, _ in prior.residuals}
-        if plain == best or any(self.space.without_rules(candidate) == candidate for candidate in tried):
+        if plain == best or any(
+            self.space.without_rules(candidate) == candidate for candidate in tried
+        ):
             return None
         cost = self._calibrate(results)
         prediction = cost.predict(plain)
         fits = memory_upper_bound(prediction) < self._memory_limit(results, cost)
-        return plain if fits and prediction.host_memory_bytes <= _host_memory_limit(results, cost) else None
+        return (
+            plain
+            if fits and prediction.host_memory_bytes <= _host_memory_limit(results, cost)
+            else None
+        )
 
     def require_told(self, results: Sequence[TrialResult]) -> None:
         """Raise NothingFits once trials ran and none told the energy that is the objective."""
         ran = [result for result in results if result.outcome == "ok"]
-        if self.objective == "energy" and ran and all(result.joules_per_image is None for result in ran):
+        if (
+            self.objective == "energy"
+            and ran
+            and all(result.joules_per_image is None for result in ran)
+        ):
             raise energy_unknown(ran[-1].message)
 
     def find_doubtful(self, results: Sequence[TrialResult]) -> TrialResult | None:
-        """The result that is slower than all others let expect by most, if it would else have won; None if none is.
+        """The result that is slower than all others let expect by most, if it would else have won;
+        None if none is.
 
-        Another program that wanted the machine meanwhile explains it as well: it should be tried again.
+        Another program that wanted the machine meanwhile explains it as well: it should be tried
+        again.
         """
-        running = [r for r in results if r.outcome == "ok" and r.median_step_seconds and not r.confirms]
+        running = [
+            r for r in results if r.outcome == "ok" and r.median_step_seconds and not r.confirms
+        ]
         if self.objective != "throughput" or len(running) < MIN_WITNESSES:
             return None
         best, doubts = best_seconds(results), []
@@ -272,29 +357,42 @@ class ResidualSearch:
             expected = self._calibrate(others).as_trials_run().predict(result.candidate)
             ratio = (result.median_step_seconds or 0.0) / expected.step_seconds
             sigma = math.hypot(expected.time_uncertainty, NOISE["time"])
-            if math.log(ratio) > DOUBT_SIGMAS * sigma and expected.step_seconds < (1 - MIN_GAIN) * best:
+            if (
+                math.log(ratio) > DOUBT_SIGMAS * sigma
+                and expected.step_seconds < (1 - MIN_GAIN) * best
+            ):
                 doubts.append((ratio, result))
         return max(doubts, key=lambda doubt: doubt[0])[1] if doubts else None
 
     def is_overconfident(self, results: Sequence[TrialResult]) -> bool:
-        """Whether predictions were too sure: each result against the prediction made from those before it.
+        """Whether predictions were too sure: each result against the prediction made from those
+        before it.
 
-        Measured by the mean squared error in units of the predicted variance, which is 1 if uncertainties are right.
+        Measured by the mean squared error in units of the predicted variance, which is 1 if
+        uncertainties are right.
         """
         squares = []
         for number, result in enumerate(results):
             prediction = self._calibrate(results[:number]).as_trials_run().predict(result.candidate)
             if error := residual_of(result, prediction):
-                squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
-                squares.append(error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2))
+                squares.append(
+                    error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2)
+                )
+                squares.append(
+                    error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2)
+                )
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Sequence[TrialResult]) -> float:
-        """Natural logarithm of the best value of the objective; some result must have run, and told it."""
+        """Natural logarithm of the best value of the objective; some result must have run, and
+        told it.
+        """
         return math.log(min(self._value(result) for result in results if result.outcome == "ok"))
 
     def _value(self, result: TrialResult) -> float:
-        """What the objective wants little of, as a trial that ran measured it; infinite if it did not tell."""
+        """What the objective wants little of, as a trial that ran measured it; infinite if it
+        did not tell.
+        """
         if self.objective == "memory":
             return result.peak_memory_bytes or math.inf
         if self.objective == "energy":
@@ -302,9 +400,14 @@ class ResidualSearch:
         return result.median_step_seconds or math.inf
 
     def _within_reach(
-        self, best: ScoredCandidate, remaining: Sequence[ScoredCandidate], results: Sequence[TrialResult]
+        self,
+        best: ScoredCandidate,
+        remaining: Sequence[ScoredCandidate],
+        results: Sequence[TrialResult],
     ) -> ScoredCandidate:
-        """`best` if it is not much larger than what has run, else the largest that is not; or the smallest of all."""
+        """`best` if it is not much larger than what has run, else the largest that is not; or
+        the smallest of all.
+        """
         cost = self._calibrate(results)
         largest = max(_required_bytes(result, cost) for result in results if result.outcome == "ok")
         reach = max(MAX_GROWTH * largest, SAFE_SHARE * self.budget_bytes)
@@ -316,12 +419,18 @@ class ResidualSearch:
         return min(remaining, key=lambda scored: scored.required_bytes)
 
     def _memory_limit(self, results: Sequence[TrialResult], cost: Predictor) -> float:
-        """The budget or, once something ran out of memory, halfway between what ran and what did not.
+        """The budget or, once something ran out of memory, halfway between what ran and what did
+        not.
 
-        A trial that took more than the budget and was measured all the same has corrected the predictions instead.
+        A trial that took more than the budget and was measured all the same has corrected the
+        predictions instead.
         """
         failed = [r for r in results if r.outcome in ("oom", "spill")]
-        too_large = [_required_bytes(r, cost) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
+        too_large = [
+            _required_bytes(r, cost)
+            for r in failed
+            if r.outcome == "spill" or r.peak_memory_bytes is None
+        ]
         if not too_large:
             return self.budget_bytes
         ran = max((_required_bytes(r, cost) for r in results if r.outcome == "ok"), default=0.0)
@@ -329,7 +438,9 @@ class ResidualSearch:
 
 
 def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
-    """Logarithm of the mean joules per image and second of a step, and its spread; 0 before any trial told both."""
+    """Logarithm of the mean joules per image and second of a step, and its spread; 0 before any
+    trial told both.
+    """
     ran = [(r.joules_per_image, r.median_step_seconds) for r in results if r.outcome == "ok"]
     powers = [joules / seconds for joules, seconds in ran if joules and seconds]
     if not powers:
@@ -339,9 +450,13 @@ def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
 
 
 def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:
-    """The least host memory predicted for a trial that ran out of it; other programs may have taken some."""
+    """The least host memory predicted for a trial that ran out of it; other programs may have
+    taken some.
+    """
     ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
-    return min((cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
+    return min(
+        (cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf
+    )
 
 
 def _required_bytes(result: TrialResult, cost: Predictor) -> float:
@@ -355,7 +470,10 @@ def _without_swap(candidate: Candidate) -> tuple[object, ...]:
 
 def _teach_the_same(one: Candidate, other: Candidate) -> bool:
     """Whether trials of both at the same time would teach the cost model the same."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in ("quantization", "attention", "micro_batch_size")
+    )
 
 
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:
@@ -367,4 +485,7 @@ def _chance_to_fit(prediction: Prediction, limit: float) -> float:
 def memory_upper_bound(prediction: Prediction) -> float:
     """Bytes that a run may need in its largest phase; only the training step is uncertain."""
     caution = math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty)
-    return max(each.run_memory_bytes * (caution if each.name == "train" else 1) for each in prediction.phases)
+    return max(
+        each.run_memory_bytes * (caution if each.name == "train" else 1)
+        for each in prediction.phases
+    )

@@ -1,4 +1,6 @@
-"""The candidates that this machine, family and workload admit, and every choice that they don't, with the reason."""
+"""The candidates that this machine, family and workload admit, and every choice that they don't,
+with the reason.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,9 @@ KnobValue = tuple[str, str]
 class SearchSpace:
     """What may be tried, those that need least memory first.
 
-    As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of blocks, with as many
-    blocks recomputing and on the host as there may be. `with_mixtures` puts others beside them.
+    As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of
+    blocks, with as many blocks recomputing and on the host as there may be. `with_mixtures` puts
+    others beside them.
 
     Example:
         >>> space = autotune.list_choices("qwen-image", hardware="4090")
@@ -34,24 +37,34 @@ class SearchSpace:
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether each of its values may be tried, or asked for, if not all together."""
-        known = {name: (*choices, *self.on_request.get(name, ())) for name, choices in self.choices.items()}
+        known = {
+            name: (*choices, *self.on_request.get(name, ()))
+            for name, choices in self.choices.items()
+        }
         return all(getattr(candidate, name) in choices for name, choices in known.items())
 
     @property
     def tried_choices(self) -> dict[str, tuple[Choice, ...]]:
-        """Values that trials may have, by knob: the admitted ones, and what settled knobs are compared with."""
+        """Values that trials may have, by knob: the admitted ones, and what settled knobs are
+        compared with.
+        """
         compared = self._compared_choices()
         return {
-            name: (*choices, compared[name]) if name in compared else choices for name, choices in self.choices.items()
+            name: (*choices, compared[name]) if name in compared else choices
+            for name, choices in self.choices.items()
         }
 
     def without_rules(self, candidate: Candidate) -> Candidate:
-        """The candidate with the libraries' own way of each knob that a rule settles, as far as that may be tried."""
+        """The candidate with the libraries' own way of each knob that a rule settles, as far as
+        that may be tried.
+        """
         return candidate.changed(**self._compared_choices())
 
     def _compared_choices(self) -> dict[str, Choice]:
         known = {knob.name: knob.compared_with for knob in KNOBS if knob.compared_with is not None}
-        return {name: value for name, value in known.items() if value in self.on_request.get(name, ())}
+        return {
+            name: value for name, value in known.items() if value in self.on_request.get(name, ())
+        }
 
 
 def build_search_space(
@@ -79,7 +92,11 @@ def build_search_space(
         if not choices.admitted:
             reasons = "; ".join(f"{choice}: {why}" for choice, why in choices.rejected.items())
             is_asked = any(knob == name for knob, _ in (*pins, *exclusions))
-            hint = f"leave out an --exclude or --pin of {name}" if is_asked else "run `autotune probe` and see why"
+            hint = (
+                f"leave out an --exclude or --pin of {name}"
+                if is_asked
+                else "run `autotune probe` and see why"
+            )
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
     candidates, conflicts = _enumerate(admitted, context)
@@ -89,20 +106,27 @@ def build_search_space(
         candidates, conflicts = _enumerate(admitted, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
-        raise InvalidInput(f"the pinned values do not go together: {reasons}", hint="leave out a --pin or an --exclude")
-    rejected = {name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()}
+        raise InvalidInput(
+            f"the pinned values do not go together: {reasons}",
+            hint="leave out a --pin or an --exclude",
+        )
+    rejected = {
+        name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()
+    }
     for name, conflict in conflicts:
         if conflict not in rejected[name]:
             rejected[name].append(conflict)
     on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
-    return SearchSpace(candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, on_request)
+    return SearchSpace(
+        candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, on_request
+    )
 
 
 def _enumerate(
     admitted: Mapping[str, tuple[Choice, ...]], context: TuningContext
 ) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
-    """All combinations of values without a conflict, with the numbers of blocks that need least memory; and each value
-    that had a conflict, by knob, in the order found."""
+    """All combinations of values without a conflict, with the numbers of blocks that need least
+    memory; and each value that had a conflict, by knob, in the order found."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
@@ -115,7 +139,9 @@ def _enumerate(
         for name in composed:  # each as far as those before it let it go
             for value in admitted[name]:
                 candidate = Candidate.model_validate({**chosen, name: value})
-                found = [(knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))]
+                found = [
+                    (knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))
+                ]
                 if not found:
                     chosen[name] = value
                     break
@@ -125,7 +151,9 @@ def _enumerate(
                 break
         else:
             candidates.append(candidate)
-    return tuple(candidates), [(name, Rejected(choice=choice, reason=why)) for name, choice, why in conflicts]
+    return tuple(candidates), [
+        (name, Rejected(choice=choice, reason=why)) for name, choice, why in conflicts
+    ]
 
 
 def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
@@ -133,10 +161,14 @@ def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
 
 
 def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
-    """The knob's choices less those that the family excludes, and those whose gradients on this machine are known to
-    differ from the reference's."""
+    """The knob's choices less those that the family excludes, and those whose gradients on this
+    machine are known to differ from the reference's."""
     choices, capabilities = knob.choices_for_family(context), context.hardware.capabilities
-    unavailable = {capability.name: capability.reason for capability in capabilities if not capability.available}
+    unavailable = {
+        capability.name: capability.reason
+        for capability in capabilities
+        if not capability.available
+    }
     wrong = {
         choice: unavailable[name]
         for choice in (*choices.admitted, *choices.on_request)
@@ -146,7 +178,9 @@ def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
         rejected={**choices.rejected, **wrong},
-        on_request={choice: why for choice, why in choices.on_request.items() if choice not in wrong},
+        on_request={
+            choice: why for choice, why in choices.on_request.items() if choice not in wrong
+        },
     )
 
 
@@ -154,8 +188,13 @@ def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) ->
     """The space without some values of a knob, each with the reason."""
     return replace(
         space,
-        candidates=tuple(candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped),
-        choices={**space.choices, knob: tuple(choice for choice in space.choices[knob] if choice not in dropped)},
+        candidates=tuple(
+            candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped
+        ),
+        choices={
+            **space.choices,
+            knob: tuple(choice for choice in space.choices[knob] if choice not in dropped),
+        },
         rejected={**space.rejected, knob: (*space.rejected[knob], *_with_reasons(dropped))},
     )
 
@@ -164,23 +203,38 @@ def _require_value(name: str, value: str, per_knob: Mapping[str, Choices]) -> Ch
     choices = per_knob[name]
     values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
     if value not in values:
-        raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(values))}")
+        raise InvalidInput(
+            f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(values))}"
+        )
     return choices
 
 
 def _pin(name: str, value: str, choices: Choices) -> Choices:
     refused = next((why for choice, why in choices.rejected.items() if str(choice) == value), None)
     if refused:
-        raise InvalidInput(f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`")
+        raise InvalidInput(
+            f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`"
+        )
     usable = (*choices.admitted, *choices.on_request)
     others = {choice: f"{name} is pinned to {value}" for choice in usable if str(choice) != value}
-    return Choices(tuple(choice for choice in usable if str(choice) == value), {**choices.rejected, **others})
+    return Choices(
+        tuple(choice for choice in usable if str(choice) == value), {**choices.rejected, **others}
+    )
 
 
 def _exclude(value: str, choices: Choices) -> Choices:
-    """The choices without a value; where a rule had settled on that one, those that may be pinned are tried instead."""
+    """The choices without a value; where a rule had settled on that one, those that may be
+    pinned are tried instead.
+    """
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     on_request = {choice: why for choice, why in choices.on_request.items() if str(choice) != value}
     known = (*choices.admitted, *choices.on_request)
-    rejected = {**choices.rejected, **{choice: "excluded by the user" for choice in known if str(choice) == value}}
-    return Choices(admitted, rejected, on_request) if admitted else Choices(tuple(on_request), rejected)
+    rejected = {
+        **choices.rejected,
+        **{choice: "excluded by the user" for choice in known if str(choice) == value},
+    }
+    return (
+        Choices(admitted, rejected, on_request)
+        if admitted
+        else Choices(tuple(on_request), rejected)
+    )

@@ -1,5 +1,5 @@
-"""Where a search is stored, so that it survives its process and can be shared: a SQLite file, a database by its URL,
-or a journal on a shared folder.
+"""Where a search is stored, so that it survives its process and can be shared: a SQLite file, a
+database by its URL, or a journal on a shared folder.
 
 A database's password stays in the URL: no message, log or plan ever holds it.
 """
@@ -24,7 +24,9 @@ IDENTITY = "question"
 CREATION_SECONDS = 3.0
 """Time that a study's creator has to store its identity."""
 CONNECT_SECONDS = 10
-"""A server that does not answer within so long is told to be away; by default TCP tries for two minutes."""
+"""A server that does not answer within so long is told to be away; by default TCP tries for two
+minutes.
+"""
 MAX_ATTEMPTS = 5
 """Workers that create a database's tables at the same moment get into each other's way."""
 
@@ -57,14 +59,22 @@ def open_study(location: StudyLocation | None, identity: Mapping[str, str | None
                 study = optuna.load_study(storage=storage, study_name=name)
                 _require_identity(study, location, identity)
                 take_snapshot(study)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # damage in what is text to the database
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # damage in what is text to the database
             reason = quote_error(error, location.server_url)
-            raise AutotuneError(f"the study {name!r} is damaged: {reason}", hint="name another --study") from None
+            raise AutotuneError(
+                f"the study {name!r} is damaged: {reason}", hint="name another --study"
+            ) from None
     return study
 
 
 def check_storage(location: StudyLocation) -> None:
-    """Connect to the storage and leave it as it is, so that one that cannot be used is told before long work.
+    """Connect to the storage and leave it as it is, so that one that cannot be used is told before
+    long work.
 
     Raises:
         InvalidInput, AutotuneError: as `open_study`.
@@ -74,9 +84,11 @@ def check_storage(location: StudyLocation) -> None:
 
 
 @contextmanager
-def translate_storage_errors(location: StudyLocation | None, *, is_searching: bool = False) -> Iterator[None]:
-    """Turn a storage's errors into ours, without the password; their hint tells what becomes of trials if any may have
-    run by now, as when the search `is_searching`.
+def translate_storage_errors(
+    location: StudyLocation | None, *, is_searching: bool = False
+) -> Iterator[None]:
+    """Turn a storage's errors into ours, without the password; their hint tells what becomes of
+    trials if any may have run by now, as when the search `is_searching`.
 
     Raises:
         AutotuneError: the storage failed.
@@ -99,11 +111,19 @@ def translate_storage_errors(location: StudyLocation | None, *, is_searching: bo
         ) from None  # the chain would show what was left out
 
 
-def _find_storage_error(error: BaseException | None, location: StudyLocation | None) -> BaseException | None:
-    """The storage's error behind `error`: Optuna raises others when it cannot store the end of a trial."""
+def _find_storage_error(
+    error: BaseException | None, location: StudyLocation | None
+) -> BaseException | None:
+    """The storage's error behind `error`: Optuna raises others when it cannot store the end of a
+    trial.
+    """
     journal = location.journal if location else None
     while error is not None and not isinstance(error, SQLAlchemyError | StorageInternalError):
-        if journal and isinstance(error, OSError) and str(error.filename).startswith(str(journal.with_suffix(""))):
+        if (
+            journal
+            and isinstance(error, OSError)
+            and str(error.filename).startswith(str(journal.with_suffix("")))
+        ):
             break
         error = error.__cause__ or error.__context__
     return error
@@ -113,14 +133,20 @@ def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
     if location.journal:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            return SharedJournal(location.journal, location.heartbeat_seconds, location.grace_seconds)
+            return SharedJournal(
+                location.journal, location.heartbeat_seconds, location.grace_seconds
+            )
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return _create_storage(location)
         except ImportError as error:
             raise AutotuneError(
                 f"there is no driver for this storage: {error.__cause__ or error}",
-                hint="for PostgreSQL: pip install 'lora-autotune[postgres]', and a URL that begins postgresql+psycopg://",
+                hint=(
+                    "for PostgreSQL: pip install 'lora-autotune[postgres]', and a URL that "
+                    "begins "
+                    "postgresql+psycopg://"
+                ),
             ) from None
         except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
             if isinstance(error, ValueError) and location.server_url is None:
@@ -129,7 +155,9 @@ def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
                 "SQLAlchemy cannot read the URL of the shared search",
                 hint="write it like postgresql+psycopg://user:password@host/database",
             ) from None
-        except RuntimeError as error:  # Optuna has no class of its own for a database of another version
+        except (
+            RuntimeError
+        ) as error:  # Optuna has no class of its own for a database of another version
             if "table schema" not in str(error):
                 raise
             raise AutotuneError(
@@ -145,7 +173,9 @@ def _connect(location: StudyLocation) -> optuna.storages.BaseStorage:
 
 class _StudyStorage(optuna.storages.RDBStorage):
     def record_heartbeat(self, trial_id: int) -> None:
-        """In a thread of its own, where nobody could handle a failure: the next heartbeat may come through."""
+        """In a thread of its own, where nobody could handle a failure: the next heartbeat may
+        come through.
+        """
         with suppress(StorageInternalError):
             super().record_heartbeat(trial_id)
 
@@ -168,16 +198,25 @@ def _create_storage(location: StudyLocation) -> optuna.storages.RDBStorage:
         )
 
 
-def _require_identity(study: optuna.Study, location: StudyLocation, identity: Mapping[str, str | None]) -> None:
+def _require_identity(
+    study: optuna.Study, location: StudyLocation, identity: Mapping[str, str | None]
+) -> None:
     deadline = time.monotonic() + CREATION_SECONDS
     while (stored := study.user_attrs.get(IDENTITY)) is None:
         if time.monotonic() > deadline:  # its creator died in between
             study.set_user_attr(IDENTITY, dict(identity))
         time.sleep(0.1)
     pairs = ((name, stored.get(name), value) for name, value in identity.items())
-    differing = [f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here]
+    differing = [
+        f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here
+    ]
     if differing:
         raise InvalidInput(
-            f"the search {location.name!r} is for another request or machine; {'; '.join(differing)}",
-            hint="workers of one search need equal machines and equal requests; name another search with --study",
+            f"the search {location.name!r} is for another request or machine; "
+            f"{'; '.join(differing)}",
+            hint=(
+                "workers of one search need equal machines and equal requests; name another "
+                "search "
+                "with --study"
+            ),
         )

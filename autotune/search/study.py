@@ -1,10 +1,11 @@
-"""Runs the search: an Optuna study that any number of workers share through one storage, until nothing is worth trying.
+"""Runs the search: an Optuna study that any number of workers share through one storage, until
+nothing is worth trying.
 
-The objective is a real trial; the sampler asks the residual search. Trial numbers are tickets: a storage gives them out
-one by one, and a worker chooses only after all lower numbers have chosen, seeing what they took, so nothing is measured
-twice, without a lock. A trial that failed belonged to a worker that died or stopped (trials themselves never fail: an
-out-of-memory result is a completed one with a violated constraint), and whoever draws the next ticket takes its
-candidate over.
+The objective is a real trial; the sampler asks the residual search. Trial numbers are tickets: a
+storage gives them out one by one, and a worker chooses only after all lower numbers have chosen,
+seeing what they took, so nothing is measured twice, without a lock. A trial that failed belonged to
+a worker that died or stopped (trials themselves never fail: an out-of-memory result is a completed
+one with a violated constraint), and whoever draws the next ticket takes its candidate over.
 """
 
 import json
@@ -37,11 +38,15 @@ SHARE_OF_RUN = 0.05
 """Share of the planned run's time that a search may take by default."""
 MIN_SECONDS = 60.0
 MIN_TRIALS = 7
-"""With 6, two of nine searches in the development table stopped before they came within 5% (see benchmarks/LOG.md)."""
+"""With 6, two of nine searches in the development table stopped before they came within 5% (see
+benchmarks/LOG.md).
+"""
 MIN_TRIALS_WITH_PRIORS = 4
 """The same if records of similar machines hold."""
 NUM_EXTRA_TRIALS = 2
-"""Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried (see the log)."""
+"""Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
+(see the log).
+"""
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
 
@@ -60,7 +65,9 @@ MAX_DEATHS = 2
 TICKET_SECONDS = 30.0
 """A worker that has not chosen by then is dead: choosing takes well under a second."""
 PLAN = "plan"
-"""Trial attribute: a plan that a worker proposes; the one with the lowest number is the search's."""
+"""Trial attribute: a plan that a worker proposes; the one with the lowest number is the
+search's.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,17 +87,27 @@ def take_snapshot(study: Study, before: int | None = None) -> StudySnapshot:
     """The state of the trials with numbers below `before`, or of all."""
     trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
     # A result counts even if its worker died before it could mark the trial as finished.
-    results = [TrialResult.model_validate_json(t.user_attrs[RESULT]) for t in trials if RESULT in t.user_attrs]
+    results = [
+        TrialResult.model_validate_json(t.user_attrs[RESULT])
+        for t in trials
+        if RESULT in t.user_attrs
+    ]
     unfinished = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
     running = [_candidate_of(t) for t in unfinished if CANDIDATE in t.user_attrs]
     failed = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
     deaths: Counter[Candidate] = Counter()
     for trial in failed:
-        deaths[_candidate_of(trial)] += STOPPED not in trial.user_attrs  # a count of 0 is an entry, too
+        deaths[_candidate_of(trial)] += (
+            STOPPED not in trial.user_attrs
+        )  # a count of 0 is an entry, too
     for known in (*running, *(result.candidate for result in results)):
         deaths.pop(known, None)
     message = f"it took its process down {MAX_DEATHS} times"
-    lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MAX_DEATHS]
+    lost = [
+        TrialResult(candidate=c, outcome="crash", message=message)
+        for c, n in deaths.items()
+        if n >= MAX_DEATHS
+    ]
     return StudySnapshot(
         results=(*results, *lost),
         running=tuple(running),
@@ -114,8 +131,13 @@ class ResidualSampler(BaseSampler):
     def __init__(self, search: ResidualSearch, is_over: Callable[[StudySnapshot], bool]) -> None:
         self.search, self.is_over = search, is_over
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {name: CategoricalDistribution(choices) for name, choices in self.search.space.tried_choices.items()}
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return {
+            name: CategoricalDistribution(choices)
+            for name, choices in self.search.space.tried_choices.items()
+        }
 
     # Gives nothing when the search is over: the trial then has nothing to do.
     def sample_relative(
@@ -129,7 +151,11 @@ class ResidualSampler(BaseSampler):
         return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
     def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
     ) -> Any:
         raise RuntimeError(f"{param_name} is not part of the search space")
 
@@ -145,15 +171,19 @@ def _wait_for_lower_numbers(study: Study, number: int) -> StudySnapshot:
 
 
 def fail_dead_trials(study: Study, *, is_alone: bool = False) -> None:
-    """Mark the trials of dead workers as failed: of those without a heartbeat or, on this machine, without a process.
+    """Mark the trials of dead workers as failed: of those without a heartbeat or, on this machine,
+    without a process.
 
-    If this process `is_alone` with the study, all others are dead: one may have died before it named itself.
+    If this process `is_alone` with the study, all others are dead: one may have died before it
+    named itself.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    _fail_trials(study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))])
+    _fail_trials(
+        study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))]
+    )
 
 
 def _fail_trials(study: Study, numbers: Collection[int]) -> None:
@@ -170,7 +200,9 @@ def identify_process() -> str:
 
 
 def _place() -> str:
-    """Where process ids mean the same: a host's name, and the namespace in which a container counts them."""
+    """Where process ids mean the same: a host's name, and the namespace in which a container
+    counts them.
+    """
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
 
@@ -217,7 +249,8 @@ def run_search(
     is_enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
-    """Try candidates until the search is over; without a candidate that is predicted to fit, nothing is tried.
+    """Try candidates until the search is over; without a candidate that is predicted to fit,
+    nothing is tried.
 
     Args:
         search: chooses what to try next.
@@ -225,7 +258,8 @@ def run_search(
         limits: when to end at the latest.
         on_trial: called with each result, those of an interrupted search first.
         is_enough: ends the search early, e.g. once a record is reproduced.
-        study: where results are stored; finished trials in it are not run again. By default in memory.
+        study: where results are stored; finished trials in it are not run again. By default in
+            memory.
 
     Returns:
         all results in order, other workers' too.
@@ -255,34 +289,51 @@ def run_search(
         snapshot = take_snapshot(study)
         if not is_over(snapshot):
             try:
-                study.optimize(lambda trial: _objective(trial, search, run, on_trial), callbacks=[stop_when_over])
+                study.optimize(
+                    lambda trial: _objective(trial, search, run, on_trial),
+                    callbacks=[stop_when_over],
+                )
             except UpdateFinishedTrialError:
                 continue  # this worker was taken for dead, and another has its candidate now
-            except UnboundLocalError as error:  # of Optuna 5.0, if an interrupt comes while it stores a trial
+            except (
+                UnboundLocalError
+            ) as error:  # of Optuna 5.0, if an interrupt comes while it stores a trial
                 if isinstance(error.__context__, KeyboardInterrupt):
                     raise error.__context__ from None
                 raise
         elif snapshot.running or snapshot.undecided:
-            time.sleep(POLL_SECONDS)  # if one of the others dies, this worker takes its candidate over
+            time.sleep(
+                POLL_SECONDS
+            )  # if one of the others dies, this worker takes its candidate over
             fail_dead_trials(study)
         else:
             return snapshot.results
 
 
 def _objective(
-    trial: Trial, search: ResidualSearch, run: TrialFunction, on_trial: Callable[[TrialResult], None]
+    trial: Trial,
+    search: ResidualSearch,
+    run: TrialFunction,
+    on_trial: Callable[[TrialResult], None],
 ) -> float:
-    """Try the candidate that the sampler has chosen, if any, and store the result; gives its median step seconds."""
+    """Try the candidate that the sampler has chosen, if any, and store the result; gives its
+    median step seconds.
+    """
     trial.set_user_attr(OWNER, identify_process())
     if not trial.relative_params:
         trial.study.stop()
         raise optuna.TrialPruned("the search was over")
-    values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.tried_choices.items()}
+    values = {
+        name: trial.suggest_categorical(name, choices)
+        for name, choices in search.space.tried_choices.items()
+    }
     candidate = Candidate.model_validate(values)
     trial.set_user_attr(CANDIDATE, _json(candidate))
     try:
         result = run(candidate)
-    except BaseException:  # interrupted, or the device is not available: it says nothing about the candidate
+    except (
+        BaseException
+    ):  # interrupted, or the device is not available: it says nothing about the candidate
         trial.set_user_attr(STOPPED, True)
         raise
     trial.set_user_attr(RESULT, _json(result))
@@ -290,7 +341,8 @@ def _objective(
         trial.set_user_attr(name, value)
     failed = 0.0 if result.outcome == "ok" else 1.0
     trial.set_constraint(CONSTRAINT, failed)
-    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them, which Optuna 5 reads, too.
+    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them, which Optuna 5
+    # reads, too.
     trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [failed])
     on_trial(result)
     return result.median_step_seconds or math.inf
@@ -309,7 +361,9 @@ def describe_result(result: TrialResult) -> dict[str, str | float]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _is_over(search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot) -> bool:
+def _is_over(
+    search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot
+) -> bool:
     results, num_trials = snapshot.results, len(snapshot.results) + len(snapshot.running)
     search.require_told(results)
     best = best_seconds(results)
@@ -328,9 +382,14 @@ def _is_over(search: ResidualSearch, limits: SearchLimits, predicted_seconds: fl
 
 
 def memoize(
-    study: Study, what: str, candidate: Candidate, measure: Callable[[Candidate], TrialResult | None]
+    study: Study,
+    what: str,
+    candidate: Candidate,
+    measure: Callable[[Candidate], TrialResult | None],
 ) -> TrialResult | None:
-    """What `measure` finds about the candidate, stored as `what`: a search that was interrupted reads it there."""
+    """What `measure` finds about the candidate, stored as `what`: a search that was interrupted
+    reads it there.
+    """
     digest = digest_of(candidate.model_dump(mode="json")).removeprefix("sha256:")
     key = f"{what} {digest[:16]}"
     stored = study.user_attrs.get(key)
@@ -354,7 +413,9 @@ def published_plan(study: Study) -> str | None:
 
 
 def publish_plan(study: Study, plan: str) -> str:
-    """Propose a plan, and return the one that the search ended in: the first that any worker proposed."""
+    """Propose a plan, and return the one that the search ended in: the first that any worker
+    proposed.
+    """
     if published_plan(study) is None:
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))
     return published_plan(study) or plan

@@ -1,4 +1,6 @@
-"""What is done with whole stores: push and pull, export and import, verify, prune. Records keep their bytes."""
+"""What is done with whole stores: push and pull, export and import, verify, prune. Records keep
+their bytes.
+"""
 
 import os
 import re
@@ -14,8 +16,12 @@ from autotune.sharing.record import MAX_RECORD_BYTES, Record
 from autotune.sharing.store import MAX_RECORDS, RecordFile, Store, Transfer, parse_file
 
 MAX_TRANSFER_BYTES = 1 << 30
-"""Limit on new records in one push, pull or import: more than any team has measured, less than a disk."""
-EXPORTED_LINE = re.compile(rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<record>\{.*\})\}\r?\n?')
+"""Limit on new records in one push, pull or import: more than any team has measured, less than a
+disk.
+"""
+EXPORTED_LINE = re.compile(
+    rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<record>\{.*\})\}\r?\n?'
+)
 MAX_LINE_BYTES = MAX_RECORD_BYTES + 128
 
 
@@ -23,14 +29,19 @@ def merge_stores(source: Store, target: Store) -> Transfer:
     """Copy to `target` the records that only `source` has; nothing else is read."""
     sizes, entries = target.sizes(), source.entries()
     wanted = [entry for entry in entries if sizes.get(entry.key) != entry.size]
-    _require_transferable(sum(min(entry.size, MAX_RECORD_BYTES) for entry in wanted), source.address)
+    _require_transferable(
+        sum(min(entry.size, MAX_RECORD_BYTES) for entry in wanted), source.address
+    )
     merged = target.add_files(source.read(wanted), sizes)
     return merged.changed(num_present=merged.num_present + len(entries) - len(wanted))
 
 
 def _require_transferable(num_bytes: int, address: str) -> None:
     if num_bytes > MAX_TRANSFER_BYTES:
-        raise InvalidInput(f"{address} has {num_bytes / 2**30:.1f} GiB of new records", hint="no team has that many")
+        raise InvalidInput(
+            f"{address} has {num_bytes / 2**30:.1f} GiB of new records",
+            hint="no team has that many",
+        )
 
 
 def export_store(store: Store, path: Path) -> int:
@@ -39,13 +50,16 @@ def export_store(store: Store, path: Path) -> int:
     with atomic_write(path) as part, part.open("wb") as lines:
         for file in store.read():
             if file.record:
-                lines.write(b'{"name":"' + file.name.encode() + b'","record":' + file.content + b"}\n")
+                lines.write(
+                    b'{"name":"' + file.name.encode() + b'","record":' + file.content + b"}\n"
+                )
                 count += 1
     return count
 
 
 def import_file(path: Path, store: Store) -> Transfer:
-    """Add the records of a file that `export_store` wrote; bad lines are refused by number, the rest is taken.
+    """Add the records of a file that `export_store` wrote; bad lines are refused by number, the
+    rest is taken.
 
     Raises:
         InvalidInput: the file cannot be read.
@@ -55,7 +69,9 @@ def import_file(path: Path, store: Store) -> Transfer:
             _require_transferable(os.fstat(lines.fileno()).st_size, str(path))
             return store.add_files(_parse_lines(lines), store.sizes())
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint="give a file of `profiles export`") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror}", hint="give a file of `profiles export`"
+        ) from error
 
 
 def _parse_lines(lines: IO[bytes]) -> Iterator[RecordFile]:
@@ -74,20 +90,32 @@ def _parse_lines(lines: IO[bytes]) -> Iterator[RecordFile]:
 
 
 def verify_store(store: Store) -> tuple[int, tuple[str, ...]]:
-    """The number of records, and why each bad one is bad: damaged, altered, misplaced or impossible."""
+    """The number of records, and why each bad one is bad: damaged, altered, misplaced or
+    impossible.
+    """
     problems = [file.problem for file in store.read()]
     return len(problems), tuple(problem for problem in problems if problem)
 
 
 def prune_store(
-    store: Store, names: Sequence[str] = (), *, older_than_days: int | None = None, dry_run: bool = False
+    store: Store,
+    names: Sequence[str] = (),
+    *,
+    older_than_days: int | None = None,
+    dry_run: bool = False,
 ) -> tuple[str, ...]:
-    """Delete the records whose names begin with `names`, or else those that are useless; one line for each says why.
+    """Delete the records whose names begin with `names`, or else those that are useless; one line
+    for each says why.
 
     Raises:
-        InvalidInput: no record's name begins with one of them, or several do; nothing is deleted then.
+        InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
+            then.
     """
-    oldest = None if older_than_days is None else datetime.now(UTC).date() - timedelta(days=older_than_days)
+    oldest = (
+        None
+        if older_than_days is None
+        else datetime.now(UTC).date() - timedelta(days=older_than_days)
+    )
     named = {entry.key: f"{entry.name[:12]} was named" for entry in map(store.entry, names)}
     useless = named if names else dict(_find_useless(store.read(), oldest))
     for key in () if dry_run else useless:
@@ -98,8 +126,8 @@ def prune_store(
 def _find_useless(files: Iterable[RecordFile], oldest: date | None) -> Iterator[tuple[str, str]]:
     """Key of each record that is bad, of an older trial protocol, superseded or too old, and why.
 
-    What a newer autotune measured is left to those who have it, whether this one can read it or not.
-    A newer record of the same machine, versions and work supersedes one of no more trials.
+    What a newer autotune measured is left to those who have it, whether this one can read it or
+    not. A newer record of the same machine, versions and work supersedes one of no more trials.
     """
     sound: list[tuple[Record, RecordFile]] = []
     for file in files:
@@ -108,7 +136,9 @@ def _find_useless(files: Iterable[RecordFile], oldest: date | None) -> Iterator[
         elif not file.is_foreign:
             yield file.key, file.problem or file.damage
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
-    for record, file in sorted(sound, key=lambda pair: (pair[0].credible_day, len(pair[0].trials)), reverse=True):
+    for record, file in sorted(
+        sound, key=lambda pair: (pair[0].credible_day, len(pair[0].trials)), reverse=True
+    ):
         newer, max_trials = fullest.get(subject := _subject(record), ("", 0))
         name, protocol = file.name[:12], record.machine.match_keys.get("trial_protocol") or ""
         if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:

@@ -1,6 +1,8 @@
-"""Reads and writes a store's files: in a local folder, or wherever fsspec can. Keys are relative paths of one layout.
+"""Reads and writes a store's files: in a local folder, or wherever fsspec can. Keys are relative
+paths of one layout.
 
-A write is all or nothing: a temporary name and a rename locally, a single PUT in object stores. Links are not followed.
+A write is all or nothing: a temporary name and a rename locally, a single PUT in object stores.
+Links are not followed.
 """
 
 import os
@@ -15,7 +17,13 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import ESCAPE_CHARACTERS, atomic_write, describe_url, is_clear_url, quote_error
+from autotune.runtime import (
+    ESCAPE_CHARACTERS,
+    atomic_write,
+    describe_url,
+    is_clear_url,
+    quote_error,
+)
 
 KEY = re.compile(
     r"(?P<machine>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/"
@@ -42,7 +50,10 @@ class LocalFiles:
             return dict(self._scan(self.root, "", NUM_FOLDERS)) if self.root.is_dir() else {}
 
     def _scan(self, folder: Path | str, prefix: str, depth: int) -> Iterator[tuple[str, int]]:
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:  # what is deleted meanwhile is left out
+        with (
+            suppress(FileNotFoundError),
+            os.scandir(folder) as entries,
+        ):  # what is deleted meanwhile is left out
             for entry in entries:
                 key = prefix + entry.name
                 if depth and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -79,7 +90,9 @@ class LocalFiles:
             Path(self._path(key)).unlink(missing_ok=True)
 
     def _path(self, key: str) -> str:
-        """The path of a key, which must be one of the layout, with no link between the root and the file."""
+        """The path of a key, which must be one of the layout, with no link between the root and
+        the file.
+        """
         path = self.address
         for folder in _require_key(key).split("/")[:NUM_FOLDERS]:
             path = f"{path}/{folder}"
@@ -100,9 +113,13 @@ class RemoteFiles:
             except (ImportError, ValueError) as error:
                 hint = "install what fsspec needs for it, e.g. `pip install s3fs` for s3://"
                 hint = hint if is_clear_url(url) else ESCAPE_CHARACTERS
-                raise InvalidInput(f"cannot use {self.address}: {quote_error(error, url)}", hint=hint) from None
+                raise InvalidInput(
+                    f"cannot use {self.address}: {quote_error(error, url)}", hint=hint
+                ) from None
         self.root = str(root).rstrip("/")
-        self.has_folders = not isinstance(self.fs, AsyncFileSystem)  # object stores have none, and mkdir makes buckets
+        self.has_folders = not isinstance(
+            self.fs, AsyncFileSystem
+        )  # object stores have none, and mkdir makes buckets
 
     def sizes(self) -> dict[str, int]:
         with translate_file_errors(self.address, self.url):
@@ -112,13 +129,21 @@ class RemoteFiles:
             except FileNotFoundError:
                 return {}
         items = ((path[len(self.root) + 1 :], info) for path, info in found.items())
-        return {key: int(info.get("size") or 0) for key, info in items if KEY.fullmatch(key) and not info.get("islink")}
+        return {
+            key: int(info.get("size") or 0)
+            for key, info in items
+            if KEY.fullmatch(key) and not info.get("islink")
+        }
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
         with translate_file_errors(self.address, self.url):
-            filled = {key: size for key, size in sizes.items() if size}  # an empty object has no range
+            filled = {
+                key: size for key, size in sizes.items() if size
+            }  # an empty object has no range
             paths = [self._path(key) for key in filled]
-            found = self.fs.cat_ranges(paths, [0] * len(paths), list(filled.values()), on_error="return")
+            found = self.fs.cat_ranges(
+                paths, [0] * len(paths), list(filled.values()), on_error="return"
+            )
             for content in found:
                 if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
                     raise content  # the connection failed, not the file
@@ -145,13 +170,18 @@ Files = LocalFiles | RemoteFiles
 
 def _require_key(key: str) -> str:
     if not KEY.fullmatch(key):
-        raise InvalidInput(f"{key!r} is not the path of a record", hint="only `autotune profiles` writes into a store")
+        raise InvalidInput(
+            f"{key!r} is not the path of a record",
+            hint="only `autotune profiles` writes into a store",
+        )
     return key
 
 
 @contextmanager
 def translate_file_errors(address: str, url: str | None = None) -> Iterator[None]:
-    """Turn whatever a file system raises into one error that names the store and hides the secrets of its `url`."""
+    """Turn whatever a file system raises into one error that names the store and hides the
+    secrets of its `url`.
+    """
     try:
         yield
     except AutotuneError:
@@ -159,5 +189,8 @@ def translate_file_errors(address: str, url: str | None = None) -> Iterator[None
     except Exception as error:  # file systems raise what their libraries raise
         raise StoreUnreachable(
             f"cannot reach {address}: {type(error).__name__}: {quote_error(error, url)}",
-            hint="check the address, the network and your access, then run it again: what was written is whole",
+            hint=(
+                "check the address, the network and your access, then run it again: what was "
+                "written is whole"
+            ),
         ) from None  # the chain would show what was left out

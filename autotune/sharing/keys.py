@@ -1,7 +1,9 @@
-"""How far a record is from a machine and its work: match keys decide whether it counts, soft keys how much.
+"""How far a record is from a machine and its work: match keys decide whether it counts, soft keys
+how much.
 
-A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its weight per doubling.
-Weights are judgments of how much each shifts step time and memory; a local trial has the last word either way.
+A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its
+weight per doubling. Weights are judgments of how much each shifts step time and memory; a local
+trial has the last word either way.
 """
 
 import math
@@ -21,8 +23,8 @@ SAME_BUDGET = 0.98
 MORE_MEMORY = 0.10
 """Share by which our budget exceeds theirs before other settings may win here."""
 NOISY_RATE_TOLERANCE = 0.30
-"""Relative difference of rates up to which two machines count as the same, if one was measured beside other work: five
-probes of one such machine differed by up to 19%."""
+"""Relative difference of rates up to which two machines count as the same, if one was measured
+beside other work: five probes of one such machine differed by up to 19%."""
 MEMORY_BOUND = 0.8
 """Peak as a share of the budget from which memory has decided among settings."""
 
@@ -52,7 +54,9 @@ class Difference(NamedTuple):
 
 def _rate(prefix: str) -> Callable[[Machine], Value]:
     """The fastest measured rate of a kind: shapes differ between versions of the probe."""
-    return lambda machine: max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
+    return lambda machine: max(
+        (rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None
+    )
 
 
 def _training_cores(machine: Machine) -> Value:
@@ -81,7 +85,9 @@ MACHINE_KEYS: tuple[SoftKey, ...] = (
 )
 
 WORKLOAD_KEYS: tuple[SoftKey, ...] = (
-    SoftKey("pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0),
+    SoftKey(
+        "pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0
+    ),
     SoftKey("frames", lambda work: work.largest_bucket.num_frames, 2.0),
     SoftKey("longest caption", lambda work: work.max_text_tokens, 0.5, 0.25),
     SoftKey("mean caption length", mean_text_tokens, 0.5, 0.25),
@@ -104,22 +110,29 @@ class Match:
     """How a record stands to a machine and its work."""
 
     kind: Kind
-    """`exact`: nothing differs that matters, one trial reproduces it; `upgraded`: only software differs, and what it
-    changed is measured again; `near`: a prior; `none`: it does not count."""
+    """`exact`: nothing differs that matters, one trial reproduces it; `upgraded`: only software
+    differs, and what it changed is measured again; `near`: a prior; `none`: it does not count."""
     distance: float
     """0 if exact, infinite if it does not count."""
     reasons: tuple[str, ...]
     """What differs, one line each; the match keys alone if one of them does."""
 
 
-def compare(record: Record, hardware: HardwareProfile, workload: Workload, budget_bytes: int | None = None) -> Match:
+def compare(
+    record: Record, hardware: HardwareProfile, workload: Workload, budget_bytes: int | None = None
+) -> Match:
     """Compare a record with this machine and this work."""
-    work, machine = compare_workload(record, workload), compare_machine(record, hardware, budget_bytes)
+    work, machine = (
+        compare_workload(record, workload),
+        compare_machine(record, hardware, budget_bytes),
+    )
     if "none" in (work.kind, machine.kind):
         return work if work.kind == "none" else machine
     kind = machine.kind if work.kind == "exact" and record.conclusive else "near"
     limited = () if record.conclusive else ("search: cut short there",)
-    return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons, *limited))
+    return Match(
+        kind, machine.distance + work.distance, (*machine.reasons, *work.reasons, *limited)
+    )
 
 
 def compare_workload(record: Record, workload: Workload) -> Match:
@@ -131,15 +144,22 @@ def compare_workload(record: Record, workload: Workload) -> Match:
     reasons = tuple(difference.reason for difference in found)
     if not reasons and workload_class(record.workload) != workload_class(workload):
         reasons = ("class of work",)  # the same largest bucket under another resolution
-    return Match("near" if reasons else "exact", sum(difference.distance for difference in found), reasons)
+    return Match(
+        "near" if reasons else "exact", sum(difference.distance for difference in found), reasons
+    )
 
 
-def compare_machine(record: Record, hardware: HardwareProfile, budget_bytes: int | None = None) -> Match:
+def compare_machine(
+    record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
+) -> Match:
     """Compare a record with this machine alone, whatever the work."""
     machine = shareable_machine(hardware)
     ours, theirs = machine.match_keys, record.machine.match_keys
     decisive = tuple(
-        f"{KEY_NAMES.get(key, key)}: {theirs.get(key) or 'none'} there, {ours.get(key) or 'none'} here"
+        (
+            f"{KEY_NAMES.get(key, key)}: {theirs.get(key) or 'none'} there, "
+            f"{ours.get(key) or 'none'} here"
+        )
         for key in sorted({*theirs, *ours})
         if theirs.get(key) != ours.get(key)
     )
@@ -150,7 +170,9 @@ def compare_machine(record: Record, hardware: HardwareProfile, budget_bytes: int
     if len(unusable) == len(record.trials):
         return Match("none", math.inf, libraries)
     found = (
-        *_differences(MACHINE_KEYS, record.machine, machine, noisy=record.machine.noisy or machine.noisy),
+        *_differences(
+            MACHINE_KEYS, record.machine, machine, noisy=record.machine.noisy or machine.noisy
+        ),
         *_more_memory(record, _budget(hardware, budget_bytes)),
     )
     reasons = (*libraries, *(difference.reason for difference in found))
@@ -171,11 +193,17 @@ def _more_memory(record: Record, ours: int) -> Iterator[Difference]:
         for trial in record.trials
     )
     if was_short and ours > (1 + MORE_MEMORY) * theirs:
-        yield Difference(math.log2(ours / max(theirs, 1)), f"memory budget: {theirs / ours:.2f} times ours", False)
+        yield Difference(
+            math.log2(ours / max(theirs, 1)),
+            f"memory budget: {theirs / ours:.2f} times ours",
+            False,
+        )
 
 
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
-    """Position of each trial that ran on a library which differs here, and why it does not count."""
+    """Position of each trial that ran on a library which differs here, and why it does not
+    count.
+    """
     ours, theirs = shareable_machine(hardware).versions, record.machine.versions
     capability = hardware.device.compute_capability
     native_is_cudnn = any(prefers_cudnn(capability, versions.cudnn) for versions in (ours, theirs))
@@ -184,24 +212,32 @@ def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]
         for library in _libraries(trial.candidate, native_is_cudnn):
             here, there = getattr(ours, library), getattr(theirs, library)
             if here != there:
-                found[index] = f"trials on {library}: {there or 'none'} there, {here or 'none'} here"
+                found[index] = (
+                    f"trials on {library}: {there or 'none'} there, {here or 'none'} here"
+                )
     return found
 
 
 def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
-    """Fields of `Versions` that decide how the candidate runs, beside those that decide for every trial."""
+    """Fields of `Versions` that decide how the candidate runs, beside those that decide for
+    every trial.
+    """
     attention = ATTENTION_BACKENDS.get(candidate.attention)
     for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
         if entry is not None and entry.needs.library is not None:
             yield entry.needs.library
-    if attention and (attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)):
+    if attention and (
+        attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)
+    ):
         yield "cudnn"
 
 
 def usable_trials(
     record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
 ) -> tuple[TrialResult, ...]:
-    """The trials whose libraries are the same here, less those that ran out of a smaller budget than ours."""
+    """The trials whose libraries are the same here, less those that ran out of a smaller budget
+    than ours.
+    """
     unusable = unusable_trials(record, hardware)
     smaller = record.machine.budget_bytes < SAME_BUDGET * _budget(hardware, budget_bytes)
     return tuple(
@@ -211,8 +247,12 @@ def usable_trials(
     )
 
 
-def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any, *, noisy: bool = False) -> Iterator[Difference]:
-    """What differs between two machines or workloads. What one side does not know is no difference."""
+def _differences(
+    keys: tuple[SoftKey, ...], there: Any, here: Any, *, noisy: bool = False
+) -> Iterator[Difference]:
+    """What differs between two machines or workloads. What one side does not know is no
+    difference.
+    """
     for key in keys:
         theirs, ours = key.value_of(there), key.value_of(here)
         if theirs is None or ours is None or theirs == ours:
@@ -221,8 +261,8 @@ def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any, *, noisy: boo
             yield Difference(key.weight, f"{key.name}: {theirs} there, {ours} here", key.software)
         elif theirs <= 0 or ours <= 0:
             yield Difference(key.weight, f"{key.name}: not a quantity", key.software)
-        elif abs(theirs - ours) > (NOISY_RATE_TOLERANCE if noisy and key.is_rate else key.tolerance) * min(
-            theirs, ours
-        ):
+        elif abs(theirs - ours) > (
+            NOISY_RATE_TOLERANCE if noisy and key.is_rate else key.tolerance
+        ) * min(theirs, ours):
             distance = key.weight * abs(math.log2(theirs / ours))
             yield Difference(distance, f"{key.name}: {theirs / ours:.2f} times ours", key.software)

@@ -1,4 +1,6 @@
-"""A shared record's machine as hardware to plan for: its measurements, on the datasheet of its GPU."""
+"""A shared record's machine as hardware to plan for: its measurements, on the datasheet of its
+GPU.
+"""
 
 from autotune.errors import InvalidInput
 from autotune.hardware import find_gpu, profile_of_gpu, with_budget
@@ -8,15 +10,18 @@ from autotune.sharing.record import Record
 
 
 def hardware_from_record(name: str, record: Record) -> HardwareProfile:
-    """The catalog's profile of the record's GPU, with the rates and the budget that the record's machine had.
+    """The catalog's profile of the record's GPU, with the rates and the budget that the record's
+    machine had.
 
     Raises:
-        InvalidInput: the record cannot be true, or the catalog lacks the device: most facts would be missing.
+        InvalidInput: the record cannot be true, or the catalog lacks the device: most facts would
+            be missing.
     """
     machine = record.machine
     if reasons := find_impossibilities(record):
         raise InvalidInput(
-            f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such records"
+            f"the record cannot be true: {reasons[0]}",
+            hint="`autotune profiles prune` deletes such records",
         )
     gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     if gpu is None:

@@ -1,7 +1,9 @@
-"""Spots records that cannot be true, by physics: what no device can do is a mistake or a lie, and is named.
+"""Spots records that cannot be true, by physics: what no device can do is a mistake or a lie, and
+is named.
 
-Bounds are loose on purpose: a true record must never be refused. What is merely unlikely is left to the cost model
-and to the local trials that reproduce a record before anything stands on it (`autotune.sharing.warm_start`).
+Bounds are loose on purpose: a true record must never be refused. What is merely unlikely is left to
+the cost model and to the local trials that reproduce a record before anything stands on it
+(`autotune.sharing.warm_start`).
 """
 
 import math
@@ -17,8 +19,8 @@ from autotune.sharing.record import Machine, Record
 PEAK_MARGIN = 1.3
 """Over a datasheet's peak: cards boost above it, 9% in the largest case of the catalog."""
 MIN_USED_SHARE = 0.25
-"""Least share of the parameters that every image token goes through: in a model with two streams a token meets the
-weights of its own, less what acts once per image."""
+"""Least share of the parameters that every image token goes through: in a model with two streams
+a token meets the weights of its own, less what acts once per image."""
 UNCACHED_BYTES = 4 << 30
 """Size of weights that is far above any cache, so that every pass reads them from memory."""
 MIN_BYTES_PER_PARAMETER = 0.5
@@ -37,7 +39,11 @@ def find_impossibilities(record: Record) -> tuple[str, ...]:
 def _check_expectation(record: Record) -> Iterator[str]:
     """Whether it promises what its trials measured."""
     expected, batch = record.expected, record.workload.effective_batch_size
-    ran = [trial for trial in record.trials if trial.candidate == record.settings and trial.outcome == "ok"]
+    ran = [
+        trial
+        for trial in record.trials
+        if trial.candidate == record.settings and trial.outcome == "ok"
+    ]
     seconds = [value for trial in ran for value in trial.step_seconds]
     peaks = [trial.peak_memory_bytes for trial in ran if trial.peak_memory_bytes]
     if not seconds or not min(seconds) * 0.9 <= expected.step_seconds <= max(seconds) * 1.1:
@@ -57,7 +63,8 @@ class _Peaks:
 
 
 def _peaks_of(machine: Machine, product_dtype: str = "") -> _Peaks | None:
-    """Those of the machine's GPU, or the largest of the catalog for one that it lacks; None for other devices.
+    """Those of the machine's GPU, or the largest of the catalog for one that it lacks; None for
+    other devices.
 
     `product_dtype`: of the factors, where they have 8 bits.
     """
@@ -67,7 +74,10 @@ def _peaks_of(machine: Machine, product_dtype: str = "") -> _Peaks | None:
     gpus = (gpu,) if gpu else load_catalog()
     dtypes = ("bf16", "fp16", "tf32", product_dtype) if gpu else ("bf16", "fp16", "fp8", "int8")
     tflops = max(each.dense_tflops.get(dtype, 0.0) for each in gpus for dtype in dtypes)
-    return _Peaks(PEAK_MARGIN * 1e12 * tflops, PEAK_MARGIN * 1e9 * max(each.memory_gb_per_second for each in gpus))
+    return _Peaks(
+        PEAK_MARGIN * 1e12 * tflops,
+        PEAK_MARGIN * 1e9 * max(each.memory_gb_per_second for each in gpus),
+    )
 
 
 def _check_trials(record: Record) -> Iterator[str]:
@@ -98,27 +108,44 @@ def _check_trial(record: Record, trial: TrialResult, peaks: _Peaks | None) -> It
         return
     weights = record.workload.model.num_parameters * _min_bits(trial.candidate) // 8
     if peak < weights:
-        yield f"its peak of {peak / 2**30:.2f} GiB is less than its weights, {weights / 2**30:.2f} GiB"
+        yield (
+            f"its peak of {peak / 2**30:.2f} GiB is less than its weights, "
+            f"{weights / 2**30:.2f} "
+            "GiB"
+        )
     if total is not None and peak > SPILL_RATIO * total:
-        yield f"its peak of {peak / 2**30:.2f} GiB is more than the device has, {total / 2**30:.2f} GiB"
+        yield (
+            f"its peak of {peak / 2**30:.2f} GiB is more than the device has, "
+            f"{total / 2**30:.2f} "
+            "GiB"
+        )
     if peaks:
         fastest = min(trial.step_seconds)
         needed = _min_step_seconds(record.workload, trial.candidate, weights, peaks)
         if fastest < needed:
-            yield f"a step of {fastest:.4g} s is faster than the device's peak allows, {needed:.4g} s"
+            yield (
+                f"a step of {fastest:.4g} s is faster than the device's peak allows, {needed:.4g} s"
+            )
 
 
-def _min_step_seconds(work: Workload, candidate: Candidate, weight_bytes: int, peaks: _Peaks) -> float:
-    """The least time of an optimizer step: by arithmetic at the peak, and by reading the weights from memory.
+def _min_step_seconds(
+    work: Workload, candidate: Candidate, weight_bytes: int, peaks: _Peaks
+) -> float:
+    """The least time of an optimizer step: by arithmetic at the peak, and by reading the weights
+    from memory.
 
-    Per token and parameter 2 FLOPs forward, 2 backward (to the activations: the base is frozen), 2 for each
-    recomputation. A pass forward and one backward read every weight once per micro-batch.
+    Per token and parameter 2 FLOPs forward, 2 backward (to the activations: the base is frozen), 2
+    for each recomputation. A pass forward and one backward read every weight once per micro-batch.
     """
     recomputed = 1 + min(1.0, candidate.checkpointed_blocks / work.model.num_blocks) / 2
     tokens = _min_image_tokens(work) * work.effective_batch_size
     flops = 4 * recomputed * MIN_USED_SHARE * work.model.num_parameters * tokens
-    passes = 2 * work.effective_batch_size / min(candidate.micro_batch_size, work.effective_batch_size)
-    reading = passes * weight_bytes / peaks.bytes_per_second if weight_bytes > UNCACHED_BYTES else 0.0
+    passes = (
+        2 * work.effective_batch_size / min(candidate.micro_batch_size, work.effective_batch_size)
+    )
+    reading = (
+        passes * weight_bytes / peaks.bytes_per_second if weight_bytes > UNCACHED_BYTES else 0.0
+    )
     return max(flops / peaks.flops_per_second, reading)
 
 
@@ -134,5 +161,7 @@ def _min_bits(candidate: Candidate) -> int:
     """Bits per stored parameter, at least."""
     if candidate.quantization != "none":
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
-        return int(8 * (weight_format.bytes_per_parameter if weight_format else MIN_BYTES_PER_PARAMETER))
+        return int(
+            8 * (weight_format.bytes_per_parameter if weight_format else MIN_BYTES_PER_PARAMETER)
+        )
     return 32 if candidate.precision == "fp32" else 16

@@ -1,8 +1,9 @@
-"""What the stores know about a machine and its work: exact records first, then neighbors, and what no longer counts.
+"""What the stores know about a machine and its work: exact records first, then neighbors, and what
+no longer counts.
 
-A record is advice: `warm_start.py` says what a search does with it. A `MatchedRecord` is a record that counts here, one
-of the `StoreMatches` for a workload; a `WarmStartSource` is one that the search stands on, with the `PriorResiduals`
-that its trials taught the cost model.
+A record is advice: `warm_start.py` says what a search does with it. A `MatchedRecord` is a record
+that counts here, one of the `StoreMatches` for a workload; a `WarmStartSource` is one that the
+search stands on, with the `PriorResiduals` that its trials taught the cost model.
 """
 
 import math
@@ -12,14 +13,22 @@ from dataclasses import dataclass
 from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, TrialResult, Workload
 from autotune.sharing.keys import Match, compare, compare_workload, usable_trials
-from autotune.sharing.record import Record, architecture_folder, machine_folder, shareable_machine, workload_class
+from autotune.sharing.record import (
+    Record,
+    architecture_folder,
+    machine_folder,
+    shareable_machine,
+    workload_class,
+)
 from autotune.sharing.store import Entry, RecordFile, Store, shipped_store, user_store
 
 MAX_CONSIDERED = 500
-"""Records opened for one search: those of machines with these match keys first, and of the same class of work."""
+"""Records opened for one search: those of machines with these match keys first, and of the same
+class of work.
+"""
 DECAY_DISTANCE = 10.0
-"""Distance at which a record weighs 1/e. It corrects predictions, not times, so it carries over between machines whose
-rates differ."""
+"""Distance at which a record weighs 1/e. It corrects predictions, not times, so it carries over
+between machines whose rates differ."""
 MATCH_ORDER = ("exact", "upgraded", "near")
 """Kinds of matches that count, the best first."""
 
@@ -45,9 +54,13 @@ class StoreMatches:
     """What the stores have for a machine and its work."""
 
     records: tuple[MatchedRecord, ...]
-    """Exact ones first, then those before an upgrade, then by distance; newer before older, of one day the fastest."""
+    """Exact ones first, then those before an upgrade, then by distance; newer before older, of
+    one day the fastest.
+    """
     stale: tuple[str, ...]
-    """Records of this very device that no longer count, or only in part, after a change here: one line each."""
+    """Records of this very device that no longer count, or only in part, after a change here:
+    one line each.
+    """
     refused: tuple[str, ...]
     """Records that cannot be true or cannot be read: one line each."""
 
@@ -60,8 +73,9 @@ def find_matches(
 ) -> StoreMatches:
     """Find the records that count for `workload` on this machine, in `stores`.
 
-    By default those are the user's own store and the shipped records. With measured rates in `hardware`, distances are
-    more accurate. `budget_bytes` is what a run may use of the device; by default what the device leaves.
+    By default those are the user's own store and the shipped records. With measured rates in
+    `hardware`, distances are more accurate. `budget_bytes` is what a run may use of the device; by
+    default what the device leaves.
     """
     found: dict[str, MatchedRecord] = {}
     stale: dict[str, str] = {}
@@ -74,9 +88,14 @@ def find_matches(
                 refused[name] = file.problem or file.damage
                 continue
             if match.kind != "none":
-                found[name] = MatchedRecord(name, record, match, usable_trials(record, hardware, budget_bytes))
+                found[name] = MatchedRecord(
+                    name, record, match, usable_trials(record, hardware, budget_bytes)
+                )
             if match.kind != "exact" and _is_of_this_device(record, hardware, workload):
-                verdicts = {"none": "no longer counts", "upgraded": "is from before an upgrade, and verified first"}
+                verdicts = {
+                    "none": "no longer counts",
+                    "upgraded": "is from before an upgrade, and verified first",
+                }
                 verdict = verdicts.get(match.kind, "counts as a prior only")
                 stale[name] = f"{name[:12]} {verdict}: {'; '.join(match.reasons)}"
     ordered = sorted(found.values(), key=_rank)
@@ -88,7 +107,9 @@ def find_matches(
 def _read_candidates(
     store: Store, hardware: HardwareProfile, workload: Workload, refused: dict[str, str]
 ) -> Iterator[RecordFile]:
-    """The files that may match; if the store does not answer, `refused` says so, and a search does without."""
+    """The files that may match; if the store does not answer, `refused` says so, and a search
+    does without.
+    """
     try:
         yield from store.read(_candidates(store, hardware, workload))
     except AutotuneError as error:
@@ -96,8 +117,13 @@ def _read_candidates(
 
 
 def _candidates(store: Store, hardware: HardwareProfile, workload: Workload) -> list[Entry]:
-    """Entries of this architecture: of machines with these match keys first, of this class of work first."""
-    machine, architecture = machine_folder(shareable_machine(hardware)), architecture_folder(workload)
+    """Entries of this architecture: of machines with these match keys first, of this class of
+    work first.
+    """
+    machine, architecture = (
+        machine_folder(shareable_machine(hardware)),
+        architecture_folder(workload),
+    )
     work = workload_class(workload)
 
     def order(entry: Entry) -> tuple[bool, bool, str]:
@@ -109,14 +135,24 @@ def _candidates(store: Store, hardware: HardwareProfile, workload: Workload) -> 
 
 
 def _is_of_this_device(record: Record, hardware: HardwareProfile, workload: Workload) -> bool:
-    """Whether it reads as this very device's record of this very work, before something was upgraded."""
+    """Whether it reads as this very device's record of this very work, before something was
+    upgraded.
+    """
     machine, device = record.machine, hardware.device
-    same_device = machine.device_name == device.name and machine.match_keys.get("device_kind") == device.kind
-    return same_device and machine.total_memory_bytes == device.total_memory_bytes and is_same_work(record, workload)
+    same_device = (
+        machine.device_name == device.name and machine.match_keys.get("device_kind") == device.kind
+    )
+    return (
+        same_device
+        and machine.total_memory_bytes == device.total_memory_bytes
+        and is_same_work(record, workload)
+    )
 
 
 def is_same_work(record: Record, workload: Workload) -> bool:
-    """Whether nothing differs that times or memory depend on: quality floor and objective only choose among trials."""
+    """Whether nothing differs that times or memory depend on: quality floor and objective only
+    choose among trials.
+    """
     ours = workload.changed(quality=record.workload.quality, objective=record.workload.objective)
     return compare_workload(record, ours).kind == "exact"
 

@@ -1,8 +1,9 @@
 """What leaves a machine: one search's measurements, without anything that tells who or where.
 
-A record is named by the SHA-256 of its canonical JSON, so an altered one no longer fits its name. What goes in is
-listed field by field here: free text (messages, notes, reasons), paths, names of data and of local folders stay out.
-A file keeps the bytes it was written with: a record of an older schema is migrated when it is read, never in the store.
+A record is named by the SHA-256 of its canonical JSON, so an altered one no longer fits its name.
+What goes in is listed field by field here: free text (messages, notes, reasons), paths, names of
+data and of local folders stay out. A file keeps the bytes it was written with: a record of an older
+schema is migrated when it is read, never in the store.
 """
 
 import hashlib
@@ -47,21 +48,46 @@ MIN_CONCLUSIVE_TRIALS = 3
 EXPECTED_FIELDS = frozenset(
     {"evidence", "step_seconds", "joules_per_image", "peak_memory_bytes", "process_memory_bytes"}
 )
-"""Fields of the expectation that are shared: what the rest of a job takes and what its machine costs stay private."""
+"""Fields of the expectation that are shared: what the rest of a job takes and what its machine
+costs stay private.
+"""
 TRIAL_FIELDS = frozenset(
-    {"candidate", "outcome", "step_seconds", "warmup_seconds", "load_seconds", "peak_memory_bytes", "confirms"}
-    | {"joules_per_image", "allocator_retries", "load_peak_memory_bytes", "host_memory_bytes", "wall_seconds"}
+    {
+        "candidate",
+        "outcome",
+        "step_seconds",
+        "warmup_seconds",
+        "load_seconds",
+        "peak_memory_bytes",
+        "confirms",
+    }
+    | {
+        "joules_per_image",
+        "allocator_retries",
+        "load_peak_memory_bytes",
+        "host_memory_bytes",
+        "wall_seconds",
+    }
 )
-"""Fields of a trial that are shared. A message may hold a path, and the loss tells about the data."""
-PRIVATE_DEFAULTS = {name: field.default for name, field in TrialResult.model_fields.items() if name not in TRIAL_FIELDS}
+"""Fields of a trial that are shared. A message may hold a path, and the loss tells about the
+data.
+"""
+PRIVATE_DEFAULTS = {
+    name: field.default
+    for name, field in TrialResult.model_fields.items()
+    if name not in TRIAL_FIELDS
+}
 """Fields of a trial that no record fills, with the values that they keep."""
 LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
-"""Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row, or an exponent of 30 and
-more on either side. What is left lies between 1e-50 and 1e50, so that no product or ratio of a few leaves a float."""
+"""Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row,
+or an exponent of 30 and more on either side. What is left lies between 1e-50 and 1e50, so that
+no product or ratio of a few leaves a float."""
 
 
 class DamagedRecord(InvalidInput):
-    """A file of a store is not a record: altered, cut off, too large, or nothing that autotune writes."""
+    """A file of a store is not a record: altered, cut off, too large, or nothing that autotune
+    writes.
+    """
 
 
 class ForeignRecord(DamagedRecord):
@@ -69,7 +95,9 @@ class ForeignRecord(DamagedRecord):
 
 
 class Machine(Frozen):
-    """A machine as far as its measurements depend on it. Never its name, its user, its paths or its serial numbers."""
+    """A machine as far as its measurements depend on it. Never its name, its user, its paths or
+    its serial numbers.
+    """
 
     match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
     """Facts that decide for every trial; libraries decide only for the trials that used them."""
@@ -97,17 +125,23 @@ class Record(Frozen):
     """Day in UTC."""
     machine: Machine
     workload: Workload
-    """Its only bucket is the largest, which is what trials run: the others would tell about the data."""
+    """Its only bucket is the largest, which is what trials run: the others would tell about the
+    data.
+    """
     settings: Candidate
     expected: Expected
     trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
     search_seconds: float = Field(ge=0)
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
-    """For each trial, how far it was from the cost model of this version; None for those that did not run."""
+    """For each trial, how far it was from the cost model of this version; None for those that
+    did not run.
+    """
     conclusive: bool = True
     """Whether the settings are the best for this work: False if the search was cut short."""
     narrowed: tuple[str, ...] = Field(default=(), max_length=32)
-    """Knobs that were pinned, or had values excluded: the settings are the best only under the same restrictions."""
+    """Knobs that were pinned, or had values excluded: the settings are the best only under the
+    same restrictions.
+    """
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -115,7 +149,11 @@ class Record(Frozen):
             raise ValueError("predictions are no evidence")
         if any(trial.memory_cap_bytes is not None for trial in self.trials):
             raise ValueError("trials under a cap on memory are no evidence")
-        if any(getattr(trial, name) != default for trial in self.trials for name, default in PRIVATE_DEFAULTS.items()):
+        if any(
+            getattr(trial, name) != default
+            for trial in self.trials
+            for name, default in PRIVATE_DEFAULTS.items()
+        ):
             raise ValueError("its trials contain more than a record may")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
@@ -137,10 +175,14 @@ class Record(Frozen):
     def credible_day(self) -> date:
         """`measured_on`; long ago if that is yet to come.
 
-        Among similar records the newest leads, and no clock that runs ahead, nor a lie, may make one lead for good. A
-        day is what clocks may differ by.
+        Among similar records the newest leads, and no clock that runs ahead, nor a lie, may make
+        one lead for good. A day is what clocks may differ by.
         """
-        return self.measured_on if self.measured_on <= datetime.now(UTC).date() + timedelta(days=1) else date.min
+        return (
+            self.measured_on
+            if self.measured_on <= datetime.now(UTC).date() + timedelta(days=1)
+            else date.min
+        )
 
     @property
     def folder(self) -> str:
@@ -150,7 +192,9 @@ class Record(Frozen):
 
 def canonical_json(data: dict[str, Any]) -> bytes:
     """The one JSON form that is hashed."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def name_of(content: bytes) -> str:
@@ -159,7 +203,8 @@ def name_of(content: bytes) -> str:
 
 
 def parse_record(content: bytes, name: str) -> Record:
-    """The record in `content`, if it is whole, unaltered and valid; one of an older schema in today's form.
+    """The record in `content`, if it is whole, unaltered and valid; one of an older schema in
+    today's form.
 
     Raises:
         DamagedRecord: it is not.
@@ -199,23 +244,38 @@ def _parse_older(content: bytes, name: str, error: ValidationError) -> Record:
     field = ".".join(map(str, first["loc"]))[:80] or "the whole"
     writer = data.get("autotune_version") if "schema_version" in data else None
     if isinstance(writer, str) and writer != __version__:
-        what = f"{name[:12]} was written by autotune {writer}, and this is {__version__}: {field} is different here"
+        what = (
+            f"{name[:12]} was written by autotune {writer}, and this is {__version__}: {field} "
+            "is "
+            "different here"
+        )
         raise ForeignRecord(what, hint="update autotune") from None
-    raise _damaged(name, f"is not a record of this version of autotune: {field}: {first['msg'].lower()}")
+    raise _damaged(
+        name, f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+    )
 
 
 def _damaged(name: str, why: str) -> DamagedRecord:
-    hint = "`autotune profiles verify` lists such files; delete them, the other records are not affected"
+    hint = (
+        "`autotune profiles verify` lists such files; delete them, the other records are not "
+        "affected"
+    )
     return DamagedRecord(f"{name[:12]} {why}", hint=hint)
 
 
 def _find_harm(text: str) -> str | None:
-    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed; None if nothing.
+    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed;
+    None if nothing.
 
-    No text of ours needs an escape, so a backslash is refused, and every second part between quotes is a text.
+    No text of ours needs an escape, so a backslash is refused, and every second part between quotes
+    is a text.
     """
     parts = text.split('"')
-    if "\\" in text or not text.isprintable() or max(map(len, parts[1::2]), default=0) > MAX_TEXT_LENGTH:
+    if (
+        "\\" in text
+        or not text.isprintable()
+        or max(map(len, parts[1::2]), default=0) > MAX_TEXT_LENGTH
+    ):
         return "a text in it is too long or not printable"
     rest = " ".join(parts[::2])
     long = [item for item in rest.split(",") if len(item) > 21]  # few: it saves most of the search
@@ -230,12 +290,14 @@ def build_record(
     """What may leave this machine of a plan that was just measured on it.
 
     Args:
-        plan: its trials must be of this machine alone: what a record taught is not measured again by citing it.
+        plan: its trials must be of this machine alone: what a record taught is not measured again
+            by citing it.
         hardware: this machine.
         calibration: for each trial, how far it was from its prediction.
 
     Raises:
-        InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
+        InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on
+            memory.
     """
     frozen = plan.frozen
     reason = unshareable_reason(plan, hardware)
@@ -243,7 +305,8 @@ def build_record(
         reason = f"it has over {MAX_TRIALS} trials"
     if reason:
         raise InvalidInput(
-            f"this plan cannot be shared: {reason}", hint="make one with `autotune plan` on this machine"
+            f"this plan cannot be shared: {reason}",
+            hint="make one with `autotune plan` on this machine",
         )
     work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
     images = work.effective_batch_size / frozen.expected.step_seconds
@@ -281,25 +344,37 @@ def shareable_trial(trial: TrialResult) -> TrialResult:
 
 
 def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
-    """The part of a hardware profile that is shared and compared; by default with the device's own budget."""
+    """The part of a hardware profile that is shared and compared; by default with the device's
+    own budget.
+    """
     device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
     return Machine(
-        match_keys={key: _public_version(value) for key, value in hardware.match_keys.items() if key not in libraries},
+        match_keys={
+            key: _public_version(value)
+            for key, value in hardware.match_keys.items()
+            if key not in libraries
+        },
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes if budget_bytes is None else budget_bytes,
         logical_cores=hardware.host.logical_cores,
         power_limit_watts=device.power_limit_watts,
-        versions=Versions.model_validate({key: _public_version(value) for key, value in hardware.versions}),
+        versions=Versions.model_validate(
+            {key: _public_version(value) for key, value in hardware.versions}
+        ),
         rates=tuple(rate.changed(conditions=None) for rate in hardware.rates),
         noisy=hardware.noisy,
     )
 
 
 def _shareable_workload(workload: Workload) -> Workload:
-    """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
+    """The same work without the folder's name and without the shape of the data beyond its
+    largest bucket.
+    """
     family = FAMILIES.get(workload.model.family)
-    model = workload.model.changed(name=family.models[0].hub_id if family else workload.model.family)
+    model = workload.model.changed(
+        name=family.models[0].hub_id if family else workload.model.family
+    )
     return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
 
 
@@ -309,13 +384,17 @@ def machine_folder(machine: Machine) -> str:
 
 
 def architecture_folder(workload: Workload) -> str:
-    """Folder of all work on this architecture: its family's name for people, its digest for certainty."""
+    """Folder of all work on this architecture: its family's name for people, its digest for
+    certainty.
+    """
     model = workload.model
     return f"{_slug(model.family)}-{_short_digest((('architecture', model.architecture),))}"
 
 
 def workload_class(workload: Workload) -> str:
-    """Folder of all work of this kind: what differs within it (caption length, aspect ratio) changes little."""
+    """Folder of all work of this kind: what differs within it (caption length, aspect ratio)
+    changes little.
+    """
     frames = workload.largest_bucket.num_frames
     parts = f"{workload.resolution_px}px-{frames}f-r{workload.rank}-{_slug(workload.targets)}"
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"

@@ -1,8 +1,10 @@
-"""Stores of records: append-only, one file per record, named by its content. Two stores merge by union.
+"""Stores of records: append-only, one file per record, named by its content. Two stores merge by
+union.
 
     <match keys>/<architecture>/<class of work>/<sha256 of the content>.json
 
-Files come from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder and possible.
+Files come from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder
+and possible.
 """
 
 import os
@@ -16,7 +18,14 @@ from autotune.runtime import SCHEME, data_path, shipped_path
 from autotune.schema import Frozen, HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import KEY, Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import find_impossibilities
-from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, build_record, parse_record
+from autotune.sharing.record import (
+    MAX_RECORD_BYTES,
+    DamagedRecord,
+    ForeignRecord,
+    Record,
+    build_record,
+    parse_record,
+)
 
 MAX_RECORDS = 100_000
 """Limit on one store or exported file."""
@@ -54,7 +63,9 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Why nobody should take the record: it is damaged or cannot be true; None if it is sound."""
+        """Why nobody should take the record: it is damaged or cannot be true; None if it is
+        sound.
+        """
         if self.record is None:
             return self.damage
         reasons = find_impossibilities(self.record)
@@ -85,7 +96,9 @@ class Store:
 
     @property
     def is_missing_folder(self) -> bool:
-        """Whether it is a folder of this machine that does not exist; what is elsewhere is made when it is written."""
+        """Whether it is a folder of this machine that does not exist; what is elsewhere is made
+        when it is written.
+        """
         return isinstance(self.files, LocalFiles) and not self.files.root.exists()
 
     def sizes(self) -> Mapping[str, int]:
@@ -97,7 +110,9 @@ class Store:
         """
         sizes = self.files.sizes()
         if len(sizes) > MAX_RECORDS:
-            raise InvalidInput(f"{self.address} has over {MAX_RECORDS} records", hint="use several stores")
+            raise InvalidInput(
+                f"{self.address} has over {MAX_RECORDS} records", hint="use several stores"
+            )
         return sizes
 
     def entries(self) -> tuple[Entry, ...]:
@@ -105,7 +120,9 @@ class Store:
         return tuple(Entry(key, size) for key, size in sorted(self.sizes().items()))
 
     def read(self, entries: Iterable[Entry] | None = None) -> Iterator[RecordFile]:
-        """The files of these entries, or of all; those that were deleted since they were listed are left out."""
+        """The files of these entries, or of all; those that were deleted since they were listed
+        are left out.
+        """
         todo = list(self.entries() if entries is None else entries)
         for start in range(0, len(todo), BATCH_SIZE):
             batch = {entry.key: entry for entry in todo[start : start + BATCH_SIZE]}
@@ -125,7 +142,8 @@ class Store:
         return ((file.name, file.record) for file in self.read(entries) if file.record)
 
     def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> Transfer:
-        """Write, byte for byte, those files that are sound and absent from `sizes`, which is what the store has.
+        """Write, byte for byte, those files that are sound and absent from `sizes`, which is what
+        the store has.
 
         Batches that were written stay if a later one fails.
         """
@@ -143,13 +161,17 @@ class Store:
                 self.files.write(batch)
                 batch = {}
         self.files.write(batch)
-        return Transfer(num_new=new, num_present=present, refused=tuple(refused), target=self.address)
+        return Transfer(
+            num_new=new, num_present=present, refused=tuple(refused), target=self.address
+        )
 
     def add(self, *records: Record) -> int:
         """Write records that were made here; how many were new."""
         sizes = self.sizes()
         contents = {f"{record.folder}/{record.name}.json": record.content for record in records}
-        absent = {key: content for key, content in contents.items() if sizes.get(key) != len(content)}
+        absent = {
+            key: content for key, content in contents.items() if sizes.get(key) != len(content)
+        }
         self.files.write(absent)
         return len(absent)
 
@@ -159,7 +181,11 @@ class Store:
         Raises:
             InvalidInput: none does, or several do.
         """
-        entries = [entry for entry in self.entries() if len(prefix) >= 4 and entry.name.startswith(prefix.lower())]
+        entries = [
+            entry
+            for entry in self.entries()
+            if len(prefix) >= 4 and entry.name.startswith(prefix.lower())
+        ]
         if len(entries) != 1:
             which = "no record begins" if not entries else f"{len(entries)} records begin"
             hint = "`autotune profiles list` shows their names; give at least 4 digits"
@@ -191,7 +217,9 @@ def parse_file(name: str, content: bytes, key: str = "") -> RecordFile:
     if not KEY.fullmatch(own_key):
         return RecordFile(name, content, None, f"{name[:12]} belongs in no folder of a store", key)
     if key not in ("", own_key):
-        return RecordFile(name, content, None, f"{name[:12]} is in a folder where it does not belong", key)
+        return RecordFile(
+            name, content, None, f"{name[:12]} is in a folder where it does not belong", key
+        )
     return RecordFile(name, content, record, key=own_key)
 
 
@@ -206,10 +234,13 @@ def open_store(url: str, **options: Any) -> Store:
     if separator and protocol not in {"file", "local"}:
         return Store(RemoteFiles(url, options))
     path = os.path.expanduser(rest if separator else url)  # noqa: PTH111  Path's may raise
-    if not os.path.lexists(path) and (not path or "@" in path or SCHEME.match(path)):  # it would be made here
+    if not os.path.lexists(path) and (
+        not path or "@" in path or SCHEME.match(path)
+    ):  # it would be made here
         raise InvalidInput(
             "the store's address is neither a folder nor a URL",  # which may hold a password
-            hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder of your clone; "
+            hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder of "
+            "your clone; "
             "a new folder with @ in its name has to be made first",
         )
     return Store(LocalFiles(Path(path)))
@@ -225,7 +256,9 @@ def user_store() -> Store:
     return Store(LocalFiles(data_path("profiles")))
 
 
-def save_record(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:
+def save_record(
+    plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
+) -> str:
     """Add what a plan just measured on this machine to the user's store; gives the record's name.
 
     Raises:

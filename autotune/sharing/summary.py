@@ -1,4 +1,5 @@
-"""What a list shows of each record, cached by name: a name stands for its content, so the cache never goes stale.
+"""What a list shows of each record, cached by name: a name stands for its content, so the cache
+never goes stale.
 
 Whatever is wrong with the cache, it is made again from the records.
 """

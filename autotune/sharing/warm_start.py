@@ -1,10 +1,11 @@
 """What a search does with the records that count here, and when it stops relying on them. Pure.
 
-A record only proposes. Its settings are tried first if they are in the local space and predicted to fit; what it
-taught the cost model is trusted as far as its machine is similar; and its measurements hold once local trials have
-reproduced them. A record that the cost model or a local trial contradicts is named, and nothing more is taken from it.
-So a wrong record can cost trials, and nothing else: only settings that ran here may win, and only what this machine's
-own search space admits is ever a fallback.
+A record only proposes. Its settings are tried first if they are in the local space and predicted to
+fit; what it taught the cost model is trusted as far as its machine is similar; and its measurements
+hold once local trials have reproduced them. A record that the cost model or a local trial
+contradicts is named, and nothing more is taken from it. So a wrong record can cost trials, and
+nothing else: only settings that ran here may win, and only what this machine's own search space
+admits is ever a fallback.
 """
 
 import math
@@ -23,7 +24,9 @@ MAX_SOURCES = 3
 MAX_FIRST_CANDIDATES = 2
 """Settings that won on similar machines and are tried first."""
 MAX_RESIDUALS = 32
-"""Trials of a record that correct predictions: a search makes far fewer, and each costs time in every prediction."""
+"""Trials of a record that correct predictions: a search makes far fewer, and each costs time in
+every prediction.
+"""
 MEMORY_TOLERANCE = 0.03
 TIME_TOLERANCE = 0.10
 """Relative difference up to which a local trial reproduces a measurement."""
@@ -31,14 +34,14 @@ NOISY_TIME_TOLERANCE = 0.30
 """The same for time, if one of the two machines was measured beside other work."""
 CREDIBLE_TIME_RATIO = (1 / 3, 10.0)
 CREDIBLE_MEMORY_RATIO = (1 / 1.5, 3.0)
-"""Measured over predicted, lowest and highest, of a record that is tried. What is slow or large does no harm, and true
-trials on a busy CPU have been 4 times as slow as predicted."""
+"""Measured over predicted, lowest and highest, of a record that is tried. What is slow or large
+does no harm, and true trials on a busy CPU have been 4 times as slow as predicted."""
 MAX_LOG_TIME_ERROR = math.log(3.0)
-"""Logarithm of the factor between the step time that a record leads to expect and a local trial's, above which the
-record is dropped."""
+"""Logarithm of the factor between the step time that a record leads to expect and a local
+trial's, above which the record is dropped."""
 BUDGET_MARGIN = 1.1
-"""Share of the budget that settings that ran elsewhere may be predicted to take, and still be tried first: predictions
-are that far off at most in 95 of 100 cases, and trials have a cap."""
+"""Share of the budget that settings that ran elsewhere may be predicted to take, and still be
+tried first: predictions are that far off at most in 95 of 100 cases, and trials have a cap."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,19 @@ class WarmStartSource:
     trials: tuple[TrialResult, ...]
     """Those that count, of settings that are in the local search space."""
     to_reproduce: tuple[TrialResult, ...]
-    """Those that local trials must reproduce to end the search, the winner's first; empty if another machine's."""
+    """Those that local trials must reproduce to end the search, the winner's first; empty if
+    another machine's.
+    """
     prior_residuals: PriorResiduals
     """What its trials taught the cost model there."""
     time_tolerance: float = TIME_TOLERANCE
 
-    def find_mismatch(self, recorded: TrialResult, local: Mapping[Candidate, TrialResult]) -> str | None:
-        """Why the local trial of the same settings does not reproduce a recorded one; None if it does."""
+    def find_mismatch(
+        self, recorded: TrialResult, local: Mapping[Candidate, TrialResult]
+    ) -> str | None:
+        """Why the local trial of the same settings does not reproduce a recorded one; None if it
+        does.
+        """
         return find_mismatch(recorded, local[recorded.candidate], self.time_tolerance)
 
 
@@ -70,7 +79,9 @@ class WarmStart:
     cost: CostModel
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
-        """What the records taught the cost model, less those that `results` contradict; the most similar first."""
+        """What the records taught the cost model, less those that `results` contradict; the most
+        similar first.
+        """
         return tuple(
             source.prior_residuals
             for source in self.sources
@@ -84,10 +95,14 @@ class WarmStart:
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Names of the records, contradicted ones too: without them the search would have gone otherwise."""
+        """Names of the records, contradicted ones too: without them the search would have gone
+        otherwise.
+        """
         return tuple(source.name for source in self.sources)
 
-    def _find_contradiction(self, source: WarmStartSource, results: Sequence[TrialResult]) -> str | None:
+    def _find_contradiction(
+        self, source: WarmStartSource, results: Sequence[TrialResult]
+    ) -> str | None:
         local = {result.candidate: result for result in results}
         for recorded in source.to_reproduce:
             if recorded.candidate in local and (mismatch := source.find_mismatch(recorded, local)):
@@ -96,20 +111,30 @@ class WarmStart:
             residual = self.cost.residual(local[candidate]) if candidate in local else None
             if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
                 ratio = math.exp(residual.time - prior.time)
-                return f"misleads: {candidate.label()} takes {ratio:.2g} times as long as it leads to expect"
+                return (
+                    f"misleads: {candidate.label()} takes {ratio:.2g} times as long as it "
+                    "leads to "
+                    "expect"
+                )
         return None
 
     def is_reproduced(self, results: Sequence[TrialResult]) -> bool:
-        """Whether `results` reproduce all of a record that must be, so that nothing else need be tried."""
+        """Whether `results` reproduce all of a record that must be, so that nothing else need be
+        tried.
+        """
         return self._reproduced_source(results) is not None
 
     def _reproduced_source(self, results: Sequence[TrialResult]) -> WarmStartSource | None:
         local = {result.candidate: result for result in results}
         for source in self.sources:
             needed = source.to_reproduce[:1] + tuple(
-                trial for trial in source.to_reproduce[1:] if trial.candidate in self.first_candidates
+                trial
+                for trial in source.to_reproduce[1:]
+                if trial.candidate in self.first_candidates
             )
-            if needed and all(t.candidate in local and not source.find_mismatch(t, local) for t in needed):
+            if needed and all(
+                t.candidate in local and not source.find_mismatch(t, local) for t in needed
+            ):
                 return source
         return None
 
@@ -117,7 +142,11 @@ class WarmStart:
         """Trials of a record that was reproduced explain, too, why other settings lost."""
         source = self._reproduced_source(results)
         local = {result.candidate for result in results}
-        return tuple(trial for trial in source.trials if trial.candidate not in local) if source else ()
+        return (
+            tuple(trial for trial in source.trials if trial.candidate not in local)
+            if source
+            else ()
+        )
 
 
 NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
@@ -130,10 +159,12 @@ def build_warm_start(
     workload: Workload,
     cost: CostModel,
 ) -> tuple[StoreMatches, WarmStart]:
-    """Choose the records that a search among `choices`, the values that each knob may have, stands on.
+    """Choose the records that a search among `choices`, the values that each knob may have, stands
+    on.
 
     Returns:
-        `matches` with the chosen records alone, those that are not credible among the refused; and the warm start.
+        `matches` with the chosen records alone, those that are not credible among the refused; and
+        the warm start.
     """
     used: list[MatchedRecord] = []
     sources: list[WarmStartSource] = []
@@ -152,14 +183,17 @@ def build_warm_start(
         residuals = PriorResiduals(tuple(islice(_residuals(item), MAX_RESIDUALS)), item.weight)
         noisy = item.record.machine.noisy or cost.hardware.noisy
         tolerance = NOISY_TIME_TOLERANCE if noisy else TIME_TOLERANCE
-        sources.append(WarmStartSource(item.name, local, _trials_to_reproduce(item), residuals, tolerance))
+        sources.append(
+            WarmStartSource(item.name, local, _trials_to_reproduce(item), residuals, tolerance)
+        )
     proposed = [trial.candidate for source in sources for trial in source.to_reproduce]
     proposed = proposed or [item.record.settings for item in used]
     limit = BUDGET_MARGIN * budget_bytes
     fitting = [
         candidate
         for candidate in dict.fromkeys(proposed)
-        if _is_admitted(candidate, choices) and cost.predict_uncalibrated(candidate).run_memory_bytes <= limit
+        if _is_admitted(candidate, choices)
+        and cost.predict_uncalibrated(candidate).run_memory_bytes <= limit
     ]
     warm_start = WarmStart(tuple(sources), tuple(fitting[:MAX_FIRST_CANDIDATES]), cost)
     return replace(matches, records=tuple(used), refused=tuple(refused)), warm_start
@@ -169,17 +203,25 @@ def _is_admitted(candidate: Candidate, choices: Mapping[str, Sequence[Choice]]) 
     return all(getattr(candidate, name) in values for name, values in choices.items())
 
 
-def _demote_restricted(item: MatchedRecord, choices: Mapping[str, Sequence[Choice]]) -> MatchedRecord:
-    """A match is a prior only if knobs were pinned, or had values excluded, there that are free here."""
+def _demote_restricted(
+    item: MatchedRecord, choices: Mapping[str, Sequence[Choice]]
+) -> MatchedRecord:
+    """A match is a prior only if knobs were pinned, or had values excluded, there that are free
+    here.
+    """
     free = [name for name in item.record.narrowed if len(choices.get(name, ())) > 1]
     if not free:
         return item
     reason = f"search: restricted there in {', '.join(free)}"
-    return replace(item, match=replace(item.match, kind="near", reasons=(*item.match.reasons, reason)))
+    return replace(
+        item, match=replace(item.match, kind="near", reasons=(*item.match.reasons, reason))
+    )
 
 
 def _trials_to_reproduce(item: MatchedRecord) -> tuple[TrialResult, ...]:
-    """The winner's trial; and if a library was upgraded, the fastest that ran on it, since it may be faster now."""
+    """The winner's trial; and if a library was upgraded, the fastest that ran on it, since it
+    may be faster now.
+    """
     if item.match.kind == "near":
         return ()
     ran = [trial for trial in item.record.trials if trial.outcome == "ok"]
@@ -192,7 +234,9 @@ def _trials_to_reproduce(item: MatchedRecord) -> tuple[TrialResult, ...]:
 
 
 def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
-    """Residuals of the trials that count, if they were compared with the cost model of this version."""
+    """Residuals of the trials that count, if they were compared with the cost model of this
+    version.
+    """
     record = item.record
     if record.autotune_version == __version__:
         for trial, residual in zip(record.trials, record.calibration, strict=False):
@@ -203,9 +247,11 @@ def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
 def _find_implausible(
     record: Record, choices: Mapping[str, Sequence[Choice]], workload: Workload, cost: CostModel
 ) -> Iterator[str]:
-    """Trials that the cost model of the record's own machine contradicts. Other work is left to local trials.
+    """Trials that the cost model of the record's own machine contradicts. Other work is left to
+    local trials.
 
-    Only settings of the local space are predicted: of those that it lacks nothing but a name may be known here.
+    Only settings of the local space are predicted: of those that it lacks nothing but a name may be
+    known here.
     """
     if not is_same_work(record, workload):
         return
@@ -217,19 +263,26 @@ def _find_implausible(
             continue
         time, memory = math.exp(residual.time), math.exp(residual.memory)
         lowest, highest = CREDIBLE_TIME_RATIO
-        if not record.machine.noisy and not lowest <= time <= highest:  # noisy rates contradict nothing
+        if (
+            not record.machine.noisy and not lowest <= time <= highest
+        ):  # noisy rates contradict nothing
             yield f"trial {number} took {time:.2g} times the time that is predicted for its machine"
         lowest, highest = CREDIBLE_MEMORY_RATIO
         if not lowest <= memory <= highest:
             yield f"trial {number} took {memory:.2g} times the memory that is predicted"
 
 
-def find_mismatch(recorded: TrialResult, trial: TrialResult, time_tolerance: float = TIME_TOLERANCE) -> str | None:
+def find_mismatch(
+    recorded: TrialResult, trial: TrialResult, time_tolerance: float = TIME_TOLERANCE
+) -> str | None:
     """Why a local trial of the same settings does not reproduce a recorded one; None if it does."""
     seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
     if trial.outcome != "ok" or not seconds or not peak:
         return f"it ended as {trial.outcome}"
-    time, memory = seconds / (recorded.median_step_seconds or math.inf), peak / (recorded.peak_memory_bytes or math.inf)
+    time, memory = (
+        seconds / (recorded.median_step_seconds or math.inf),
+        peak / (recorded.peak_memory_bytes or math.inf),
+    )
     if abs(memory - 1) > MEMORY_TOLERANCE:
         return f"it takes {memory:.2f} times the recorded memory"
     if abs(time - 1) > time_tolerance:

@@ -1,4 +1,5 @@
-"""Configurations of other trainers: a table for each, read into what `autotune.plan` takes and written from plans.
+"""Configurations of other trainers: a table for each, read into what `autotune.plan` takes and
+written from plans.
 
 Pure but for reading the files that are named; imports none of the trainers.
 """

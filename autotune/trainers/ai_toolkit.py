@@ -17,17 +17,29 @@ RULES = (
         "network.network_kwargs.only_if_contains",
         "network.network_kwargs.ignore_if_contains",
         "network.transformer_only",
-        "ZImageTransformer2DModel=layers UNet2DConditionModel= Flux2Transformer2DModel=double_blocks|single_blocks "
+        "ZImageTransformer2DModel=layers UNet2DConditionModel= "
+        "Flux2Transformer2DModel=double_blocks|single_blocks "
         "WanTransformer3DModel=blocks Krea2Transformer2DModel=blocks",
         "Flux2Transformer2DModel Krea2Transformer2DModel",
         "network.conv",
     ).rule(),
     rules.one_of_list("datasets[].control_path", "control", "autotune takes one folder of them"),
     rules.one_of_list(
-        "datasets[].resolution", "resolution", "each image is trained at every size; autotune at the largest"
+        "datasets[].resolution",
+        "resolution",
+        "each image is trained at every size; autotune at the largest",
     ),
-    rules.batch(["train.batch_size", "datasets[].batch_size"], "train.gradient_accumulation", "launch.num_processes"),
-    choice("train.optimizer", "optimizer", {"adamw": "adamw"}, instead="trains with AdamW in full precision"),
+    rules.batch(
+        ["train.batch_size", "datasets[].batch_size"],
+        "train.gradient_accumulation",
+        "launch.num_processes",
+    ),
+    choice(
+        "train.optimizer",
+        "optimizer",
+        {"adamw": "adamw"},
+        instead="trains with AdamW in full precision",
+    ),
     rules.schedule(
         "train.lr_scheduler",
         "train.lr_scheduler_params.num_warmup_steps",
@@ -72,14 +84,16 @@ RULES = (
         "model.quantize_te model.qtype_te",
         "caching.text_encoder_quantization",
         "false * | none\n null * | -\n true int8 | torchao-int8\n true float8 | torchao-fp8\n"
-        "true qfloat8 | torchao-fp8 | quanto's float8 has scales of its own; the nearest is torchao-fp8",
+        "true qfloat8 | torchao-fp8 | quanto's float8 has scales of its own; the nearest is "
+        "torchao-fp8",
         "bnb-nf4 | true uint4\n * | true int8",
     ),
     choice("model.te_device", "caching.text_encoder_device", {"cpu": "cpu"}),
     table(
         "model.compile model.block_compile",
         "compile",
-        "false * | off\n true true | block\n true * | block | autotune compiles each block, not the whole model",
+        "false * | off\n true true | block\n true * | block | autotune compiles each block, not "
+        "the whole model",
     ),
     ALLOCATOR,
     *rules.equal(
@@ -170,7 +184,10 @@ MODELS = (
         flux2-klein-9b=flux2_klein_9b wan-2.1=wan21:1b wan-2.1-14b=wan21:14b wan-2.1=wan21 wan-2.2=wan22_5b
         """,
     ),
-    *(KnownModel("flux1-dev", keys, lacks=SWAP) for keys in ({"model.arch": "flux"}, {"model.is_flux": True})),
+    *(
+        KnownModel("flux1-dev", keys, lacks=SWAP)
+        for keys in ({"model.arch": "flux"}, {"model.is_flux": True})
+    ),
     *(
         KnownModel("sd3.5", keys, lacks=SWAP, assumes="of the SD 3 models 3.5 large")
         for keys in ({"model.arch": "sd3"}, {"model.is_v3": True})
@@ -189,11 +206,18 @@ def _detect(document: Document) -> bool:
 
 
 def _files(values: rules.Values, head: str) -> Mapping[str, str]:
-    inside = {ROOT + key: value for key, value in in_file(values).items() if key != "sample.prompts"}
-    prompts = {f"{ROOT}sample.samples[{i}].prompt": p for i, p in enumerate(values.get("sample.prompts", ()))}
+    inside = {
+        ROOT + key: value for key, value in in_file(values).items() if key != "sample.prompts"
+    }
+    prompts = {
+        f"{ROOT}sample.samples[{i}].prompt": p
+        for i, p in enumerate(values.get("sample.prompts", ()))
+    }
     run = launcher(values) if "launch.num_processes" in values else ["python"]
     return {
-        "train.yaml": yaml_text({"job": "extension", "config.name": "lora", **inside, **prompts}, head),
+        "train.yaml": yaml_text(
+            {"job": "extension", "config.name": "lora", **inside, **prompts}, head
+        ),
         "run.sh": shell_text(values, [*run, f"{TRAINER}/run.py", "train.yaml"], title="ai-toolkit"),
     }
 

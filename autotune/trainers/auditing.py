@@ -1,4 +1,6 @@
-"""What a configuration's settings cost on a card, compared with those that are predicted to be fastest there."""
+"""What a configuration's settings cost on a card, compared with those that are predicted to be
+fastest there.
+"""
 
 from autotune.schema import Choice, Estimate, Frozen, TrialResult
 from autotune.trainers.importing import ImportedConfig
@@ -15,7 +17,8 @@ class SettingWorth(Frozen):
 
 
 class Audit(Frozen):
-    """A configuration on a card, as written and as it could be: predicted and, on this machine, perhaps measured.
+    """A configuration on a card, as written and as it could be: predicted and, on this machine,
+    perhaps measured.
 
     Example:
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
@@ -26,13 +29,17 @@ class Audit(Frozen):
     as_written: Estimate
     """With autotune's executor: memory by phase, time and whether it fits."""
     breaks: tuple[str, ...]
-    """What of the file this card cannot do, one sentence each; the estimate then has the usual value."""
+    """What of the file this card cannot do, one sentence each; the estimate then has the usual
+    value.
+    """
     fastest: Estimate | None
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
     """Worth of each setting that differs, those that save most first."""
     in_trainer: Estimate | None = None
-    """The same with what the trainer's own program takes of the card; None if nobody has looked at that."""
+    """The same with what the trainer's own program takes of the card; None if nobody has looked
+    at that.
+    """
     measured_as_written: TrialResult | None = None
     """A few steps with the file's settings; None if they were not asked for."""
     measured_fastest: TrialResult | None = None
@@ -41,9 +48,15 @@ class Audit(Frozen):
     @property
     def step_seconds_saved(self) -> float:
         """What all differences together save of a step."""
-        return 0.0 if self.fastest is None else self.as_written.step_seconds - self.fastest.step_seconds
+        return (
+            0.0
+            if self.fastest is None
+            else self.as_written.step_seconds - self.fastest.step_seconds
+        )
 
     @property
     def sum_of_step_seconds_saved(self) -> float:
-        """The sum of what each difference saves alone; settings that need each other make it differ from the whole."""
+        """The sum of what each difference saves alone; settings that need each other make it
+        differ from the whole.
+        """
         return sum(one.step_seconds_saved for one in self.worth)

@@ -3,11 +3,22 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autotune.trainers.rules import LOST, CannotExpress, Context, Rule, Values, boolean, number, whole
+from autotune.trainers.rules import (
+    LOST,
+    CannotExpress,
+    Context,
+    Rule,
+    Values,
+    boolean,
+    number,
+    whole,
+)
 
 
 def count_blocks(value: str | int, num_blocks: int) -> int:
-    """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of every four."""
+    """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of
+    every four.
+    """
     written = str(value)
     if written == "all":
         return num_blocks
@@ -38,9 +49,12 @@ def share_of_blocks(key: str, switch: str = "") -> Rule:
 MAX_STRIDE = 8
 
 
-def patterned_checkpointing(key: str, interval: str, stride: str, families: tuple[str, ...]) -> Rule:
-    """All blocks, none, or those whose index modulo the stride is below the interval; without a stride every
-    `interval`th block. Of other than these `families` an interval makes several blocks one that is recomputed."""
+def patterned_checkpointing(
+    key: str, interval: str, stride: str, families: tuple[str, ...]
+) -> Rule:
+    """All blocks, none, or those whose index modulo the stride is below the interval; without a
+    stride every `interval`th block. Of other than these `families` an interval makes several
+    blocks one that is recomputed."""
 
     def read(values: Values, context: Context) -> Values:
         if not boolean(values[key]):
@@ -57,23 +71,39 @@ def patterned_checkpointing(key: str, interval: str, stride: str, families: tupl
         total = context.num_blocks or 1
         blocks = count_blocks(ours["checkpointed_blocks"], total)
         patterns = [(i, s) for s in range(2, MAX_STRIDE + 1) for i in range(1, s)]
-        enough = {(i, s): n for i, s in patterns if (n := count_blocks(f"{i}/{s}", total)) >= blocks}
+        enough = {
+            (i, s): n for i, s in patterns if (n := count_blocks(f"{i}/{s}", total)) >= blocks
+        }
         best = min(enough, key=lambda one: (enough[one], one[1]), default=None)
-        if blocks in (0, total, total - 1) or best is None or not context.family.name.startswith(families):
+        if (
+            blocks in (0, total, total - 1)
+            or best is None
+            or not context.family.name.startswith(families)
+        ):
             return {key: blocks > 0, interval: None, stride: None}
         every, of = best
-        return {key: True, interval: of if every == 1 else every, stride: None if every == 1 else of}
+        return {
+            key: True,
+            interval: of if every == 1 else every,
+            stride: None if every == 1 else of,
+        }
 
     return Rule((key, interval, stride), ("checkpointed_blocks",), read, write)
 
 
 def checkpointing(key: str, words: Mapping[str, bool] = MappingProxyType({})) -> Rule:
-    """All blocks or none: a part of them becomes all, which needs less memory. `words` are read, too."""
+    """All blocks or none: a part of them becomes all, which needs less memory. `words` are read,
+    too.
+    """
     return Rule(
         (key,),
         ("checkpointed_blocks",),
-        lambda values, _: {"checkpointed_blocks": "all" if boolean(words.get(values[key], values[key])) else "0"},
-        lambda ours, context: {key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0},
+        lambda values, _: {
+            "checkpointed_blocks": "all" if boolean(words.get(values[key], values[key])) else "0"
+        },
+        lambda ours, context: {
+            key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0
+        },
     )
 
 
@@ -86,4 +116,9 @@ def swapping(key: str, limits: Mapping[str, int]) -> Rule:
             raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
         return {key: blocks}
 
-    return Rule((key,), ("swapped_blocks",), lambda values, _: {"swapped_blocks": str(whole(values[key]))}, write)
+    return Rule(
+        (key,),
+        ("swapped_blocks",),
+        lambda values, _: {"swapped_blocks": str(whole(values[key]))},
+        write,
+    )

@@ -1,4 +1,6 @@
-"""diffusers' DreamBooth scripts for LoRA: command lines, and a JSON file for quantization by bitsandbytes."""
+"""diffusers' DreamBooth scripts for LoRA: command lines, and a JSON file for quantization by
+bitsandbytes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +17,9 @@ from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 JOINT = "to_k to_q to_v to_out.0 add_k_proj add_q_proj add_v_proj to_add_out"
 FLUX_MLP = "ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
 KREA_REST = (
-    "text_fusion.projector txt_in.linear_1 txt_in.linear_2 time_embed.linear_1 time_embed.linear_2 time_mod_proj"
+    "text_fusion.projector txt_in.linear_1 txt_in.linear_2 time_embed.linear_1 "
+    "time_embed.linear_2 "
+    "time_mod_proj"
 )
 DEFAULT_TARGETS: Mapping[str, str] = {
     "flux1": f"{' '.join(f'attn.{name}' for name in JOINT.split())} {FLUX_MLP}",
@@ -37,7 +41,10 @@ def _quantization(values: Values, context: Context) -> Values:
         return {"quantization": "bnb-int8"}
     if values.get(f"{BNB}load_in_4bit"):
         same_scales = all(values.get(BNB + key) == value for key, value in NF4.items())
-        return {"quantization": "bnb-nf4", **({} if same_scales else {LOST: "the nearest is NF4 with double scales"})}
+        return {
+            "quantization": "bnb-nf4",
+            **({} if same_scales else {LOST: "the nearest is NF4 with double scales"}),
+        }
     return {"quantization": "none"}
 
 
@@ -46,7 +53,9 @@ def _write_quantization(ours: Values, context: Context) -> Values:
     if ours["quantization"] == "none":
         return {"bnb_quantization_config_path": None}
     if context.family.name in ("flux1-dev", "sd3.5", "sdxl"):
-        raise CannotExpress("its scripts for FLUX.1, SD 3.5 and SDXL have no quantization; use --quality exact")
+        raise CannotExpress(
+            "its scripts for FLUX.1, SD 3.5 and SDXL have no quantization; use --quality exact"
+        )
     if ours["quantization"] == "bnb-nf4":
         return written | {BNB + key: value for key, value in {**NF4, **NF4_COMPUTE}.items()}
     return written | {f"{BNB}load_in_8bit": True}
@@ -55,7 +64,11 @@ def _write_quantization(ours: Values, context: Context) -> Values:
 def _noise(values: Values, context: Context) -> Values:
     scheme = values["weighting_scheme"]
     odd = values.get("logit_mean", 0) != 0 or values.get("logit_std", 1) != 1
-    lost = {LOST: "autotune draws from the standard normal"} if scheme == "logit_normal" and odd else {}
+    lost = (
+        {LOST: "autotune draws from the standard normal"}
+        if scheme == "logit_normal" and odd
+        else {}
+    )
     known = {"logit_normal": ("logit_normal", "none"), "none": ("uniform", "none")}
     known |= {name: ("uniform", name) for name in ("sigma_sqrt", "cosmap")}
     if scheme not in known:
@@ -70,18 +83,26 @@ def _noise(values: Values, context: Context) -> Values:
 
 
 def _write_noise(ours: Values, context: Context) -> Values:
-    scheme = "logit_normal" if ours["timestep_sampling"] == "logit_normal" else ours["weighting_scheme"]
+    scheme = (
+        "logit_normal" if ours["timestep_sampling"] == "logit_normal" else ours["weighting_scheme"]
+    )
     normal = {"logit_mean": 0.0, "logit_std": 1.0} if scheme == "logit_normal" else {}
     return {"weighting_scheme": scheme, **normal}
 
 
-NO_FILES = "it reads no .txt files: one prompt for all, or --dataset_name and --caption_column of a metadata.jsonl"
+NO_FILES = (
+    "it reads no .txt files: one prompt for all, or --dataset_name and --caption_column of "
+    "a "
+    "metadata.jsonl"
+)
 RULES = (
     peft_targets("lora_layers", DEFAULT_TARGETS, joined=True),
     rules.alpha("lora_alpha", "rank"),
     rules.batch(["train_batch_size"], "gradient_accumulation_steps", "launch.num_processes"),
     rules.duration("max_train_steps", "num_train_epochs"),
-    rules.schedule("lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"),
+    rules.schedule(
+        "lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"
+    ),
     choice("optimizer", "optimizer", {"AdamW": "adamw"}, instead="trains with AdamW"),
     rules.by_noise(
         Rule(
@@ -103,7 +124,9 @@ RULES = (
     Rule(
         ("instance_prompt",),
         ("caption",),
-        lambda values, _: {LOST: NO_FILES} if (own := values["instance_prompt"]) == FILL_IN else {"caption": own},
+        lambda values, _: (
+            {LOST: NO_FILES} if (own := values["instance_prompt"]) == FILL_IN else {"caption": own}
+        ),
         lambda ours, _: {"instance_prompt": ours["caption"] or FILL_IN},
     ),
     accelerate_compile("launch."),
@@ -126,7 +149,9 @@ DEFAULTS = rules.settings(
     env.DIFFUSERS_ATTN_BACKEND="native" launch.dynamo_backend="no"
     """
 )
-FIXED = rules.settings('output_dir="output" center_crop=true cache_latents=true report_to="tensorboard"')
+FIXED = rules.settings(
+    'output_dir="output" center_crop=true cache_latents=true report_to="tensorboard"'
+)
 DECIDED = meanings(
     """
     products are computed in bf16: bnb.bnb_4bit_compute_dtype
@@ -162,28 +187,63 @@ SD35: Mapping[str, Any] = {
     "defaults": {SHIFT: 3.0, "weighting_scheme": "logit_normal"},
     "fixed": {"precondition_outputs": 0, "max_sequence_length": 256},
     "lacks": ("lora_alpha", "caption_dropout", "guidance_scale"),
-    "note": "unless precondition_outputs is 0, it weighs each loss by the square of the noise level",
+    "note": (
+        "unless precondition_outputs is 0, it weighs each loss by the square of the noise level"
+    ),
 }
 KREA = {"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4}
 NO_DROPOUT = ("caption_dropout",)
 MODELS = (
-    KnownModel("qwen-image", {"script": SCRIPT.format("qwen_image")}, lacks=("guidance_scale",), kept=overheads.STAYS),
-    KnownModel("flux1-dev", {"script": SCRIPT.format("flux")}, lacks=NO_DROPOUT, kept=overheads.DIFFUSERS_FLUX),
+    KnownModel(
+        "qwen-image",
+        {"script": SCRIPT.format("qwen_image")},
+        lacks=("guidance_scale",),
+        kept=overheads.STAYS,
+    ),
+    KnownModel(
+        "flux1-dev",
+        {"script": SCRIPT.format("flux")},
+        lacks=NO_DROPOUT,
+        kept=overheads.DIFFUSERS_FLUX,
+    ),
     KnownModel(
         "sdxl",
         {"script": SCRIPT.format("sdxl")},
         defaults={"resolution": 1024, "snr_gamma": None},
-        lacks=("lora_alpha", "lora_layers", *NO_DROPOUT, "guidance_scale", "cache_latents", "weighting_scheme"),
+        lacks=(
+            "lora_alpha",
+            "lora_layers",
+            *NO_DROPOUT,
+            "guidance_scale",
+            "cache_latents",
+            "weighting_scheme",
+        ),
         note="it tells the model how each image was cut, autotune that it is whole",
         kept=overheads.DIFFUSERS_SDXL,
     ),
-    KnownModel("sd3.5", {"script": SCRIPT.format("sd3")}, assumes="of the SD 3 models 3.5 large", **SD35),
     KnownModel(
-        "sd3.5-medium", {"script": SCRIPT.format("sd3"), WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}, **SD35
+        "sd3.5", {"script": SCRIPT.format("sd3")}, assumes="of the SD 3 models 3.5 large", **SD35
+    ),
+    KnownModel(
+        "sd3.5-medium",
+        {"script": SCRIPT.format("sd3"), WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"},
+        **SD35,
     ),
     KnownModel("z-image", Z_IMAGE, {SHIFT: 6.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),
-    KnownModel("z-image-turbo", {**Z_IMAGE, WEIGHTS: TURBO}, {SHIFT: 3.0}, lacks=NO_DROPOUT, kept=overheads.STAYS),
-    KnownModel("krea-2", {"script": SCRIPT.format("krea2")}, KREA, lacks=("guidance_scale",), kept=overheads.STAYS),
+    KnownModel(
+        "z-image-turbo",
+        {**Z_IMAGE, WEIGHTS: TURBO},
+        {SHIFT: 3.0},
+        lacks=NO_DROPOUT,
+        kept=overheads.STAYS,
+    ),
+    KnownModel(
+        "krea-2",
+        {"script": SCRIPT.format("krea2")},
+        KREA,
+        lacks=("guidance_scale",),
+        kept=overheads.STAYS,
+    ),
     KnownModel("flux2-klein", {"script": SCRIPT.format("flux2_klein")}, kept=overheads.STAYS),
 )
 
@@ -194,11 +254,17 @@ def _detect(document: Document) -> bool:
 
 def _files(values: Values, head: str) -> Mapping[str, str]:
     stored = {key.removeprefix(BNB): value for key, value in values.items() if key.startswith(BNB)}
-    words = options(in_file(values, lambda key: key not in ("script", SHIFT) and not key.startswith(BNB)))
+    words = options(
+        in_file(values, lambda key: key not in ("script", SHIFT) and not key.startswith(BNB))
+    )
     compiled = values["launch.dynamo_backend"] != "no"
-    flags = ["--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"] if compiled else []
+    flags = (
+        ["--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"] if compiled else []
+    )
     script = f"{TRAINER}/examples/dreambooth/{values['script']}"
-    run = shell_text(values, [*launcher(values, *flags), script, *words], head=head, title="diffusers")
+    run = shell_text(
+        values, [*launcher(values, *flags), script, *words], head=head, title="diffusers"
+    )
     return {"run.sh": run, **({QUANTIZATION_FILE: json_text(stored)} if stored else {})}
 
 
@@ -207,6 +273,9 @@ DIFFUSERS = Trainer(
     *("diffusers", "diffusers' scripts", "58eb52c08", _detect, *TABLE, _files),
     weights_keys=(WEIGHTS,),
     references={"bnb_quantization_config_path": BNB},
-    notes=("the adapter's first matrices are drawn from a normal distribution, autotune's as peft draws them",),
+    notes=(
+        "the adapter's first matrices are drawn from a normal distribution, autotune's as peft "
+        "draws them",
+    ),
     overheads=overheads.DIFFUSERS,
 )

@@ -1,7 +1,9 @@
-"""Reads another trainer's configuration as flat settings: YAML, TOML, JSON, or a command line. Data only, bounded.
+"""Reads another trainer's configuration as flat settings: YAML, TOML, JSON, or a command line. Data
+only, bounded.
 
-Nothing that a file names is executed; a file that it refers to is read by the same rules. Keys are dotted, the first
-item of a list is `[]`, later ones `[1]`, `[2]`: `config.process[].datasets[1].resolution`.
+Nothing that a file names is executed; a file that it refers to is read by the same rules. Keys are
+dotted, the first item of a list is `[]`, later ones `[1]`, `[2]`:
+`config.process[].datasets[1].resolution`.
 """
 
 import json
@@ -26,7 +28,9 @@ MAX_SETTINGS = 5_000
 Format = Literal["yaml", "toml", "json", "shell"]
 FORMATS: Mapping[str, Format] = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 KEY_PATTERNS: Mapping[Format, re.Pattern[str]] = {
-    "yaml": re.compile(r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"),
+    "yaml": re.compile(
+        r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"
+    ),
     "json": re.compile(r"\"(?:--)?([^\"\n]*)\"\s*:"),
     "toml": re.compile(r"(?m)(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]"),
     "shell": re.compile(r"(?:^|[\s\"'])(?:--)?([^\s\"'=]+)"),
@@ -67,7 +71,9 @@ class Document:
 
     def below(self, root: str) -> "Document":
         """The same settings, with `root` taken from the keys that begin with it."""
-        return replace(self, settings=tuple(replace(s, key=s.key.removeprefix(root)) for s in self.settings))
+        return replace(
+            self, settings=tuple(replace(s, key=s.key.removeprefix(root)) for s in self.settings)
+        )
 
 
 def read_document(path: Path) -> Document:
@@ -77,24 +83,34 @@ def read_document(path: Path) -> Document:
         InvalidInput: there is no such file, or it is too large, or not of its format.
     """
     text = _read(path)
-    kind = FORMATS.get(path.suffix.lower()) or ("json" if text.lstrip().startswith(("{", "[")) else "shell")
+    kind = FORMATS.get(path.suffix.lower()) or (
+        "json" if text.lstrip().startswith(("{", "[")) else "shell"
+    )
     try:
         pairs = tuple(_flatten(_parse(kind, text)))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
-        raise InvalidInput(f"{path} is not {kind} that can be read: {reason}", hint="correct what is named") from error
+        raise InvalidInput(
+            f"{path} is not {kind} that can be read: {reason}", hint="correct what is named"
+        ) from error
     if len(pairs) > MAX_SETTINGS:
-        raise InvalidInput(f"{path} has {len(pairs)} settings, too many for a configuration", hint=HINT)
+        raise InvalidInput(
+            f"{path} has {len(pairs)} settings, too many for a configuration", hint=HINT
+        )
     searched = [value if key == "script" else key for key, value in pairs]
     lines = _line_numbers(text, searched, kind)
-    settings = tuple(ConfigValue(key, value, line, path.name) for (key, value), line in zip(pairs, lines, strict=True))
+    settings = tuple(
+        ConfigValue(key, value, line, path.name)
+        for (key, value), line in zip(pairs, lines, strict=True)
+    )
     return Document(path, kind, settings)
 
 
 def with_references(
     document: Document, references: Mapping[str, str], depth: int = 2
 ) -> tuple[Document, tuple[ConfigValue, ...]]:
-    """The document with the settings of the files that it names, and the settings whose file is not there.
+    """The document with the settings of the files that it names, and the settings whose file is not
+    there.
 
     Its own settings come last: they win.
 
@@ -135,7 +151,11 @@ def _parse(kind: Format, text: str) -> Any:
         return tomllib.loads(text)
     if kind == "json":
         data = json.loads(text)
-        return {str(key).removeprefix("--"): value for key, value in data.items()} if isinstance(data, dict) else data
+        return (
+            {str(key).removeprefix("--"): value for key, value in data.items()}
+            if isinstance(data, dict)
+            else data
+        )
     return _parse_command(text)
 
 
@@ -151,7 +171,8 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parse_command(text: str) -> dict[str, Any]:
-    """Options of the last command with any, its `script` and its variables (`env.NAME`); earlier options are kept.
+    """Options of the last command with any, its `script` and its variables (`env.NAME`); earlier
+    options are kept.
 
     Raises ValueError for an open quote, and for variables that double and double again.
     """
@@ -181,7 +202,9 @@ def _parse_command(text: str) -> dict[str, Any]:
 def _options(words: Sequence[str]) -> dict[str, Any]:
     """Options before the script belong to its launcher: their names get `launch.` before them."""
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    options: dict[str, Any] = {} if script is None else {"script": words[script].replace("\\", "/").split("/")[-1]}
+    options: dict[str, Any] = (
+        {} if script is None else {"script": words[script].replace("\\", "/").split("/")[-1]}
+    )
     name = None
     for index, word in enumerate(words):
         if word.startswith("--"):
@@ -211,18 +234,30 @@ def _typed(word: str) -> Any:
 
 
 def _line_numbers(text: str, keys: Sequence[str], kind: Format) -> list[int]:
-    """The line that each key is on; keys come in the order of the text, so each is searched from the one before."""
+    """The line that each key is on; keys come in the order of the text, so each is searched from
+    the one before.
+    """
     ends: dict[str, list[int]] = {}
     for match in KEY_PATTERNS[kind].finditer(text):
         ends.setdefault(match[1], []).append(match.end())
     breaks = [match.start() for match in re.finditer("\n", text)]
     lines, start, seen = [], 0, ""
     for key in keys:
-        parts = key.split(".") if kind != "shell" else [key.removeprefix("env.").removeprefix("launch.")]
-        fresh = [part for depth, part in enumerate(parts) if parts[: depth + 1] != seen.split(".")[: depth + 1]]
+        parts = (
+            key.split(".")
+            if kind != "shell"
+            else [key.removeprefix("env.").removeprefix("launch.")]
+        )
+        fresh = [
+            part
+            for depth, part in enumerate(parts)
+            if parts[: depth + 1] != seen.split(".")[: depth + 1]
+        ]
         for part in fresh or parts[-1:]:
             if found := ends.get(re.sub(r"\[\d*\]$", "", part)):
-                start = found[bisect_right(found, start) % len(found)]  # the first one, if none follows
+                start = found[
+                    bisect_right(found, start) % len(found)
+                ]  # the first one, if none follows
         lines.append(bisect_left(breaks, start) + 1)
         seen = key
     return lines

@@ -1,4 +1,6 @@
-"""From a plan to another trainer's files. What the trainer lacks is found by reading back what is written."""
+"""From a plan to another trainer's files. What the trainer lacks is found by reading back what
+is written.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +11,16 @@ from typing import Any, Literal
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES, Family, find_published
 from autotune.knobs import PIN, EncoderSize, describe_caching
-from autotune.schema import CachingSettings, Candidate, Frozen, Job, ModelSpec, Overheads, TrainingPlan, Workload
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    Frozen,
+    Job,
+    ModelSpec,
+    Overheads,
+    TrainingPlan,
+    Workload,
+)
 from autotune.trainers.blocks import count_blocks
 from autotune.trainers.document import ConfigValue
 from autotune.trainers.importing import Reading, read_settings
@@ -18,15 +29,41 @@ from autotune.trainers.rules import CannotExpress, Context, Rule, Values, is_kno
 from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 LEARNING = (
-    *("resolution", "num_frames", "clips", "rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size"),
+    *(
+        "resolution",
+        "num_frames",
+        "clips",
+        "rank",
+        "lora_alpha",
+        "lora_dropout",
+        "targets",
+        "effective_batch_size",
+    ),
     *("adapted_blocks", "adapter", "ema_decay"),
-    *("control", "caption", "trigger", "num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps"),
-    *("weight_decay", "max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale", "weighting_scheme"),
+    *(
+        "control",
+        "caption",
+        "trigger",
+        "num_steps",
+        "learning_rate",
+        "lr_scheduler",
+        "lr_warmup_steps",
+    ),
+    *(
+        "weight_decay",
+        "max_grad_norm",
+        "timestep_sampling",
+        "timestep_shift",
+        "guidance_scale",
+        "weighting_scheme",
+    ),
     *("caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor"),
 )
 """Names that decide what is learned."""
 LOADING = ("loader", "data_workers", "batch_memory")
-"""Knobs of how files and batches are read: they change neither learning nor memory of the device."""
+"""Knobs of how files and batches are read: they change neither learning nor memory of the
+device.
+"""
 Kind = Literal["learning", "settings", "loading"]
 DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "learning": "it will learn differently",
@@ -41,7 +78,9 @@ SPARING: Mapping[str, Any] = {
     "offloaded_inputs": 0,
     "caching.vae_device": "training",
 }
-"""Settings of autotune's executor alone, and the value that other trainers have: any other value needs less memory."""
+"""Settings of autotune's executor alone, and the value that other trainers have: any other value
+needs less memory.
+"""
 
 
 class Difference(Frozen):
@@ -74,7 +113,11 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
     """Everything that a plan says, by the names that rules use."""
     frozen, workload = plan.frozen, plan.frozen.workload
     return {
-        **{name: value for name, value in dict(plan.job).items() if name not in ("model", "revision")},
+        **{
+            name: value
+            for name, value in dict(plan.job).items()
+            if name not in ("model", "revision")
+        },
         **_workload_values(workload),
         **dict(frozen.settings),
         **{PIN + name: value for name, value in frozen.caching},
@@ -84,18 +127,31 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:
-    names = ("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay")
+    names = (
+        "rank",
+        "lora_alpha",
+        "lora_dropout",
+        "targets",
+        "adapted_blocks",
+        "adapter",
+        "ema_decay",
+    )
     values = {name: getattr(workload, name) for name in names}
     values["effective_batch_size"] = workload.effective_batch_size
-    return {**values, "resolution": workload.resolution_px, "num_frames": workload.largest_bucket.num_frames}
+    return {
+        **values,
+        "resolution": workload.resolution_px,
+        "num_frames": workload.largest_bucket.num_frames,
+    }
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
     """The files of another trainer that do what the plan says, as nearly as it can.
 
     Raises:
-        InvalidInput: the trainer does not know the model, or has no neighbor of a setting that needs no more memory;
-            with `strict`, also if anything that changes learning or memory would differ.
+        InvalidInput: the trainer does not know the model, or has no neighbor of a setting that
+            needs no more memory; with `strict`, also if anything that changes learning or memory
+            would differ.
     """
     workload = plan.frozen.workload
     known = known_model(trainer, workload.model.family, workload.model)
@@ -109,7 +165,9 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         for need in _find_needs(needed, reading.values, workload.model.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
-        raise InvalidInput(f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)) from error
+        raise InvalidInput(
+            f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)
+        ) from error
     differences = compare(planned, reading.values, context)
     overheads = trainer.overheads_of(written, known)
     lost = (line for kind, line in reading.lines if kind == "not_carried" and line.line)
@@ -118,17 +176,29 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
         first = binding[0]
-        message = f"{trainer.title} would differ: {first.name} is {first.planned} in the plan, {first.written} there"
-        raise InvalidInput(f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {_plan_for(trainer)}")
+        message = (
+            f"{trainer.title} would differ: {first.name} is {first.planned} in the plan, "
+            f"{first.written} there"
+        )
+        raise InvalidInput(
+            f"{message} ({len(binding)} in all)",
+            hint=f"leave --strict out, or {_plan_for(trainer)}",
+        )
     head = _head(plan, trainer, differences, remarks)
     files = dict(trainer.files(known.renamed(written), head))
     return ExportedConfig(
-        trainer=trainer.name, plan_digest=plan.identity, files=files, differences=differences, remarks=remarks
+        trainer=trainer.name,
+        plan_digest=plan.identity,
+        files=files,
+        differences=differences,
+        remarks=remarks,
     )
 
 
 def _with_whole_checkpoints(planned: Values) -> Values:
-    """The values with blocks that keep what attention computed as blocks that recompute everything: less memory."""
+    """The values with blocks that keep what attention computed as blocks that recompute
+    everything: less memory.
+    """
     recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
     return {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
 
@@ -142,14 +212,18 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
     if _stored_bits(read) > _stored_bits(planned):
         yield f"with this model it has no weight format like quantization {planned['quantization']}"
     if _encoder_bytes(read) > _encoder_bytes(planned):
-        yield f"it encodes captions otherwise than {describe_caching(_caching(planned))}: more memory"
+        yield (
+            f"it encodes captions otherwise than {describe_caching(_caching(planned))}: more memory"
+        )
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"
 
 
 def _caching(values: Values) -> CachingSettings:
-    written = {name.removeprefix(PIN): value for name, value in values.items() if name.startswith(PIN)}
+    written = {
+        name.removeprefix(PIN): value for name, value in values.items() if name.startswith(PIN)
+    }
     return CachingSettings.model_validate(written)
 
 
@@ -164,7 +238,8 @@ def _stored_bits(values: Values) -> int:
 
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
-    """How a trainer calls a model: by its name, else another of the family that is as large, else the first of it.
+    """How a trainer calls a model: by its name, else another of the family that is as large, else
+    the first of it.
 
     Raises InvalidInput if the trainer does not train the family.
     """
@@ -176,7 +251,11 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
     if model is None:
         return of_family[0]
     name = model.name.rpartition("/")[2].lower()
-    named = [one for one in of_family if name in (one.name, one.published.hub_id.rpartition("/")[2].lower())]
+    named = [
+        one
+        for one in of_family
+        if name in (one.name, one.published.hub_id.rpartition("/")[2].lower())
+    ]
     as_large = [one for one in of_family if one.published.num_parameters == model.num_parameters]
     return (named or as_large or of_family)[0]
 
@@ -191,22 +270,31 @@ def _weights(plan: TrainingPlan) -> str:
     return plan.job.model if published is None else published[1].hub_id
 
 
-def write_settings(trainer: Trainer, known: KnownModel, values: Values, context: Context, weights: str) -> Values:
+def write_settings(
+    trainer: Trainer, known: KnownModel, values: Values, context: Context, weights: str
+) -> Values:
     """A plan's values by the trainer's keys. Raises CannotExpress."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     if trainer.weights_keys:
         written[trainer.weights_keys[0]] = weights
     written |= {
-        key: values["data"] or FILL_IN for rule in trainer.rules if rule.names == ("data",) for key in rule.keys[:1]
+        key: values["data"] or FILL_IN
+        for rule in trainer.rules
+        if rule.names == ("data",)
+        for key in rule.keys[:1]
     }
     for rule in trainer.rules:
         if rule.names != ("data",):
             written |= rule.write(values, context)
-    return {key: value for key, value in written.items() if value is not None and key not in known.lacks}
+    return {
+        key: value for key, value in written.items() if value is not None and key not in known.lacks
+    }
 
 
 def _read_back(trainer: Trainer, written: Values, context: Context) -> Reading:
-    return read_settings(trainer, {key: ConfigValue(key, value, line=1) for key, value in written.items()}, context)
+    return read_settings(
+        trainer, {key: ConfigValue(key, value, line=1) for key, value in written.items()}, context
+    )
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
@@ -218,10 +306,16 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
         own, other = planned.get(name), read.get(name, assumed.get(name))
         if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
             other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
-        if name == "targets" and own is not None and other is not None:  # several names may mean the same layers
-            other = own if layers_of(context.family, own) == layers_of(context.family, other) else other
+        if (
+            name == "targets" and own is not None and other is not None
+        ):  # several names may mean the same layers
+            other = (
+                own if layers_of(context.family, own) == layers_of(context.family, other) else other
+            )
         if not is_equal(name, own, other, context.num_blocks or 1):
-            kind: Kind = "learning" if name in LEARNING else "loading" if name in LOADING else "settings"
+            kind: Kind = (
+                "learning" if name in LEARNING else "loading" if name in LOADING else "settings"
+            )
             found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
     return tuple(found)
 
@@ -239,12 +333,18 @@ def _assumed(family: Family) -> dict[str, Any]:
 
 
 def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
-    """Whether two values of a name mean the same; checkpointing the last block, too, is no difference."""
+    """Whether two values of a name mean the same; checkpointing the last block, too, is no
+    difference.
+    """
     if name in BLOCKS and other is not None:
         counts = [count_blocks(value, num_blocks) for value in (own, other)]
         top = num_blocks - 1 if name == "checkpointed_blocks" else num_blocks
         return min(counts[0], top) == min(counts[1], top)
-    if isinstance(own, float | int) and isinstance(other, float | int) and not isinstance(own, bool):
+    if (
+        isinstance(own, float | int)
+        and isinstance(other, float | int)
+        and not isinstance(own, bool)
+    ):
         return math.isclose(own, other, rel_tol=1e-6)
     return own == other or str(own) == str(other)
 
@@ -253,19 +353,29 @@ def _text(value: Any) -> str:
     return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, ...], remarks: tuple[str, ...]) -> str:
+def _head(
+    plan: TrainingPlan,
+    trainer: Trainer,
+    differences: tuple[Difference, ...],
+    remarks: tuple[str, ...],
+) -> str:
     """Comments that say where the files come from and where they differ."""
     expected, assumed = plan.frozen.expected, plan.frozen.overheads
     is_planned_for = assumed is not None and assumed.program == trainer.name
     whose = f"As {trainer.title} takes memory, it" if is_planned_for else "autotune's own executor"
     lines = [
-        f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from the plan",
+        f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from "
+        "the plan",
         plan.identity,
         f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
         f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]
     for kind, title in DIFFERENCE_KINDS.items():
-        these = [f"  {d.name}: {d.planned} in the plan, {d.written} here" for d in differences if d.kind == kind]
+        these = [
+            f"  {d.name}: {d.planned} in the plan, {d.written} here"
+            for d in differences
+            if d.kind == kind
+        ]
         lines += [f"{title[0].upper()}{title[1:]}:", *these] if these else []
     lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)] if remarks else []
     return "".join(f"# {line}\n" for line in lines)
@@ -274,7 +384,8 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
 def overheads_for(
     trainer: Trainer, job: Job, workload: Workload, choices: Mapping[str, tuple[Any, ...]]
 ) -> Overheads | None:
-    """What a trainer takes of a device beside autotune's ways, with the files that it would get for a job.
+    """What a trainer takes of a device beside autotune's ways, with the files that it would get for
+    a job.
 
     Args:
         trainer: which.
@@ -294,13 +405,16 @@ def overheads_for(
     for rule in table.rules:
         with suppress(CannotExpress):
             written |= rule.write(values, context)
-    return table.overheads_of({key: one for key, one in written.items() if key not in known.lacks}, known)
+    return table.overheads_of(
+        {key: one for key, one in written.items() if key not in known.lacks}, known
+    )
 
 
 def inexpressible(
     trainer: Trainer, family: str, num_blocks: int, choices: Mapping[str, tuple[Any, ...]]
 ) -> tuple[tuple[str, str], ...]:
-    """The values of each knob that a trainer cannot express: exclusions for a search that is to suit it.
+    """The values of each knob that a trainer cannot express: exclusions for a search that is to
+    suit it.
 
     Raises:
         InvalidInput: the trainer does not know the model.
@@ -315,11 +429,15 @@ def inexpressible(
             for value in choices[name]:
                 values = {**JOB, **usual, **first, name: value}
                 read = _reread(trainer, known, rule, values, context)
-                if read is None or not is_equal(name, value, read.get(name, usual.get(name)), num_blocks):
+                if read is None or not is_equal(
+                    name, value, read.get(name, usual.get(name)), num_blocks
+                ):
                     missing.append((name, str(value)))
     ruled = {name for rule in trainer.rules for name in rule.names}
     absent = [name for name in choices if name not in ruled and name not in LOADING]
-    missing += [(name, str(value)) for name in absent for value in choices[name] if value != usual.get(name)]
+    missing += [
+        (name, str(value)) for name in absent for value in choices[name] if value != usual.get(name)
+    ]
     return tuple(missing)
 
 
@@ -335,7 +453,9 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
 
     def is_possible(name: str) -> bool:
         read = _reread(trainer, known, rule, {**_assumed(context.family), "targets": name}, context)
-        own, other = (layers_of(context.family, of) for of in (name, (read or {}).get("targets", "attention")))
+        own, other = (
+            layers_of(context.family, of) for of in (name, (read or {}).get("targets", "attention"))
+        )
         return read is not None and own == other
 
     return tuple(name for name in context.family.target_sets if is_possible(name))
@@ -344,12 +464,16 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
 
 
-def _reread(trainer: Trainer, known: KnownModel, rule: Rule, values: Values, context: Context) -> Values | None:
+def _reread(
+    trainer: Trainer, known: KnownModel, rule: Rule, values: Values, context: Context
+) -> Values | None:
     """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
     try:
         own = rule.write(values, context)
     except CannotExpress:
         return None
-    written = {key: value for key, value in own.items() if value is not None and key not in known.lacks}
+    written = {
+        key: value for key, value in own.items() if value is not None and key not in known.lacks
+    }
     reading = _read_back(replace(trainer, rules=(rule,)), written, context)
     return None if any(kind == "not_carried" for kind, _ in reading.lines) else reading.values

@@ -1,4 +1,6 @@
-"""From another trainer's configuration to what `autotune.plan` takes, with an account of every key."""
+"""From another trainer's configuration to what `autotune.plan` takes, with an account of every
+key.
+"""
 
 import re
 from collections.abc import Mapping
@@ -32,8 +34,9 @@ class ConfigLine(Frozen):
 
 
 class ImportedConfig(Frozen):
-    """Another trainer's configuration, understood. `autotune.plan(config.model, config.data, **config.options)` plans
-    the same training; with `pins=config.pins` the same settings too, where this machine has them.
+    """Another trainer's configuration, understood. `autotune.plan(config.model, config.data,
+    **config.options)` plans the same training; with `pins=config.pins` the same settings too, where
+    this machine has them.
 
     Example:
         >>> config = autotune.import_config("train_lora.yaml")
@@ -50,7 +53,8 @@ class ImportedConfig(Frozen):
     options: dict[str, Any]
     """Arguments of `autotune.plan`: what is learned, by the names of the workload and the job."""
     pins: dict[str, str]
-    """The settings as written, by knob. Numbers of blocks may be `all`, `25%`, or `2/4`: the first two of every four.
+    """The settings as written, by knob. Numbers of blocks may be `all`, `25%`, or `2/4`: the first
+    two of every four.
     """
     carried: tuple[ConfigLine, ...]
     pinned: tuple[ConfigLine, ...]
@@ -61,7 +65,9 @@ class ImportedConfig(Frozen):
     notes: tuple[str, ...]
     """What this trainer computes differently whatever its settings are."""
     overheads: Overheads | None = None
-    """What it takes of a device otherwise than autotune's executor, with these settings; None if nobody has looked."""
+    """What it takes of a device otherwise than autotune's executor, with these settings; None if
+    nobody has looked.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,24 +81,29 @@ class Reading:
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
-    """Read a configuration file of any known trainer, found out by what the file holds unless `trainer` names it.
+    """Read a configuration file of any known trainer, found out by what the file holds unless
+    `trainer` names it.
 
     Raises:
-        InvalidInput: it cannot be read, belongs to no known trainer, trains a model that autotune does not know, or has
-            a value that its trainer would refuse.
+        InvalidInput: it cannot be read, belongs to no known trainer, trains a model that autotune
+            does not know, or has a value that its trainer would refuse.
     """
     document = read_document(path)
     table = detect_trainer(document) if trainer is None else get_trainer(trainer)
     document, missing = with_references(document.below(table.root), table.references)
     document = _gathered(_without_sections(document, table), table.gathered)
-    settings = {table.aliases.get(setting.key, setting.key): setting for setting in document.settings}
+    settings = {
+        table.aliases.get(setting.key, setting.key): setting for setting in document.settings
+    }
     known = _find_model(table, settings, path)
     table = table.for_model(known)
     pointless = _without_pointless(settings, known)
     reading = read_settings(table, settings, Context(FAMILIES[known.family]))
     model, model_lines = _model_of(table, known, settings)
     lines = [*model_lines, *reading.lines, *_other_lines(table, known, settings, missing)]
-    lines += [("decided", line_for(one, f"{table.title} ignores it with this model")) for one in pointless]
+    lines += [
+        ("decided", line_for(one, f"{table.title} ignores it with this model")) for one in pointless
+    ]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     values = dict(reading.values)
     data = values.pop("data", None)
@@ -125,11 +136,15 @@ def detect_trainer(document: Document) -> Trainer:
     found = next((one for one in trainers().values() if one.detect(document)), None)
     if found is None:
         names = ", ".join(one.title for one in trainers().values())
-        raise InvalidInput(f"{document.path} is not a configuration of a known trainer", hint=f"known: {names}")
+        raise InvalidInput(
+            f"{document.path} is not a configuration of a known trainer", hint=f"known: {names}"
+        )
     return found
 
 
-def read_settings(trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context) -> Reading:
+def read_settings(
+    trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context
+) -> Reading:
     """Apply a trainer's rules to settings, with its defaults for those that are absent.
 
     Raises:
@@ -144,15 +159,26 @@ def read_settings(trainer: Trainer, settings: Mapping[str, ConfigValue], context
             continue
         try:
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
-        except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re.error) as error:
+        except (
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            re.error,
+        ) as error:
             where = next((one for one in present if one.line), present[0])
             value = _value_text(where.value)
             raise InvalidInput(
-                f"{where.file}, line {where.line}: {trainer.title}'s {where.key} cannot be {value}: {error}",
+                f"{where.file}, line {where.line}: {trainer.title}'s {where.key} cannot be "
+                f"{value}: {error}",
                 hint="correct it in that file",
             ) from error
         lost = found.pop(LOST, None)
-        if found.get("timestep_shift") == "by_resolution" and context.family.defaults.shift_by_tokens is None:
+        if (
+            found.get("timestep_shift") == "by_resolution"
+            and context.family.defaults.shift_by_tokens is None
+        ):
             del found["timestep_shift"]
             lost = "the shift follows the resolution there; autotune takes the family's usual"
         values |= found
@@ -163,23 +189,37 @@ def read_settings(trainer: Trainer, settings: Mapping[str, ConfigValue], context
             lines += [("carried", line_for(one, "as in autotune")) for one in told if one.line]
         for setting in told:
             for kind, is_wanted in (("carried", False), ("pinned", True)):
-                named = [f"{name} {_value_text(own)}" for name, own in found.items() if is_knob(name) is is_wanted]
+                named = [
+                    f"{name} {_value_text(own)}"
+                    for name, own in found.items()
+                    if is_knob(name) is is_wanted
+                ]
                 if named and setting.value is not None:
                     lines.append((kind, line_for(setting, ", ".join(named))))
     return Reading(values, tuple(lines))
 
 
-def _with_defaults(rule: Rule, settings: Mapping[str, ConfigValue], defaults: Values) -> dict[str, ConfigValue]:
-    present = {key: settings[key] for key in rule.keys if key in settings and settings[key].value is not None}
+def _with_defaults(
+    rule: Rule, settings: Mapping[str, ConfigValue], defaults: Values
+) -> dict[str, ConfigValue]:
+    present = {
+        key: settings[key]
+        for key in rule.keys
+        if key in settings and settings[key].value is not None
+    }
     settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else present.keys()
-    absent = [key for key in rule.keys if key in defaults and key not in settled and key not in present]
+    absent = [
+        key for key in rule.keys if key in defaults and key not in settled and key not in present
+    ]
     return present | {key: ConfigValue(key, defaults[key]) for key in absent}
 
 
 def line_for(setting: ConfigValue, meaning: str) -> ConfigLine:
     """The account of one setting."""
     value = _value_text(setting.value)
-    return ConfigLine(key=setting.key, value=value, line=setting.line, file=setting.file, meaning=meaning)
+    return ConfigLine(
+        key=setting.key, value=value, line=setting.line, file=setting.file, meaning=meaning
+    )
 
 
 def _value_text(value: Any) -> str:
@@ -197,7 +237,10 @@ def _without_sections(document: Document, trainer: Trainer) -> Document:
     kept = trainer.sections_kept
     if kept is None:
         return document
-    flat = (s if s.key.startswith(kept) else replace(s, key=s.key.rpartition(".")[2]) for s in document.settings)
+    flat = (
+        s if s.key.startswith(kept) else replace(s, key=s.key.rpartition(".")[2])
+        for s in document.settings
+    )
     return replace(document, settings=tuple(flat))
 
 
@@ -205,7 +248,9 @@ def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
     """The document with each of the keys once, with the list of what all of its sections say."""
     settings: list[ConfigValue] = []
     for setting in document.settings:
-        general = "[]".join(part.partition("]")[2] if i else part for i, part in enumerate(setting.key.split("[")))
+        general = "[]".join(
+            part.partition("]")[2] if i else part for i, part in enumerate(setting.key.split("["))
+        )
         if general not in keys:
             settings.append(setting)
         elif first := next((one for one in settings if one.key == general), None):
@@ -218,14 +263,23 @@ def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
 def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Path) -> KnownModel:
     """The known model whose keys are all as written, that with most keys first."""
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
-        if all((settings[key].value if key in settings else None) == value for key, value in known.keys.items()):
+        if all(
+            (settings[key].value if key in settings else None) == value
+            for key, value in known.keys.items()
+        ):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys)
     written = [
-        f"{key} {_value_text(settings[key].value)}, line {settings[key].line}" for key in keys if key in settings
+        f"{key} {_value_text(settings[key].value)}, line {settings[key].line}"
+        for key in keys
+        if key in settings
     ]
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
-    what = f"trains a model that autotune does not know ({'; '.join(written)})" if written else "names no known model"
+    what = (
+        f"trains a model that autotune does not know ({'; '.join(written)})"
+        if written
+        else "names no known model"
+    )
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
 
 
@@ -243,27 +297,47 @@ def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> l
 def _model_of(
     trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
 ) -> tuple[str, list[tuple[str, ConfigLine]]]:
-    """What to plan for, and the lines that say so: the weights as written if `plan` can take them, else the model."""
+    """What to plan for, and the lines that say so: the weights as written if `plan` can take
+    them, else the model.
+    """
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
     lines = [("carried", line_for(settings[key], meaning)) for key in known.keys if key in settings]
-    weights = next((settings[key] for key in trainer.weights_keys if key in settings and settings[key].value), None)
+    weights = next(
+        (settings[key] for key in trainer.weights_keys if key in settings and settings[key].value),
+        None,
+    )
     if weights is None or weights.value == FILL_IN:
         return known.name, lines
     name = str(weights.value)
-    hub_id = next((m.hub_id for m in FAMILIES[known.family].models if m.hub_id.lower() == name.lower()), None)
+    hub_id = next(
+        (m.hub_id for m in FAMILIES[known.family].models if m.hub_id.lower() == name.lower()), None
+    )
     if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
         return hub_id or name, [*lines, ("carried", line_for(weights, f"model {hub_id or name}"))]
-    meaning = f"planned as {known.name}; to train these weights, name their diffusers folder as the job's model"
+    meaning = (
+        f"planned as {known.name}; to train these weights, name their diffusers folder as "
+        "the "
+        "job's model"
+    )
     return known.name, [*lines, ("not_carried", line_for(weights, meaning))]
 
 
 def _other_lines(
-    trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue], missing: tuple[ConfigValue, ...]
+    trainer: Trainer,
+    known: KnownModel,
+    settings: Mapping[str, ConfigValue],
+    missing: tuple[ConfigValue, ...],
 ) -> list[tuple[str, ConfigLine]]:
     """The account of the keys that no rule reads."""
-    read = {key for rule in trainer.rules for key in rule.keys} | {*known.keys, *trainer.weights_keys}
+    read = {key for rule in trainer.rules for key in rule.keys} | {
+        *known.keys,
+        *trainer.weights_keys,
+    }
     absent = {one.key for one in missing}
-    lines = [("not_carried", line_for(one, "that file is not here, so what it says is not known")) for one in missing]
+    lines = [
+        ("not_carried", line_for(one, "that file is not here, so what it says is not known"))
+        for one in missing
+    ]
     for key, setting in settings.items():
         if key in read or key in absent or setting.value in (None, ""):
             continue
@@ -274,7 +348,11 @@ def _other_lines(
 def _other_line(trainer: Trainer, setting: ConfigValue) -> tuple[str, ConfigLine]:
     if (unlearned := trainer.find_unlearned(setting.key, setting.value)) is not None:
         words, is_on = unlearned
-        return ("not_carried", line_for(setting, words)) if is_on else ("carried", line_for(setting, "as in autotune"))
+        return (
+            ("not_carried", line_for(setting, words))
+            if is_on
+            else ("carried", line_for(setting, "as in autotune"))
+        )
     if (decided := trainer.find_decided(setting.key)) is not None:
         return "decided", line_for(setting, decided)
     if trainer.fixed.get(setting.key) == setting.value or setting.key in trainer.references:

@@ -1,4 +1,6 @@
-"""What musubi-tuner and sd-scripts have in common: names of options, files of options and of data sets."""
+"""What musubi-tuner and sd-scripts have in common: names of options, files of options and of
+data sets.
+"""
 
 import ast
 import re
@@ -48,7 +50,13 @@ def shift_of(family: Family) -> str:
 
 def _resolution(values: Values, context: Context) -> Values:
     written = next(values[key] for key in RESOLUTIONS if values.get(key) is not None)
-    parts = str(written).split(",") if isinstance(written, str) else written if isinstance(written, list) else [written]
+    parts = (
+        str(written).split(",")
+        if isinstance(written, str)
+        else written
+        if isinstance(written, list)
+        else [written]
+    )
     sides = [whole(part) for part in parts]
     return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
@@ -69,12 +77,25 @@ RULES: tuple[Rule, ...] = (
         lambda ours, _: {"general.resolution": [ours["resolution"], ours["resolution"]]},
         synonyms=RESOLUTIONS,
     ),
-    rules.batch(BATCHES, "gradient_accumulation_steps", "launch.num_processes", written="general.batch_size"),
+    rules.batch(
+        BATCHES, "gradient_accumulation_steps", "launch.num_processes", written="general.batch_size"
+    ),
     rules.duration("max_train_steps", "max_train_epochs", epochs_win=True),
-    rules.schedule("lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"),
+    rules.schedule(
+        "lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"
+    ),
     rules.weight_decay_among("optimizer_args", as_list=True),
-    choice("optimizer_type", "optimizer", {"AdamW": "adamw"}, instead="trains with AdamW in full precision"),
-    choice("weighting_scheme", "weighting_scheme", {"none": "none", "sigma_sqrt": "sigma_sqrt", "cosmap": "cosmap"}),
+    choice(
+        "optimizer_type",
+        "optimizer",
+        {"AdamW": "adamw"},
+        instead="trains with AdamW in full precision",
+    ),
+    choice(
+        "weighting_scheme",
+        "weighting_scheme",
+        {"none": "none", "sigma_sqrt": "sigma_sqrt", "cosmap": "cosmap"},
+    ),
     blocks.checkpointing("gradient_checkpointing"),
     precision("mixed_precision", bf16="bf16", fp32="no", fp16="fp16"),
     ALLOCATOR,
@@ -133,7 +154,9 @@ def network_arguments(values: Values) -> dict[str, Any]:
 
 
 def network_targets(
-    known: tuple[str, ...], selects: Callable[[Values, Context], Selects], write: Callable[[Values, Context], Values]
+    known: tuple[str, ...],
+    selects: Callable[[Values, Context], Selects],
+    write: Callable[[Values, Context], Values],
 ) -> Rule:
     """The adapted layers by `network_args`, of which the `known` are understood."""
     rule = rules.targets(["network_args"], selects, write, in_blocks=False)
@@ -141,7 +164,10 @@ def network_targets(
     def read(values: Values, context: Context) -> Values:
         found = dict(rule.read(values, context))
         others = [name for name in network_arguments(values) if name not in known]
-        lost = [found.get(LOST), f"{', '.join(others)}: autotune has no such argument" if others else None]
+        lost = [
+            found.get(LOST),
+            f"{', '.join(others)}: autotune has no such argument" if others else None,
+        ]
         told = "; ".join(filter(None, lost))
         return {**found, **({LOST: told} if told else {})}
 
@@ -149,8 +175,8 @@ def network_targets(
 
 
 def patterns(usual: Callable[[Family], tuple[str, str]], everywhere: tuple[str, ...]) -> Rule:
-    """The adapted layers by patterns: excluded by any and included by none is left out (musubi's networks/lora.py,
-    `create_modules`).
+    """The adapted layers by patterns: excluded by any and included by none is left out (musubi's
+    networks/lora.py, `create_modules`).
 
     Args:
         usual: what a family always excludes, and what it includes unless the file says otherwise.
@@ -167,11 +193,16 @@ def patterns(usual: Callable[[Family], tuple[str, str]], everywhere: tuple[str, 
         included = given.get("include_patterns", [include])
         layers = linear_layers(context.family, in_blocks=context.family.name not in everywhere)
         names = {layer: original_name(context.family, layer) for layer in layers}
-        return lambda layer: layer in names and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
+        return lambda layer: (
+            layer in names
+            and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
+        )
 
     def write(ours: Values, context: Context) -> Values:
         wanted = layers_of(context.family, ours["targets"])
-        names = {layer: original_name(context.family, layer) for layer in linear_layers(context.family)}
+        names = {
+            layer: original_name(context.family, layer) for layer in linear_layers(context.family)
+        }
         others = {name for layer, name in names.items() if layer not in wanted}
         found = set()
         for name in (names[layer] for layer in wanted):

@@ -1,4 +1,6 @@
-"""Which layers a set of names adapts, in each trainer's way of naming them, so that target sets can be compared."""
+"""Which layers a set of names adapts, in each trainer's way of naming them, so that target sets
+can be compared.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,9 @@ JOINT = "attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_o
 EMBEDDER = "embedder.linear_{1,2}"
 KREA_BLOCK = "{attn.{to_q,to_k,to_v,to_gate,to_out.0},ff.{gate,up,down}}"
 Z_BLOCK = f"{{attention.{ATTENTION},feed_forward.w{{1,2,3}}}}"
-SDXL_LAYERS = f"{{proj_in,proj_out,transformer_blocks.0.{{attn{{1,2}}.{ATTENTION},ff.net.{{0.proj,2}}}}}}"
+SDXL_LAYERS = (
+    f"{{proj_in,proj_out,transformer_blocks.0.{{attn{{1,2}}.{ATTENTION},ff.net.{{0.proj,2}}}}}}"
+)
 KANDINSKY_ATTENTION = "{text_transformer_blocks.0.self,visual_transformer_blocks.0.{self,cross}}"
 LINEAR_LAYERS: Mapping[str, tuple[str, ...]] = {
     "QwenImageTransformer2DModel": (
@@ -67,8 +71,8 @@ LINEAR_LAYERS: Mapping[str, tuple[str, ...]] = {
         "{img_in,final_layer.linear,text_fusion.projector,{time_embed,txt_in}.linear_{1,2},time_mod_proj}",
     ),
 }
-"""By class of transformer, with choices in braces: every Linear layer outside the blocks, and those of the first block
-of each kind."""
+"""By class of transformer, with choices in braces: every Linear layer outside the blocks, and
+those of the first block of each kind."""
 
 CONVOLUTIONS: Mapping[str, tuple[str, ...]] = {
     "UNet2DConditionModel": (
@@ -88,16 +92,24 @@ Selects = Callable[[str], bool]
 
 @cache
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Names of the Linear layers of a family's transformer, one block of each kind standing for all. A UNet's blocks
-    are not apart from the rest."""
-    names = [name for text in LINEAR_LAYERS.get(family.transformer_class, ()) for name in _expand(text)]
-    blocks = tuple(f"{name}." for name in family.block_lists) if in_blocks and family.block_lists else ("",)
+    """Names of the Linear layers of a family's transformer, one block of each kind standing for
+    all. A UNet's blocks are not apart from the rest."""
+    names = [
+        name for text in LINEAR_LAYERS.get(family.transformer_class, ()) for name in _expand(text)
+    ]
+    blocks = (
+        tuple(f"{name}." for name in family.block_lists)
+        if in_blocks and family.block_lists
+        else ("",)
+    )
     return frozenset(name for name in names if name.startswith(blocks))
 
 
 def convolutions(family: Family) -> frozenset[str]:
     """Names of the convolutions of a family's model."""
-    return frozenset(name for text in CONVOLUTIONS.get(family.transformer_class, ()) for name in _expand(text))
+    return frozenset(
+        name for text in CONVOLUTIONS.get(family.transformer_class, ()) for name in _expand(text)
+    )
 
 
 def _expand(text: str) -> list[str]:
@@ -110,8 +122,8 @@ def _expand(text: str) -> list[str]:
 
 
 def original_name(family: Family, layer: str) -> str:
-    """A layer's name in the code of the model's authors, if the model has another one there: several layers may be one
-    there."""
+    """A layer's name in the code of the model's authors, if the model has another one there:
+    several layers may be one there."""
     layout = LAYOUTS.get(family.transformer_class)
     return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
@@ -122,13 +134,17 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """The target set that differs least from these layers, by kinds of layers first, and how it differs."""
+    """The target set that differs least from these layers, by kinds of layers first, and how it
+    differs.
+    """
     sets = {name: layers_of(family, name) for name in family.target_sets}
     kinds = set(map(in_block, layers))
     by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
     name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
     extra, lacking = sorted(sets[name] - layers), sorted(layers - sets[name])
-    texts = [f"also adapts {_short(extra)}"] * bool(extra) + [f"does not adapt {_short(lacking)}"] * bool(lacking)
+    texts = [f"also adapts {_short(extra)}"] * bool(extra) + [
+        f"does not adapt {_short(lacking)}"
+    ] * bool(lacking)
     return name, " and ".join(texts)
 
 
@@ -138,8 +154,8 @@ def short_names(family: Family, targets: str) -> list[str]:
 
 
 def peft_names(family: Family, targets: str) -> list[str]:
-    """Ends of names that adapt the target set alone: a layer whose short name another also has, or a module around
-    layers, is named for each block."""
+    """Ends of names that adapt the target set alone: a layer whose short name another also has,
+    or a module around layers, is named for each block."""
     wanted, every = layers_of(family, targets), linear_layers(family)
     found: list[str] = []
     for name in sorted(wanted):
@@ -180,4 +196,6 @@ def by_ends(ends: Sequence[str]) -> Selects:
 
 def by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
     """Layers whose name has one of the texts in it, and none of the ignored."""
-    return lambda name: any(part in name for part in only) and not any(part in name for part in ignored)
+    return lambda name: (
+        any(part in name for part in only) and not any(part in name for part in ignored)
+    )

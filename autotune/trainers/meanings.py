@@ -37,7 +37,9 @@ SHARED: Mapping[str, str] = {
 
 
 def meanings(text: str) -> dict[str, str]:
-    """Words, or one that stands for shared words, and after a colon the keys; what is indented goes on a line."""
+    """Words, or one that stands for shared words, and after a colon the keys; what is indented
+    goes on a line.
+    """
     lines = dedent(text).strip().replace("\n ", " ").splitlines()
     pairs = (line.split(": ", 1) for line in lines)
     return {SHARED.get(words, words): keys for words, keys in pairs}

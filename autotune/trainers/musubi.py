@@ -1,4 +1,6 @@
-"""musubi-tuner: a TOML file of options, one of data sets, and scripts that cache before it trains."""
+"""musubi-tuner: a TOML file of options, one of data sets, and scripts that cache before it
+trains.
+"""
 
 import re
 from collections.abc import Mapping
@@ -22,10 +24,16 @@ SCRIPTS: Mapping[str, tuple[str, str, str]] = {
     "flux_2": ("flux_2", "text_encoder", "fp8_text_encoder"),
     "wan": ("wan", "t5", "fp8_t5"),
 }
-"""By the end of `network_module`: how its scripts' names begin, the options for text encoders, and that which stores
-them in 8 bits, or 4 for Kandinsky."""
+"""By the end of `network_module`: how its scripts' names begin, the options for text encoders,
+and that which stores them in 8 bits, or 4 for Kandinsky."""
 OTHERS = ("framepack", "hv_1_5", "ideogram4", "hidream_o1")
-FAMILIES_OF = {"qwen": "qwen_image", "kandinsky": "kandinsky", "z-": "zimage", "krea": "krea2", "flux2": "flux_2"}
+FAMILIES_OF = {
+    "qwen": "qwen_image",
+    "kandinsky": "kandinsky",
+    "z-": "zimage",
+    "krea": "krea2",
+    "flux2": "flux_2",
+}
 DEFAULT_PATTERNS: Mapping[str, tuple[str, str]] = {
     "qwen_image": (r".*(_mod_).*", ""),  # dotted names have no `_mod_`: it excludes nothing
     "kandinsky": (r".*modulation.*", r".*(self|cross)_attention\..*|.*feed_forward\..*"),
@@ -63,7 +71,9 @@ RULES = (
         ("datasets[].target_frames",),
         ("num_frames",),
         lambda values, _: {"num_frames": max(map(rules.whole, values["datasets[].target_frames"]))},
-        lambda ours, _: {"datasets[].target_frames": [ours["num_frames"]] if ours["num_frames"] > 1 else None},
+        lambda ours, _: {
+            "datasets[].target_frames": [ours["num_frames"]] if ours["num_frames"] > 1 else None
+        },
     ),
     table(
         "fp8_base fp8_scaled",
@@ -90,9 +100,16 @@ RULES = (
         """,
         "* | true * * *",
     ),
-    table("compile compile_mode compile_dynamic", "compile", "true * * | block\n null * * | off\n false * * | off"),
+    table(
+        "compile compile_mode compile_dynamic",
+        "compile",
+        "true * * | block\n null * * | off\n false * * | off",
+    ),
     Rule(STORED, ("caching.text_encoder_quantization",), _stored, _write_stored),
-    *rules.equal("data=datasets[].image_directory|datasets[].video_directory control=datasets[].control_directory"),
+    *rules.equal(
+        "data=datasets[].image_directory|datasets[].video_directory "
+        "control=datasets[].control_directory"
+    ),
 )
 DEFAULTS = rules.settings(
     """
@@ -109,7 +126,10 @@ FIXED = rules.settings(
     datasets[].num_repeats=1 dataset_config="data.toml" output_dir="output" output_name="lora" save_precision="bf16"
     """
 )
-DECIDED = {**kohya.DECIDED, "it tunes kernels and compiling by itself": "cuda_* compile_* dynamo_* img_in_txt_in_*"}
+DECIDED = {
+    **kohya.DECIDED,
+    "it tunes kernels and compiling by itself": "cuda_* compile_* dynamo_* img_in_txt_in_*",
+}
 UNLEARNED = {
     **kohya.UNLEARNED,
     **meanings(
@@ -135,11 +155,17 @@ VERSIONS = """
 FUSED = "queries, keys and values of a stream are one layer there, with one adapter"
 MODELS = (
     *(
-        KnownModel(name, {"network_module": MODULE + kind, key: value or None}, note=FUSED if kind == "flux_2" else "")
+        KnownModel(
+            name,
+            {"network_module": MODULE + kind, key: value or None},
+            note=FUSED if kind == "flux_2" else "",
+        )
         for name, kind, key, value in (re.split("[=:]", word) for word in VERSIONS.split())
     ),
     KnownModel("qwen-image-edit", {"network_module": f"{MODULE}qwen_image", "edit": True}),
-    KnownModel("qwen-image-edit-plus", {"network_module": f"{MODULE}qwen_image", "edit_plus": True}),
+    KnownModel(
+        "qwen-image-edit-plus", {"network_module": f"{MODULE}qwen_image", "edit_plus": True}
+    ),
 )
 
 
@@ -160,20 +186,36 @@ def _files(values: Values, head: str) -> Mapping[str, str]:
     if values["blocks_to_swap"]:
         values = {**values, "block_swap_h2d_only": True, "block_swap_ring_size": 2}
     flags = {key: value for key, value in in_file(values).items() if value is not False}
-    train = {key: value for key, value in flags.items() if not kohya.kept(key) and key not in STORED}
+    train = {
+        key: value for key, value in flags.items() if not kohya.kept(key) and key not in STORED
+    }
     place = f"{TRAINER}/src/musubi_tuner/{name}"
     version = values.get("model_version")
     model = ["--model_version", version] if version else []
     encode = [f"{place}_cache_text_encoder_outputs.py", "--dataset_config", "data.toml"]
     encode += [word for encoder in encoders.split() for word in (f"--{encoder}", FILL_IN)]
     encode += [f"--{flag}"] * bool(values.get(flag))
-    run = launcher(values, "--num_cpu_threads_per_process", "1", "--mixed_precision", str(values["mixed_precision"]))
+    run = launcher(
+        values,
+        "--num_cpu_threads_per_process",
+        "1",
+        "--mixed_precision",
+        str(values["mixed_precision"]),
+    )
     return {
         "train.toml": toml_text({**weights, **train}, head),
         "data.toml": toml_text(data, ""),
         "run.sh": shell_text(
             values,
-            ["python", f"{place}_cache_latents.py", "--dataset_config", "data.toml", "--vae", FILL_IN, *model],
+            [
+                "python",
+                f"{place}_cache_latents.py",
+                "--dataset_config",
+                "data.toml",
+                "--vae",
+                FILL_IN,
+                *model,
+            ],
             ["python", *encode, *model],
             [*run, f"{place}_train_network.py", "--config_file", "train.toml"],
             title="musubi-tuner",
@@ -182,7 +224,19 @@ def _files(values: Values, head: str) -> Mapping[str, str]:
 
 
 MUSUBI = Trainer(
-    *("musubi", "musubi-tuner", "30c658c", _detect, MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED, _files),
+    *(
+        "musubi",
+        "musubi-tuner",
+        "30c658c",
+        _detect,
+        MODELS,
+        RULES,
+        DEFAULTS,
+        FIXED,
+        DECIDED,
+        UNLEARNED,
+        _files,
+    ),
     references={"dataset_config": "", "config_file": ""},
     sections_kept=("general.", "datasets["),
     notes=("fp8_scaled stores scales of its own, not torchao's by row",),

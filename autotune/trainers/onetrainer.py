@@ -4,7 +4,14 @@ from collections.abc import Mapping
 
 from autotune.trainers import blocks, overheads, rules
 from autotune.trainers.document import Document
-from autotune.trainers.layers import Selects, convolutions, in_any_block, layers_of, linear_layers, short_names
+from autotune.trainers.layers import (
+    Selects,
+    convolutions,
+    in_any_block,
+    layers_of,
+    linear_layers,
+    short_names,
+)
 from autotune.trainers.meanings import meanings
 from autotune.trainers.parts import by_filter
 from autotune.trainers.rules import LOST, Context, Rule, Values
@@ -14,23 +21,38 @@ from autotune.trainers.trainer import KnownModel, Trainer
 
 
 def _selects(values: Values, context: Context) -> Selects:
-    return by_filter(str(values.get("layer_filter") or ""), is_pattern=bool(values.get("layer_filter_regex")))
+    return by_filter(
+        str(values.get("layer_filter") or ""), is_pattern=bool(values.get("layer_filter_regex"))
+    )
 
 
 def _write_targets(ours: Values, context: Context) -> Values:
     family, wanted = context.family, layers_of(context.family, ours["targets"])
     parts = ",".join(short_names(family, ours["targets"]))
-    found = set(filter(by_filter(parts, is_pattern=False), linear_layers(family) | convolutions(family)))
+    found = set(
+        filter(by_filter(parts, is_pattern=False), linear_layers(family) | convolutions(family))
+    )
     patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
     chosen = parts if found == wanted else patterns
-    return {"layer_filter": chosen, "layer_filter_regex": chosen == patterns, "layer_filter_preset": "custom"}
+    return {
+        "layer_filter": chosen,
+        "layer_filter_regex": chosen == patterns,
+        "layer_filter_preset": "custom",
+    }
 
 
 def _noise(values: Values, context: Context) -> Values:
     kind = str(values["timestep_distribution"]).lower()
-    shift = "by_resolution" if values.get("dynamic_timestep_shifting") else rules.number(values["timestep_shift"])
+    shift = (
+        "by_resolution"
+        if values.get("dynamic_timestep_shifting")
+        else rules.number(values["timestep_shift"])
+    )
     if kind not in ("logit_normal", "uniform"):
-        return {"timestep_shift": shift, LOST: "autotune cannot draw noise levels so; it takes its usual density"}
+        return {
+            "timestep_shift": shift,
+            LOST: "autotune cannot draw noise levels so; it takes its usual density",
+        }
     odd = any(values.get(name) for name in ("noising_weight", "noising_bias"))
     lost = {LOST: "autotune draws from the standard normal"} if odd else {}
     return {"timestep_sampling": kind, "timestep_shift": shift, **lost}
@@ -45,15 +67,30 @@ def _write_noise(ours: Values, context: Context) -> Values:
 
 TEXT_ENCODERS = tuple(f"text_encoder{number}.train" for number in ("", "_2", "_3"))
 RULES = (
-    rules.targets(["layer_filter", "layer_filter_regex"], _selects, _write_targets, in_blocks=False),
+    rules.targets(
+        ["layer_filter", "layer_filter_regex"], _selects, _write_targets, in_blocks=False
+    ),
     rules.batch(["batch_size"], "gradient_accumulation_steps", "launch.num_processes"),
     rules.epochs_only("epochs"),
     rules.schedule(
-        "learning_rate_scheduler", "learning_rate_warmup_steps", "CONSTANT=constant LINEAR=linear COSINE=cosine"
+        "learning_rate_scheduler",
+        "learning_rate_warmup_steps",
+        "CONSTANT=constant LINEAR=linear COSINE=cosine",
     ),
-    choice("optimizer.optimizer", "optimizer", {"ADAMW": "adamw"}, instead="trains with AdamW in full precision"),
+    choice(
+        "optimizer.optimizer",
+        "optimizer",
+        {"ADAMW": "adamw"},
+        instead="trains with AdamW in full precision",
+    ),
     Rule(
-        ("timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"),
+        (
+            "timestep_distribution",
+            "timestep_shift",
+            "dynamic_timestep_shifting",
+            "noising_weight",
+            "noising_bias",
+        ),
         ("timestep_sampling", "timestep_shift"),
         _noise,
         _write_noise,
@@ -61,13 +98,16 @@ RULES = (
     table(
         "loss_weight_fn loss_weight_strength",
         "weighting_scheme",
-        "CONSTANT * | none\n MIN_SNR_GAMMA 5.0 | min_snr\n MIN_SNR_GAMMA * | min_snr | autotune's limit is 5",
+        "CONSTANT * | none\n MIN_SNR_GAMMA 5.0 | min_snr\n MIN_SNR_GAMMA * | min_snr | autotune's "
+        "limit is 5",
         "* | CONSTANT *",
         instead="has no such weights of the loss",
     ),
     *(rules.required(key, False, "text encoders are trained, too") for key in TEXT_ENCODERS),
     precision("train_dtype", bf16="BFLOAT_16", fp32="FLOAT_32 TFLOAT_32", fp16="FLOAT_16"),
-    blocks.checkpointing("transformer.gradient_checkpointing", {"ON": True, "CPU_OFFLOADED": True, "OFF": False}),
+    blocks.checkpointing(
+        "transformer.gradient_checkpointing", {"ON": True, "CPU_OFFLOADED": True, "OFF": False}
+    ),
     table(
         "transformer.weight_dtype",
         "quantization",
@@ -168,7 +208,12 @@ MODELS = (
     KnownModel("flux1-dev", {"model_type": "FLUX_DEV_1"}, lacks=TEXT_ENCODERS[2:]),
     KnownModel("sd3.5", SD35, assumes="of the SD 3 models 3.5 large"),
     KnownModel("sd3.5-medium", {**SD35, WEIGHTS: "stabilityai/stable-diffusion-3.5-medium"}),
-    KnownModel("flux2-klein", {"model_type": "FLUX_2"}, lacks=TEXT_ENCODERS, assumes="of the [klein] models"),
+    KnownModel(
+        "flux2-klein",
+        {"model_type": "FLUX_2"},
+        lacks=TEXT_ENCODERS,
+        assumes="of the [klein] models",
+    ),
     KnownModel("krea-2", {"model_type": "KREA_2"}, lacks=TEXT_ENCODERS),
     KnownModel("z-image", {"model_type": "Z_IMAGE"}, lacks=TEXT_ENCODERS),
     KnownModel(
@@ -181,11 +226,17 @@ MODELS = (
 
 
 def _detect(document: Document) -> bool:
-    return all(document.format == "json" and document.value(key) for key in ("model_type", "training_method"))
+    return all(
+        document.format == "json" and document.value(key)
+        for key in ("model_type", "training_method")
+    )
 
 
 def _files(values: Values, head: str) -> Mapping[str, str]:
-    values = {**values, **{key: str(values[key]) for key in ("resolution", "frames") if key in values}}
+    values = {
+        **values,
+        **{key: str(values[key]) for key in ("resolution", "frames") if key in values},
+    }
     run = ["python", f"{TRAINER}/scripts/train.py", "--config-path", "config.json"]
     script = shell_text(values, run, head=head, title="OneTrainer")
     return {"config.json": json_text(nest(in_file(values))), "run.sh": script}

@@ -1,4 +1,6 @@
-"""The trainers whose configurations are read and written. To add one: its file, and one entry in `OWN`."""
+"""The trainers whose configurations are read and written. To add one: its file, and one entry in
+`OWN`.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -37,5 +39,7 @@ def trainers() -> Mapping[str, Trainer]:
 def get_trainer(name: str) -> Trainer:
     """The trainer called `name`. Raises InvalidInput if there is none."""
     if name not in trainers():
-        raise InvalidInput(f"there is no trainer called {name!r}", hint=suggest_nearest(name, trainers()))
+        raise InvalidInput(
+            f"there is no trainer called {name!r}", hint=suggest_nearest(name, trainers())
+        )
     return trainers()[name]

@@ -1,7 +1,8 @@
 """Rules that relate keys of another trainer to names of autotune's, each read in both directions.
 
-A name is an option of `autotune.plan` (of the workload or the job), a field of `Candidate`, or `caching.FIELD`. One
-table of rules per trainer serves import and export, so that what is exported is read back as it was.
+A name is an option of `autotune.plan` (of the workload or the job), a field of `Candidate`, or
+`caching.FIELD`. One table of rules per trainer serves import and export, so that what is exported
+is read back as it was.
 """
 
 import json
@@ -21,7 +22,9 @@ KNOBS = frozenset(Candidate.model_fields)
 
 
 def is_knob(name: str) -> bool:
-    """Whether a name is one of the settings that autotune tunes, so that a value for it is a pin."""
+    """Whether a name is one of the settings that autotune tunes, so that a value for it is a
+    pin.
+    """
     return name in KNOBS or name.startswith("caching.")
 
 
@@ -45,11 +48,15 @@ class Rule:
     keys: tuple[str, ...]
     names: tuple[str, ...]
     read: Callable[[Values, Context], Values]
-    """From the keys that are present, or have a default, to names. May raise for a value that makes no sense."""
+    """From the keys that are present, or have a default, to names. May raise for a value that
+    makes no sense.
+    """
     write: Callable[[Values, Context], Values]
     """From all names to keys; None leaves a key out. Raises CannotExpress."""
     synonyms: tuple[str, ...] = ()
-    """Those of the keys that mean the same: the first that is present wins, and none has its default beside another."""
+    """Those of the keys that mean the same: the first that is present wins, and none has its
+    default beside another.
+    """
 
 
 def whole(value: Any) -> int:
@@ -93,7 +100,9 @@ def texts(value: Any) -> tuple[str, ...]:
 
 KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number),
+    **dict.fromkeys(
+        ("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number
+    ),
     **dict.fromkeys(("guidance_scale", "caption_dropout"), number),
     "swapped_blocks": block_number,
     **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
@@ -103,8 +112,13 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def equal(written: str) -> tuple[Rule, ...]:
-    """Rules for names whose values are the same in both: words `ours=theirs|another`, the first key being written."""
-    return tuple(_same(name, *keys.split("|")) for name, _, keys in (word.partition("=") for word in written.split()))
+    """Rules for names whose values are the same in both: words `ours=theirs|another`, the first
+    key being written.
+    """
+    return tuple(
+        _same(name, *keys.split("|"))
+        for name, _, keys in (word.partition("=") for word in written.split())
+    )
 
 
 def _same(name: str, *keys: str) -> Rule:
@@ -124,7 +138,9 @@ def _same(name: str, *keys: str) -> Rule:
 
 
 def one_of_list(key: str, name: str, otherwise: str) -> Rule:
-    """A value, or a list of which autotune takes the largest number, or the first text, and says `otherwise`."""
+    """A value, or a list of which autotune takes the largest number, or the first text, and says
+    `otherwise`.
+    """
     kind: Callable[[Any], Any] = KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -146,7 +162,8 @@ VALIDATION_PROMPT = Rule(
 
 
 def batch(sizes: Sequence[str], accumulation: str, processes: str, *, written: str = "") -> Rule:
-    """Micro-batch size, accumulated steps and processes: together they are the effective batch size.
+    """Micro-batch size, accumulated steps and processes: together they are the effective batch
+    size.
 
     Args:
         sizes: their keys for the micro-batch size; the first that is present wins.
@@ -164,14 +181,22 @@ def batch(sizes: Sequence[str], accumulation: str, processes: str, *, written: s
     def write(ours: Values, context: Context) -> Values:
         micro, gpus = ours["micro_batch_size"], ours.get("num_gpus", 1)
         steps = max(1, ours["effective_batch_size"] // (micro * gpus))
-        return {written or sizes[0]: micro, accumulation: steps, processes: gpus if gpus > 1 else None}
+        return {
+            written or sizes[0]: micro,
+            accumulation: steps,
+            processes: gpus if gpus > 1 else None,
+        }
 
     names = ("micro_batch_size", "effective_batch_size", "num_gpus")
     return Rule((*sizes, accumulation, processes), names, read, write, synonyms=tuple(sizes))
 
 
-def duration(steps: str, epochs: str, *, epochs_win: bool = False, no_epochs: int | None = None) -> Rule:
-    """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is written."""
+def duration(
+    steps: str, epochs: str, *, epochs_win: bool = False, no_epochs: int | None = None
+) -> Rule:
+    """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is
+    written.
+    """
 
     def read(values: Values, context: Context) -> Values:
         num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
@@ -183,7 +208,9 @@ def duration(steps: str, epochs: str, *, epochs_win: bool = False, no_epochs: in
         num_epochs = ours.get("num_train_epochs")
         return {epochs: num_epochs or no_epochs, steps: None if num_epochs else ours["num_steps"]}
 
-    return Rule((steps, epochs), ("num_steps", "num_train_epochs"), read, write, synonyms=(steps, epochs))
+    return Rule(
+        (steps, epochs), ("num_steps", "num_train_epochs"), read, write, synonyms=(steps, epochs)
+    )
 
 
 def epochs_only(key: str) -> Rule:
@@ -191,7 +218,10 @@ def epochs_only(key: str) -> Rule:
 
     def write(ours: Values, context: Context) -> Values:
         images = max(1, ours.get("num_images", 1))
-        return {key: ours.get("num_train_epochs") or -(-ours["num_steps"] * ours["effective_batch_size"] // images)}
+        return {
+            key: ours.get("num_train_epochs")
+            or -(-ours["num_steps"] * ours["effective_batch_size"] // images)
+        }
 
     names = ("num_steps", "num_train_epochs")
     return Rule((key,), names, lambda values, _: {"num_train_epochs": whole(values[key])}, write)
@@ -204,9 +234,13 @@ def schedule(key: str, warmup: str, written: str, *, always: bool = True) -> Rul
         key: their key for the schedule.
         warmup: their key for the warm-up.
         written: names, the first being `constant`, or words `theirs=ours`.
-        always: whether every schedule of theirs has a warm-up; else only those that have the word in their name.
+        always: whether every schedule of theirs has a warm-up; else only those that have the word
+            in their name.
     """
-    names = {theirs: own or theirs for theirs, _, own in (word.partition("=") for word in written.split())}
+    names = {
+        theirs: own or theirs
+        for theirs, _, own in (word.partition("=") for word in written.split())
+    }
     constant = next(iter(names))
 
     def read(values: Values, context: Context) -> Values:
@@ -230,7 +264,9 @@ def schedule(key: str, warmup: str, written: str, *, always: bool = True) -> Rul
 
 
 def by_noise(flow: Rule, discrete: Rule) -> Rule:
-    """One rule for models of flow matching, and another for those that learn noise on a discrete schedule."""
+    """One rule for models of flow matching, and another for those that learn noise on a discrete
+    schedule.
+    """
 
     def read(values: Values, context: Context) -> Values:
         if is_discrete(context):
@@ -242,7 +278,10 @@ def by_noise(flow: Rule, discrete: Rule) -> Rule:
     def write(ours: Values, context: Context) -> Values:
         return (discrete if is_discrete(context) else flow).write(ours, context)
 
-    keys, names = dict.fromkeys((*flow.keys, *discrete.keys)), dict.fromkeys((*flow.names, *discrete.names))
+    keys, names = (
+        dict.fromkeys((*flow.keys, *discrete.keys)),
+        dict.fromkeys((*flow.names, *discrete.names)),
+    )
     return Rule(tuple(keys), tuple(names), read, write)
 
 
@@ -252,14 +291,23 @@ def is_discrete(context: Context) -> bool:
 
 
 def min_snr(key: str, off: float | None = None) -> Rule:
-    """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under one key that is `off`
-    without it. Noise levels are drawn alike."""
+    """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under
+    one key that is `off` without it. Noise levels are drawn alike."""
 
     def read(values: Values, context: Context) -> Values:
         limit = number(values.get(key) or 0)
-        lost = {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"} if limit not in (0, MIN_SNR_GAMMA) else {}
+        lost = (
+            {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"}
+            if limit not in (0, MIN_SNR_GAMMA)
+            else {}
+        )
         weighting = "min_snr" if limit else "none"
-        return {"timestep_sampling": "uniform", "timestep_shift": 1.0, "weighting_scheme": weighting, **lost}
+        return {
+            "timestep_sampling": "uniform",
+            "timestep_shift": 1.0,
+            "weighting_scheme": weighting,
+            **lost,
+        }
 
     def write(ours: Values, context: Context) -> Values:
         return {key: MIN_SNR_GAMMA if ours.get("weighting_scheme") == "min_snr" else off}
@@ -274,13 +322,18 @@ def targets(
     *,
     in_blocks: bool = True,
 ) -> Rule:
-    """The adapted layers. `selects` makes of the keys what the trainer matches names with; without `in_blocks` it also
-    reaches layers outside the blocks."""
+    """The adapted layers. `selects` makes of the keys what the trainer matches names with;
+    without `in_blocks` it also reaches layers outside the blocks."""
 
     def read(values: Values, context: Context) -> Values:
         layers = linear_layers(context.family, in_blocks=in_blocks) | convolutions(context.family)
-        name, difference = find_target_set(context.family, frozenset(filter(selects(values, context), layers)))
-        return {"targets": name, **({LOST: f"the nearest set of layers {difference}"} if difference else {})}
+        name, difference = find_target_set(
+            context.family, frozenset(filter(selects(values, context), layers))
+        )
+        return {
+            "targets": name,
+            **({LOST: f"the nearest set of layers {difference}"} if difference else {}),
+        }
 
     return Rule(tuple(keys), ("targets",), read, write)
 
@@ -288,7 +341,10 @@ def targets(
 def required(key: str, value: Any, words: str) -> Rule:
     """A key that must have one value, and in words what it means if it has another."""
     return Rule(
-        (key,), (), lambda values, _: {} if values[key] == value else {LOST: words}, lambda ours, context: {key: value}
+        (key,),
+        (),
+        lambda values, _: {} if values[key] == value else {LOST: words},
+        lambda ours, context: {key: value},
     )
 
 
@@ -298,7 +354,9 @@ def alpha(key: str, rank: str) -> Rule:
         (key, rank),
         ("lora_alpha",),
         lambda values, _: {"lora_alpha": number(values.get(key) or values[rank])},
-        lambda ours, _: {key: int(ours["lora_alpha"]) if ours["lora_alpha"] % 1 == 0 else ours["lora_alpha"]},
+        lambda ours, _: {
+            key: int(ours["lora_alpha"]) if ours["lora_alpha"] % 1 == 0 else ours["lora_alpha"]
+        },
     )
 
 
@@ -321,7 +379,11 @@ def weight_decay_among(key: str, *, as_list: bool) -> Rule:
 def named_arguments(value: Any) -> dict[str, str]:
     """`["a=1", "b=2"]`, or the same in one text with commas between, as a dictionary."""
     parts = value if isinstance(value, list) else (value or "").split(",")
-    return {name.strip(): given.strip() for name, _, given in (str(part).partition("=") for part in parts) if name}
+    return {
+        name.strip(): given.strip()
+        for name, _, given in (str(part).partition("=") for part in parts)
+        if name
+    }
 
 
 def settings(written: str) -> dict[str, Any]:

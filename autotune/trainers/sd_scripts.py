@@ -1,4 +1,6 @@
-"""Kohya's sd-scripts, and the JSON of its GUI: options in TOML or JSON, data sets in another TOML."""
+"""Kohya's sd-scripts, and the JSON of its GUI: options in TOML or JSON, data sets in another
+TOML.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +24,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "single_dim": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out"),
     "single_mod_dim": ("norm.linear",),
 }
-"""Ranks of parts in `network_args`, and the layers that each is for; 0 adapts none of them. In single blocks query,
-key, value and the first half of the MLP are one layer there."""
+"""Ranks of parts in `network_args`, and the layers that each is for; 0 adapts none of them. In
+single blocks query, key, value and the first half of the MLP are one layer there."""
 CONVOLUTIONS = ("conv_dim", "conv_alpha")
 
 
@@ -31,7 +33,8 @@ def _selects(values: Values, context: Context) -> Selects:
     given = kohya.network_arguments(values)
     if rules.is_discrete(context):
         return lambda layer: (
-            ".attentions." in layer or (bool(given.get("conv_dim")) and (".resnets." in layer or "samplers." in layer))
+            ".attentions." in layer
+            or (bool(given.get("conv_dim")) and (".resnets." in layer or "samplers." in layer))
         )
     off = {name for name, dim in given.items() if name in PARTS and dim == 0}
 
@@ -39,7 +42,9 @@ def _selects(values: Values, context: Context) -> Selects:
         single = layer.startswith("single_")
         name = in_block(layer)
         return name != layer and any(
-            name in PARTS[part] for part in PARTS.keys() - off if part.startswith("single_") == single
+            name in PARTS[part]
+            for part in PARTS.keys() - off
+            if part.startswith("single_") == single
         )
 
     return selects
@@ -50,28 +55,47 @@ def _write_targets(ours: Values, context: Context) -> Values:
     if rules.is_discrete(context):
         own = {layer for layer in linear_layers(family) if ".attentions." in layer}
         if layers_of(family, targets) != own:
-            raise CannotExpress("it adapts all layers of the UNet's transformers; use --targets attention+mlp+proj")
+            raise CannotExpress(
+                "it adapts all layers of the UNet's transformers; use --targets attention+mlp+proj"
+            )
         return {"network_args": None}
     if targets == "attention":
-        raise CannotExpress("in its single blocks attention and MLP are one layer; use --targets attention+mlp")
-    off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"] if targets == "attention+mlp" else []
+        raise CannotExpress(
+            "in its single blocks attention and MLP are one layer; use --targets attention+mlp"
+        )
+    off = (
+        ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"] if targets == "attention+mlp" else []
+    )
     return {"network_args": off or None}
 
 
 def _text_encoders(values: Values, context: Context) -> Values:
     given = values.get("text_encoder_lr")
     rates = given if isinstance(given, list) else [] if given in (None, "") else [given]
-    still = values.get("network_train_unet_only") is True or (rates and not any(map(rules.number, rates)))
-    return {} if still else {LOST: "text encoders are trained, too; autotune trains the denoiser alone"}
+    still = values.get("network_train_unet_only") is True or (
+        rates and not any(map(rules.number, rates))
+    )
+    return (
+        {}
+        if still
+        else {LOST: "text encoders are trained, too; autotune trains the denoiser alone"}
+    )
 
 
 def _write_dropout(ours: Values, context: Context) -> Values:
     """Captions that are sometimes dropped cannot be cached there."""
-    share, cached = ours["caption_dropout"], ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
+    share, cached = (
+        ours["caption_dropout"],
+        ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"),
+    )
     return {DROPOUT[0]: share, **(dict.fromkeys(cached) if share else {})}
 
 
-DROPOUT = ("datasets[].subsets[].caption_dropout_rate", "general.caption_dropout_rate", "caption_dropout_rate")
+DROPOUT = (
+    "datasets[].subsets[].caption_dropout_rate",
+    "general.caption_dropout_rate",
+    "caption_dropout_rate",
+)
 RULES = (
     *kohya.RULES,
     rules.by_noise(kohya.NOISE, rules.min_snr("min_snr_gamma")),
@@ -85,7 +109,9 @@ RULES = (
     Rule(
         DROPOUT,
         ("caption_dropout",),
-        lambda values, _: {"caption_dropout": rules.number(next(values[key] for key in DROPOUT if key in values))},
+        lambda values, _: {
+            "caption_dropout": rules.number(next(values[key] for key in DROPOUT if key in values))
+        },
         _write_dropout,
         synonyms=DROPOUT,
     ),
@@ -102,8 +128,15 @@ RULES = (
         "true * | native\n * true | xformers\n * sdpa | native\n * xformers | xformers",
         "* | true *",
     ),
-    choice("torch_compile", "compile", {False: "off"}, instead="compiles each block, not the whole model"),
-    *rules.equal("data=datasets[].subsets[].image_dir|train_data_dir guidance_scale=guidance_scale"),
+    choice(
+        "torch_compile",
+        "compile",
+        {False: "off"},
+        instead="compiles each block, not the whole model",
+    ),
+    *rules.equal(
+        "data=datasets[].subsets[].image_dir|train_data_dir guidance_scale=guidance_scale"
+    ),
     *rules.equal("flip=datasets[].subsets[].flip_aug|general.flip_aug|flip_aug"),
 )
 DEFAULTS = rules.settings(
@@ -153,26 +186,40 @@ UNLEARNED = {
     ),
 }
 FLUX, XL = "flux_train_network.py", "sdxl_train_network.py"
-FLOW = ("timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "weighting_scheme", "guidance_scale")
+FLOW = (
+    "timestep_sampling",
+    "discrete_flow_shift",
+    "sigmoid_scale",
+    "weighting_scheme",
+    "guidance_scale",
+)
 SDXL: Mapping[str, Any] = {
     "defaults": {"min_snr_gamma": None},
     "lacks": (*FLOW, "model_prediction_type", "blocks_to_swap"),
-    "note": "it tells the model each image's own size and crop, autotune the size that it trains at; if the model "
+    "note": "it tells the model each image's own size and crop, autotune the size that it trains "
+    "at; if the model "
     "predicts v, add v_parameterization = true",
 }
 MODULES = {"networks.lora_flux": FLUX, "networks.lora": XL}
 ASSUMED = f"by {XL}: the file does not name its script"
 MODELS = (
-    *(KnownModel("flux1-dev", keys) for keys in ({"network_module": "networks.lora_flux"}, {"LoRA_type": "Flux1"})),
+    *(
+        KnownModel("flux1-dev", keys)
+        for keys in ({"network_module": "networks.lora_flux"}, {"LoRA_type": "Flux1"})
+    ),
     KnownModel("flux1-dev", {"script": FLUX}),
-    KnownModel("sdxl", {"network_module": "networks.lora", "script": None}, assumes=ASSUMED, **SDXL),
+    KnownModel(
+        "sdxl", {"network_module": "networks.lora", "script": None}, assumes=ASSUMED, **SDXL
+    ),
     KnownModel("sdxl", {"network_module": "networks.lora", "script": XL}, **SDXL),
     KnownModel("sdxl", {"LoRA_type": "Standard", "sdxl": True}, **SDXL),
 )
 
 
 def _detect(document: Document) -> bool:
-    is_gui = document.value("LoRA_type") is not None and document.has("pretrained_model_name_or_path")
+    is_gui = document.value("LoRA_type") is not None and document.has(
+        "pretrained_model_name_or_path"
+    )
     has_module = any(module.startswith("networks.") for module in kohya.modules_of(document))
     return is_gui or has_module or document.value("script") in (FLUX, XL)
 
@@ -180,21 +227,54 @@ def _detect(document: Document) -> bool:
 def _files(values: Values, head: str) -> Mapping[str, str]:
     script = MODULES[values["network_module"]]
     files = ("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae") if script == FLUX else ()
-    flags = {key: value for key, value in in_file(values).items() if value is not False and key not in files}
-    train = {**dict.fromkeys(files, FILL_IN), **{key: value for key, value in flags.items() if not kohya.kept(key)}}
-    run = launcher(values, "--num_cpu_threads_per_process", "1", "--mixed_precision", str(values["mixed_precision"]))
+    flags = {
+        key: value
+        for key, value in in_file(values).items()
+        if value is not False and key not in files
+    }
+    train = {
+        **dict.fromkeys(files, FILL_IN),
+        **{key: value for key, value in flags.items() if not kohya.kept(key)},
+    }
+    run = launcher(
+        values,
+        "--num_cpu_threads_per_process",
+        "1",
+        "--mixed_precision",
+        str(values["mixed_precision"]),
+    )
     return {
         "train.toml": toml_text(train, head),
-        "data.toml": toml_text({key: value for key, value in values.items() if kohya.kept(key)}, ""),
-        "run.sh": shell_text(values, [*run, f"{TRAINER}/{script}", "--config_file", "train.toml"], title="sd-scripts"),
+        "data.toml": toml_text(
+            {key: value for key, value in values.items() if kohya.kept(key)}, ""
+        ),
+        "run.sh": shell_text(
+            values, [*run, f"{TRAINER}/{script}", "--config_file", "train.toml"], title="sd-scripts"
+        ),
     }
 
 
 SD_SCRIPTS = Trainer(
-    *("sd-scripts", "sd-scripts", "48d368fa", _detect, MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED, _files),
+    *(
+        "sd-scripts",
+        "sd-scripts",
+        "48d368fa",
+        _detect,
+        MODELS,
+        RULES,
+        DEFAULTS,
+        FIXED,
+        DECIDED,
+        UNLEARNED,
+        _files,
+    ),
     weights_keys=("pretrained_model_name_or_path",),
     references={"dataset_config": "", "config_file": ""},
     sections_kept=("general.", "datasets["),
-    aliases={"optimizer": "optimizer_type", "max_resolution": "resolution", "epoch": "max_train_epochs"},
+    aliases={
+        "optimizer": "optimizer_type",
+        "max_resolution": "resolution",
+        "epoch": "max_train_epochs",
+    },
     overheads=overheads.SD_SCRIPTS,
 )

@@ -24,8 +24,16 @@ DEFAULT_TARGETS: Mapping[str, str] = {
 
 def _noise(values: Values, context: Context) -> Values:
     sampling = "uniform" if values.get("flow_use_uniform_schedule") else "logit_normal"
-    shift = "by_resolution" if values.get("flow_schedule_auto_shift") else rules.number(values["flow_schedule_shift"])
-    odd = {LOST: "autotune draws from the standard normal"} if values.get("flow_sigmoid_scale", 1) != 1 else {}
+    shift = (
+        "by_resolution"
+        if values.get("flow_schedule_auto_shift")
+        else rules.number(values["flow_schedule_shift"])
+    )
+    odd = (
+        {LOST: "autotune draws from the standard normal"}
+        if values.get("flow_sigmoid_scale", 1) != 1
+        else {}
+    )
     return {"timestep_sampling": sampling, "timestep_shift": shift, **odd}
 
 
@@ -39,23 +47,42 @@ def _write_noise(ours: Values, context: Context) -> Values:
 
 
 ATTENTION = {
-    **{"diffusers": "native", "cudnn": "_native_cudnn", "flash-attn": "flash", "xformers": "xformers"},
+    **{
+        "diffusers": "native",
+        "cudnn": "_native_cudnn",
+        "flash-attn": "flash",
+        "xformers": "xformers",
+    },
     **{f"native-{kind}": f"_native_{kind}" for kind in ("flash", "math", "efficient")},
 }
-NOISE = ("flow_schedule_shift", "flow_schedule_auto_shift", "flow_use_uniform_schedule", "flow_sigmoid_scale")
+NOISE = (
+    "flow_schedule_shift",
+    "flow_schedule_auto_shift",
+    "flow_use_uniform_schedule",
+    "flow_sigmoid_scale",
+)
 RULES = (
     rules.alpha("lora_alpha", "lora_rank"),
     peft_targets("peft_lora_target_modules", DEFAULT_TARGETS),
-    rules.batch(["train_batch_size", "backends[].train_batch_size"], "gradient_accumulation_steps", "num_processes"),
+    rules.batch(
+        ["train_batch_size", "backends[].train_batch_size"],
+        "gradient_accumulation_steps",
+        "num_processes",
+    ),
     rules.duration("max_train_steps", "num_train_epochs", no_epochs=0),
-    rules.schedule("lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"),
+    rules.schedule(
+        "lr_scheduler", "lr_warmup_steps", "constant constant_with_warmup linear cosine"
+    ),
     choice("optimizer", "optimizer", {"torch-adamw": "adamw"}, instead="trains with torch's AdamW"),
     rules.weight_decay_among("optimizer_config", as_list=False),
     rules.by_noise(
-        Rule(NOISE, ("timestep_sampling", "timestep_shift"), _noise, _write_noise), rules.min_snr("snr_gamma", off=0.0)
+        Rule(NOISE, ("timestep_sampling", "timestep_shift"), _noise, _write_noise),
+        rules.min_snr("snr_gamma", off=0.0),
     ),
     precision("mixed_precision", bf16="bf16", fp32="no"),
-    blocks.patterned_checkpointing("gradient_checkpointing", *PATTERN, ("qwen", "kandinsky5-video")),
+    blocks.patterned_checkpointing(
+        "gradient_checkpointing", *PATTERN, ("qwen", "kandinsky5-video")
+    ),
     table(
         "base_model_precision quantize_via",
         "quantization",
@@ -74,7 +101,9 @@ RULES = (
         """,
         "bnb-int8 | int8-torchao *\n layerwise-fp8 | fp8wo-torchao *",
     ),
-    choice("attention_mechanism", "attention", ATTENTION, instead="has no such attention that trains"),
+    choice(
+        "attention_mechanism", "attention", ATTENTION, instead="has no such attention that trains"
+    ),
     accelerate_compile(),
     *(ALLOCATOR, rules.VALIDATION_PROMPT),
     *rules.equal(
@@ -153,7 +182,9 @@ FLAVORS = """
     wan-2.1-14b=wan:t2v-480p-14b-2.1 wan-2.2=wan:ti2v-5b-2.2 sdxl=sdxl:base-1.0| chroma-base=chroma:base|
     chroma=chroma:hd sd3.5=sd3:large sd3.5-medium=sd3:medium|
 """
-"""Flavors of models in its family, that which it takes by default with nothing after the last bar."""
+"""Flavors of models in its family, that which it takes by default with nothing after the last
+bar.
+"""
 
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
@@ -166,7 +197,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "z-image-turbo": {"note": "it merges an adapter first that undoes the distillation"},
 }
 MODELS = tuple(
-    KnownModel(name, {"model_family": family, "model_flavour": flavor or None}, **SPECIAL.get(name, {}))
+    KnownModel(
+        name, {"model_family": family, "model_flavour": flavor or None}, **SPECIAL.get(name, {})
+    )
     for name, family, flavors in (re.split("[=:]", word, maxsplit=2) for word in FLAVORS.split())
     for flavor in flavors.split("|")
 )
@@ -177,9 +210,13 @@ def _detect(document: Document) -> bool:
 
 
 def _files(values: Values, head: str) -> Mapping[str, str]:
-    sections: Any = nest({key: value for key, value in values.items() if key.startswith("backends[")})["backends"]
+    sections: Any = nest(
+        {key: value for key, value in values.items() if key.startswith("backends[")}
+    )["backends"]
     sections[0]["resolution"] = values["resolution"]
-    options = {key: value for key, value in in_file(values).items() if not key.startswith("backends[")}
+    options = {
+        key: value for key, value in in_file(values).items() if not key.startswith("backends[")
+    }
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {
         "config.json": json_text(options),

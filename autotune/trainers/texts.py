@@ -63,11 +63,15 @@ def _table(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_section(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    )
 
 
 def _toml(value: Any) -> str:
-    """JSON's texts are TOML's, but for characters beyond the basic plane, which TOML takes as they are."""
+    """JSON's texts are TOML's, but for characters beyond the basic plane, which TOML takes as
+    they are.
+    """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
@@ -82,9 +86,17 @@ set -e
 """
 
 
-def shell_text(values: Values, *commands: Sequence[str], head: str = "", title: str = "the trainer") -> str:
-    """A shell script: comments, the variables among the settings, then commands, a list of words each."""
-    env = [f"export {key[4:]}={shlex.quote(str(value))}" for key, value in values.items() if is_env(key) and value]
+def shell_text(
+    values: Values, *commands: Sequence[str], head: str = "", title: str = "the trainer"
+) -> str:
+    """A shell script: comments, the variables among the settings, then commands, a list of words
+    each.
+    """
+    env = [
+        f"export {key[4:]}={shlex.quote(str(value))}"
+        for key, value in values.items()
+        if is_env(key) and value
+    ]
     lines = [" \\\n  ".join(_grouped(command)) for command in commands]
     return SCRIPT_HEAD.format(title=title) + head + "\n".join([*env, *lines]) + "\n"
 
@@ -102,7 +114,9 @@ def _grouped(words: Sequence[str]) -> list[str]:
 
 
 def options(values: Values) -> list[str]:
-    """Settings as words of a command line; true is an option without a value, false and None are left out."""
+    """Settings as words of a command line; true is an option without a value, false and None are
+    left out.
+    """
     words: list[str] = []
     for key, value in values.items():
         if value is None or value is False:
@@ -126,5 +140,11 @@ def is_env(key: str) -> bool:
 
 
 def in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -> Values:
-    """The settings that are written into a file, and not given by the command that starts the trainer."""
-    return {key: value for key, value in values.items() if not key.startswith(("env.", "launch.")) and wanted(key)}
+    """The settings that are written into a file, and not given by the command that starts the
+    trainer.
+    """
+    return {
+        key: value
+        for key, value in values.items()
+        if not key.startswith(("env.", "launch.")) and wanted(key)
+    }

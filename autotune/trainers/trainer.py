@@ -32,7 +32,8 @@ class KnownModel:
     part: tuple[str, str] | None = None
     """How its keys begin that begin otherwise for other models, and how those do."""
     kept: str = ""
-    """What this trainer keeps on the device with this model, beside `Trainer.overheads`: lines as in a table of those.
+    """What this trainer keeps on the device with this model, beside `Trainer.overheads`: lines as
+    in a table of those.
     """
     assumes: str = ""
     """What is taken for granted of a file that says no more than `keys`."""
@@ -43,7 +44,8 @@ class KnownModel:
         """Settings by the keys that they have for this model."""
         own, usual = self.part or ("", "")
         return {
-            own + key.removeprefix(usual) if own and key.startswith(usual) else key: written[key] for key in written
+            own + key.removeprefix(usual) if own and key.startswith(usual) else key: written[key]
+            for key in written
         }
 
     @property
@@ -76,18 +78,20 @@ class Trainer:
     """The first of a model is written; all are read."""
     rules: tuple[Rule, ...]
     defaults: Values
-    """The trainer's own values for keys that may be absent and that change learning or memory: read if a key is
-    absent, always written."""
+    """The trainer's own values for keys that may be absent and that change learning or memory:
+    read if a key is absent, always written."""
     fixed: Values
     """Other keys that are always written."""
     decided: Mapping[str, str]
-    """What autotune does by itself, in words, and the keys for it in the trainer: with spaces between, and `*` for any
-    part of a key."""
+    """What autotune does by itself, in words, and the keys for it in the trainer: with spaces
+    between, and `*` for any part of a key."""
     unlearned: Mapping[str, str]
-    """What changes learning and is not carried over, in words, and its keys. `key=value` names the value with which it
-    changes nothing, besides none, false, 0 and an empty text."""
+    """What changes learning and is not carried over, in words, and its keys. `key=value` names
+    the value with which it changes nothing, besides none, false, 0 and an empty text."""
     files: Callable[[Values, str], Mapping[str, str]]
-    """Name and text of each file, from settings by key, and a text in comments for the head of one."""
+    """Name and text of each file, from settings by key, and a text in comments for the head of
+    one.
+    """
     root: str = ""
     """Where its settings begin in the file."""
     weights_keys: tuple[str, ...] = ()
@@ -107,7 +111,11 @@ class Trainer:
 
     def for_model(self, known: KnownModel) -> "Trainer":
         """This table as it is for one model."""
-        usual = {key: value for key, value in self.defaults.items() if value is None or key not in known.lacks}
+        usual = {
+            key: value
+            for key, value in self.defaults.items()
+            if value is None or key not in known.lacks
+        }
         fixed = {key: value for key, value in self.fixed.items() if key not in known.lacks}
         return replace(
             self,
@@ -117,27 +125,41 @@ class Trainer:
         )
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads | None:
-        """What it takes of a device with settings by its keys; its defaults count for what these lack."""
+        """What it takes of a device with settings by its keys; its defaults count for what these
+        lack.
+        """
         if self.overheads is None:
             return None
-        return self.overheads.resolve(self.name, self.version, {**self.defaults, **written}, known.kept)
+        return self.overheads.resolve(
+            self.name, self.version, {**self.defaults, **written}, known.kept
+        )
 
     def find_decided(self, key: str) -> str | None:
         """What autotune does by itself about a key; None if that is not so."""
-        return next((words for words, keys in self.decided.items() if _find(keys, key) is not None), None)
+        return next(
+            (words for words, keys in self.decided.items() if _find(keys, key) is not None), None
+        )
 
     def find_unlearned(self, key: str, value: Any) -> tuple[str, bool] | None:
-        """What a key means that autotune cannot learn by, and whether this value switches it on; None if it can."""
+        """What a key means that autotune cannot learn by, and whether this value switches it on;
+        None if it can.
+        """
         for words, keys in self.unlearned.items():
             if (off := _find(keys, key)) is not None:
-                return words, value not in (None, False, 0, "", []) and str(value).lower() not in off
+                return words, value not in (None, False, 0, "", []) and str(
+                    value
+                ).lower() not in off
         return None
 
 
 def _find(keys: str, key: str) -> list[str] | None:
     """The values that are written after `key=` in a list of keys; None if it is not there."""
     parts = [one.partition("=") for one in keys.split()]
-    found = [off.lower() for name, _, off in parts if re.fullmatch(re.escape(name).replace(r"\*", ".*"), key)]
+    found = [
+        off.lower()
+        for name, _, off in parts
+        if re.fullmatch(re.escape(name).replace(r"\*", ".*"), key)
+    ]
     return found or None
 
 

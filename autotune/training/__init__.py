@@ -15,7 +15,13 @@ if TYPE_CHECKING:
         overrides_from,
         require_even_shares,
     )
-    from autotune.training.files import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
+    from autotune.training.files import (
+        ADAPTER_FILE,
+        PREVIEW_NAME,
+        PREVIEWS,
+        REPORT_FILE,
+        comparison_file,
+    )
     from autotune.training.fit import (
         KEY_NAMES,
         choose_variant,

@@ -1,7 +1,9 @@
-"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written atomically by a thread.
+"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written atomically by
+a thread.
 
-A file carries the key of its run and a digest of its content, so that a resumed run trusts nothing that is damaged or
-another's. Training waits only for the copy to the host (and for the last file, while it is still being written).
+A file carries the key of its run and a digest of its content, so that a resumed run trusts nothing
+that is damaged or another's. Training waits only for the copy to the host (and for the last file,
+while it is still being written).
 """
 
 import hashlib
@@ -35,7 +37,8 @@ class Checkpoint:
 def require_same_weights(output: Path, weights: str) -> None:
     """Check that the newest checkpoint below `output` was trained on base weights with that digest.
 
-    Only the header is read. A damaged file is left to `Checkpoints.newest`; older versions wrote no digest.
+    Only the header is read. A damaged file is left to `Checkpoints.newest`; older versions wrote no
+    digest.
 
     Raises:
         InvalidInput: it was trained on other weights.
@@ -47,14 +50,20 @@ def require_same_weights(output: Path, weights: str) -> None:
             continue
         if before != weights:
             raise InvalidInput(
-                f"{output} was started on other weights of the base model, though of the same architecture",
-                hint="resume with the model it was started with: --model; or choose another folder with --output",
+                f"{output} was started on other weights of the base model, though of the same "
+                "architecture",
+                hint=(
+                    "resume with the model it was started with: --model; or choose another "
+                    "folder "
+                    "with --output"
+                ),
             )
         return
 
 
 def require_same_run(output: Path, run_key: str) -> None:
-    """Check that one of the checkpoints below `output`, if their headers can be read, is of the run with that key.
+    """Check that one of the checkpoints below `output`, if their headers can be read, is of the run
+    with that key.
 
     Raises:
         InvalidInput: all of them belong to another plan, job, data or encoders.
@@ -75,7 +84,10 @@ def require_same_run(output: Path, run_key: str) -> None:
 def _of_another_run(path: Path) -> InvalidInput:
     return InvalidInput(
         f"{path} belongs to another plan, job or data, or was trained with other encoders",
-        hint="resume with the plan, options, images and model it was started with, or choose another --output",
+        hint=(
+            "resume with the plan, options, images and model it was started with, or choose "
+            "another --output"
+        ),
     )
 
 
@@ -114,7 +126,9 @@ class Checkpoints:
         self._pending = self._thread.submit(self._write, step, copies, state)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises AutotuneError if it could not be written."""
+        """Wait until the last checkpoint is on the disk. Raises AutotuneError if it could not be
+        written.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -146,7 +160,9 @@ class Checkpoints:
             if not (self.keep_every and old % self.keep_every == 0):
                 path.unlink(missing_ok=True)
 
-    def _write_file(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def _write_file(
+        self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> None:
         metadata = {"run": self.run_key, "state": json.dumps(state)}
         if self.weights:
             metadata["weights"] = self.weights
@@ -190,7 +206,11 @@ class Checkpoints:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the run's key, the weights', the state and the tensors: a flipped bit in any of them shows."""
-    weights = [metadata["weights"]] if "weights" in metadata else []  # older versions did not write it
+    """Digest of the run's key, the weights', the state and the tensors: a flipped bit in any of
+    them shows.
+    """
+    weights = (
+        [metadata["weights"]] if "weights" in metadata else []
+    )  # older versions did not write it
     parts = (metadata["run"], *weights, metadata["state"], tensors_digest(tensors))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -26,7 +26,9 @@ class RunContext:
     budget_bytes: int
     stop_reason: Callable[[], str | None] = lambda: None
     """Why no further step may be taken, besides a signal; None while any may."""
-    phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
+    phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: (
+        contextlib.nullcontext()
+    )
     """Measures what a phase within training takes."""
     card: CardMemoryWatch = field(default_factory=CardMemoryWatch)
     """Warns of a card that runs short of memory without an error."""

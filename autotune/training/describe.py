@@ -1,4 +1,6 @@
-"""From a dataset to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
+"""From a dataset to the workload: the shapes and lengths that decide memory and speed. Loads no
+weights.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +11,17 @@ from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, ResolvedModel, build_on_meta, choose_layers, target_matcher
 from autotune.knobs import check_options
-from autotune.schema import ADAMW, AdapterKind, Bucket, Job, Objective, OptimizerChoice, Quality, Workload, quantiles_of
+from autotune.schema import (
+    ADAMW,
+    AdapterKind,
+    Bucket,
+    Job,
+    Objective,
+    OptimizerChoice,
+    Quality,
+    Workload,
+    quantiles_of,
+)
 from autotune.weights import can_write
 
 if TYPE_CHECKING:
@@ -51,12 +63,16 @@ FAMILY_FIELDS = ("rank", "lora_alpha", "effective_batch_size")
 
 
 def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOverrides:
-    """The overrides that give `workload` again, on data of its class; without data they name its shape and length."""
+    """The overrides that give `workload` again, on data of its class; without data they name its
+    shape and length.
+    """
     largest, side = workload.largest_bucket, workload.resolution_px
     size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
     text_tokens = None if has_data else workload.max_text_tokens
     copied = {name: getattr(workload, name) for name in (*COPIED_FIELDS, *FAMILY_FIELDS)}
-    return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied)
+    return WorkloadOverrides(
+        size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied
+    )
 
 
 def require_even_shares(batch: int, num_processes: int) -> None:
@@ -70,21 +86,27 @@ def require_even_shares(batch: int, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family) -> None:
-    """Raise InvalidInput if the job lacks what an option needs, or its model's family lacks the option."""
+    """Raise InvalidInput if the job lacks what an option needs, or its model's family lacks the
+    option.
+    """
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         raise InvalidInput(
             f"{family.name} has no timestep shift by resolution",
             hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
-        raise InvalidInput(f"{family.name} takes no guidance in training", hint="leave --guidance out")
+        raise InvalidInput(
+            f"{family.name} takes no guidance in training", hint="leave --guidance out"
+        )
     if job.keep_best and job.validation is None:
         raise InvalidInput(
-            "without held-out images nothing shows which adapter is best", hint="hold some out: --validation 10%"
+            "without held-out images nothing shows which adapter is best",
+            hint="hold some out: --validation 10%",
         )
     if not can_write(job.adapter_format, family.transformer_class):
         raise InvalidInput(
-            f"{job.adapter_format} loads no adapters of {family.name} that autotune knows how to write",
+            f"{job.adapter_format} loads no adapters of {family.name} that autotune knows how to "
+            "write",
             hint="leave --adapter-format out: diffusers loads them",
         )
     family.noise.check_weighting(job.weighting_scheme, family.name)
@@ -106,21 +128,31 @@ def check_overrides(family: Family, overrides: WorkloadOverrides) -> Bucket:
 
 
 def describe_workload(
-    model: ResolvedModel, dataset: Dataset | None, overrides: WorkloadOverrides, *, drops_captions: bool = False
+    model: ResolvedModel,
+    dataset: Dataset | None,
+    overrides: WorkloadOverrides,
+    *,
+    drops_captions: bool = False,
 ) -> Workload:
-    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is one of its captions.
+    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is one
+    of its captions.
 
-    Without a dataset it has one bucket, captions of the family's usual length, and one control image for edit models.
+    Without a dataset it has one bucket, captions of the family's usual length, and one control
+    image for edit models.
 
     Raises:
-        InvalidInput: a size is not positive or does not suit the model, a caption is too long for it, the family has no
-            such target set, or an item has too many or too few control images.
+        InvalidInput: a size is not positive or does not suit the model, a caption is too long for
+            it, the family has no such target set, or an item has too many or too few control
+            images.
     """
     family, defaults = model.family, model.family.defaults
     bucket = check_overrides(family, overrides)
     num_controls = _num_controls(family, dataset)
     _check_learning(model, overrides)  # before captions are read
-    resolution, rank = math.isqrt(bucket.width_px * bucket.height_px), given(overrides.rank, defaults.rank)
+    resolution, rank = (
+        math.isqrt(bucket.width_px * bucket.height_px),
+        given(overrides.rank, defaults.rank),
+    )
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset, resolution, *sides)
     lengths = sorted(_text_lengths(model, dataset, buckets, overrides.text_tokens, drops_captions))
@@ -157,17 +189,23 @@ def _check_learning(model: ResolvedModel, overrides: WorkloadOverrides) -> None:
 
 
 def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> None:
-    """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats one of them."""
+    """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats
+    one of them.
+    """
     is_target, number = target_matcher(family, targets), 0
     for name, blocks in family.find_block_lists(transformer).items():
         chosen: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
         for at, block in enumerate(blocks[1:-1], 1):
             parts = tuple(part for part, _ in block.named_modules())
-            chosen.setdefault(parts, set()).add(tuple(part for part in parts if is_target(f"{name}.{at}.{part}")))
+            chosen.setdefault(parts, set()).add(
+                tuple(part for part in parts if is_target(f"{name}.{at}.{part}"))
+            )
         number += len(blocks)
         if any(len(each) > 1 for each in chosen.values()):
             hint = f"name the blocks by an option of their own: --blocks 0-{number - 1}"
-            raise InvalidInput(f"{targets!r} names different layers in different blocks of {name}", hint=hint)
+            raise InvalidInput(
+                f"{targets!r} names different layers in different blocks of {name}", hint=hint
+            )
 
 
 def given(value: int | None, default: int) -> int:
@@ -209,7 +247,11 @@ def _text_lengths(
         raise
     except Exception as error:  # a damaged tokenizer raises anything
         reason = first_line(error)
-        raise InvalidInput(f"the tokenizer in {model.config_folder} cannot be read: {reason}", hint=hint) from error
+        raise InvalidInput(
+            f"the tokenizer in {model.config_folder} cannot be read: {reason}", hint=hint
+        ) from error
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
-        raise InvalidInput(f"the tokenizer in {model.config_folder} returns no tokens for the captions", hint=hint)
+        raise InvalidInput(
+            f"the tokenizer in {model.config_folder} returns no tokens for the captions", hint=hint
+        )
     return lengths

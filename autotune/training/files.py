@@ -13,7 +13,9 @@ REPORT_FILE = "report.json"
 PREVIEWS = "previews"
 """Folder of the samples that are made during training."""
 PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
-"""Name of a preview, with the number of steps that had been taken, and which of the job's prompts it shows."""
+"""Name of a preview, with the number of steps that had been taken, and which of the job's
+prompts it shows.
+"""
 
 
 def preview_file(step: int, number: int) -> str:
@@ -22,13 +24,17 @@ def preview_file(step: int, number: int) -> str:
 
 
 def comparison_file(adapter: str, number: int) -> str:
-    """Where the last picture of a prompt lies, `with` or `without` the adapter, relative to the output folder."""
+    """Where the last picture of a prompt lies, `with` or `without` the adapter, relative to the
+    output folder.
+    """
     return f"{PREVIEWS}/{adapter}-{number}.png" if number else f"sample_{adapter}_adapter.png"
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints in `folder`, of whatever run, by their steps, oldest first."""
-    matches = ((CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    matches = (
+        (CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")
+    )
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 

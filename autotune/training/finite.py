@@ -1,4 +1,6 @@
-"""What a step's numbers allow: to go on, to take the step again with another attention backend, or to end the run."""
+"""What a step's numbers allow: to go on, to take the step again with another attention backend,
+or to end the run.
+"""
 
 import math
 
@@ -7,7 +9,11 @@ from autotune.errors import AutotuneError
 from autotune.training.step import StepOutcome
 
 LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
-CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
+CHECK_WEIGHTS = (
+    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights "
+    "that are not "
+    "finite"
+)
 TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
 MIN_LOSS_SCALE = 1.0
 """Losses that need a smaller one have gradients that fp16 has no numbers for."""
@@ -15,8 +21,8 @@ LOW_LOSS_SCALE = 2.0**8
 """Gradients that still overflow after eight halvings are more likely wrong than large."""
 
 SURE_ATTENTION = ("_native_efficient", "_native_math")
-"""Backends that a step is taken again with when a gradient is not finite, the first that the machine has. Both take any
-mask; what they make not finite, no other would."""
+"""Backends that a step is taken again with when a gradient is not finite, the first that the
+machine has. Both take any mask; what they make not finite, no other would."""
 
 
 class GradientNotFinite(AutotuneError):
@@ -33,7 +39,8 @@ def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: b
     """Raise what the numbers of a run's step, counted from 1, leave no way around.
 
     Raises:
-        GradientNotFinite: another attention backend may help, unless the step had one of `SURE_ATTENTION`.
+        GradientNotFinite: another attention backend may help, unless the step had one of
+            `SURE_ATTENTION`.
         AutotuneError: nothing would.
     """
     scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
@@ -44,7 +51,9 @@ def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: b
         raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
     if scale is not None and outcome.overflowed:
         if scale < MIN_LOSS_SCALE:
-            raise AutotuneError(f"gradients overflow fp16 at step {number}, unscaled ones too", hint=hint)
+            raise AutotuneError(
+                f"gradients overflow fp16 at step {number}, unscaled ones too", hint=hint
+            )
         if scale > LOW_LOSS_SCALE or not can_change_attention:
             return
     if not math.isfinite(outcome.gradient_norm):

@@ -1,4 +1,6 @@
-"""Whether a valid plan fits this machine, this model and this data. Pure; each misfit is one sentence."""
+"""Whether a valid plan fits this machine, this model and this data. Pure; each misfit is one
+sentence.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,20 +26,27 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 """Keys that a predicted plan must match; it assumes the others until trials run on the machine."""
 
 CAPTION_TOLERANCE = 0.01
-"""By how much a caption may be longer than planned, as a share of the largest image's tokens. Activations grow by less
-than that share, and a plan leaves 2% of a GPU's memory free (`autotune.hardware.memory`)."""
+"""By how much a caption may be longer than planned, as a share of the largest image's tokens.
+Activations grow by less than that share, and a plan leaves 2% of a GPU's memory free
+(`autotune.hardware.memory`)."""
 
 
 def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
-    """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in `memory_misfits`."""
-    memory = (*_host_misfits(plan, hardware, num_processes), *memory_misfits(plan, hardware, num_processes))
+    """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in
+    `memory_misfits`.
+    """
+    memory = (
+        *_host_misfits(plan, hardware, num_processes),
+        *memory_misfits(plan, hardware, num_processes),
+    )
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
 def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> TrainingPlan:
-    """The plan for this machine among those for several: made for such a device, or else the first that fits.
+    """The plan for this machine among those for several: made for such a device, or else the first
+    that fits.
 
     Raises:
         DoesNotFit: none of them fits.
@@ -48,11 +57,15 @@ def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> 
     if chosen := (*own, *fitting):
         return chosen[0]
     reasons = "; ".join(
-        f"{plan.frozen.hardware.device_name}: {why[0]}" for plan, why in zip(plans, misfits, strict=True)
+        f"{plan.frozen.hardware.device_name}: {why[0]}"
+        for plan, why in zip(plans, misfits, strict=True)
     )
     raise DoesNotFit(
         f"none of the plan's variants is for {hardware.device.name} ({reasons})",
-        hint="choose another machine's with --hardware NAME, or make one for this one: autotune plan --from PLAN",
+        hint=(
+            "choose another machine's with --hardware NAME, or make one for this one: autotune "
+            "plan --from PLAN"
+        ),
     )
 
 
@@ -63,10 +76,17 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     measured = plan.frozen.expected.evidence == "measured"
     used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization)
     stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
-    libraries = {name: each.needs.library for name, each in WEIGHT_FORMATS.items() if each.needs.library}
-    idle = {*libraries.values()} - {libraries.get(name) for name in stored}  # their versions are nothing
+    libraries = {
+        name: each.needs.library for name, each in WEIGHT_FORMATS.items() if each.needs.library
+    }
+    idle = {*libraries.values()} - {
+        libraries.get(name) for name in stored
+    }  # their versions are nothing
     misfits = [
-        f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
+        (
+            f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is "
+            f"{here.get(key) or 'none'}"
+        )
         for key, value in planned.match_keys.items()
         if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
@@ -81,19 +101,30 @@ def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
         return ()
     there = next((gpu for gpu in device.others if f"cuda:{gpu.index}" == encoder), None)
     if there is None:
-        why = "which trains here" if encoder == device.torch_name else f"this machine has {device.count} GPU(s)"
+        why = (
+            "which trains here"
+            if encoder == device.torch_name
+            else f"this machine has {device.count} GPU(s)"
+        )
         return (f"GPUs: the plan encodes {what} on {encoder}, {why}",)
     if planned is None or planned.needed_bytes <= there.budget_bytes:
         return ()
     needed, left = planned.needed_bytes / 2**30, there.budget_bytes / 2**30
-    return (f"GPUs: encoding {what} on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB may be taken",)
+    return (
+        f"GPUs: encoding {what} on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB "
+        "may be taken",
+    )
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Which settings this version of autotune does not know, or do not work on this machine."""
     settings, encoder_format = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
     used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
-    used += [("text encoder quantization", knob, encoder_format) for _, knob, _ in used if knob.name == "quantization"]
+    used += [
+        ("text encoder quantization", knob, encoder_format)
+        for _, knob, _ in used
+        if knob.name == "quantization"
+    ]
     misfits = []
     for title, knob, value in used:
         if reason := knob.unusable_reason(value, hardware):
@@ -102,13 +133,21 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
     family = FAMILIES.get(plan.frozen.workload.model.family)
     if family and (reason := cast_refusal(encoder_format, family)):
-        misfits.append(f"text encoder quantization: {encoder_format} is no longer used for {family.name}: {reason}")
+        misfits.append(
+            f"text encoder quantization: {encoder_format} is no longer used for {family.name}: "
+            f"{reason}"
+        )
     return tuple(misfits)
 
 
-def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None) -> tuple[str, ...]:
+def _host_misfits(
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None
+) -> tuple[str, ...]:
     number = num_processes or plan.frozen.hardware.processes_per_node
-    needed, there = number * (plan.frozen.expected.host_memory_bytes or 0), hardware.host.available_memory_bytes
+    needed, there = (
+        number * (plan.frozen.expected.host_memory_bytes or 0),
+        hardware.host.available_memory_bytes,
+    )
     if needed <= there:
         return ()
     together = f" for {number} processes here" if number > 1 else ""
@@ -116,11 +155,14 @@ def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
     return (f"host memory: the plan needs {needed / 2**30:.2f} GiB{together}, {have}",)
 
 
-def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
-    """Why this device has too little memory for one of the plan's processes; empty when it has enough.
+def memory_misfits(
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
+) -> tuple[str, ...]:
+    """Why this device has too little memory for one of the plan's processes; empty when it has
+    enough.
 
-    On a CPU it must have enough for the `num_processes` that run on this machine, by default its share
-    of the plan's.
+    On a CPU it must have enough for the `num_processes` that run on this machine, by default its
+    share of the plan's.
     """
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.run_memory_bytes
@@ -130,11 +172,16 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes:
     if needed <= budget:
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
-    return (f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
+    return (
+        f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} "
+        f"GiB {where}",
+    )
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
-    """Why the plan is not for this model; empty when it is. Only the architecture matters, not name or path."""
+    """Why the plan is not for this model; empty when it is. Only the architecture matters, not
+    name or path.
+    """
     planned = plan.frozen.workload.model
     if planned.architecture == model.architecture:
         return ()
@@ -142,20 +189,28 @@ def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
 
 
 def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
-    """Why this data is outside the class that the plan was made for; `context.workload` describes the data."""
+    """Why this data is outside the class that the plan was made for; `context.workload`
+    describes the data.
+    """
     planned, actual = plan.frozen.workload, context.workload
     misfits = []
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
-        misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
+        misfits.append(
+            f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}"
+        )
     tolerance = int(CAPTION_TOLERANCE * context.family.tokens_per_frame(allowed))
     if actual.max_text_tokens > planned.max_text_tokens + tolerance:
         misfits.append(
-            f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
+            f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned "
+            f"{planned.max_text_tokens}"
         )
     controls = actual.num_control_images
     if controls > planned.num_control_images:
-        misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
+        misfits.append(
+            f"data: {controls} control images for an item, the plan is for "
+            f"{planned.num_control_images}"
+        )
     conflicts = (knob.conflict(plan.frozen.settings, context) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
     share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size

@@ -1,8 +1,9 @@
-"""Ends a run in good order before it takes the host's last memory, where the device shares it with the host.
+"""Ends a run in good order before it takes the host's last memory, where the device shares it with
+the host.
 
-A process outside watches (`guard_process.py`), as the one outside of trials does: below half of the host's reserve it
-tells the run, which finishes its step and writes a checkpoint; below a quarter it kills it, because a host without
-memory hangs before anything raises.
+A process outside watches (`guard_process.py`), as the one outside of trials does: below half of the
+host's reserve it tells the run, which finishes its step and writes a checkpoint; below a quarter it
+kills it, because a host without memory hangs before anything raises.
 """
 
 import contextlib
@@ -17,12 +18,19 @@ from typing import Any, Self
 import psutil
 
 from autotune.errors import AutotuneError, Preempted
-from autotune.hardware import available_bytes, host_available_bytes, host_floor_bytes, memory_bytes, shares_host_memory
+from autotune.hardware import (
+    available_bytes,
+    host_available_bytes,
+    host_floor_bytes,
+    memory_bytes,
+    shares_host_memory,
+)
 from autotune.schema import MemoryKind
 
 COMMAND = (sys.executable, "-m", "autotune.training.guard_process")
 HINT = (
-    "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve 4GiB; "
+    "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve "
+    "4GiB; "
     "then go on from the last checkpoint with --resume"
 )
 
@@ -32,10 +40,12 @@ class HostMemoryShort(AutotuneError):
 
 
 class MemoryGuard:
-    """A context in which the host's memory is watched; without effect for devices that have their own.
+    """A context in which the host's memory is watched; without effect for devices that have their
+    own.
 
     Raises:
-        HostMemoryShort: memory is short. Inside `finishing_steps` only after the step, with a checkpoint written.
+        HostMemoryShort: memory is short. Inside `finishing_steps` only after the step, with a
+            checkpoint written.
     """
 
     def __init__(self, kind: MemoryKind) -> None:
@@ -47,25 +57,36 @@ class MemoryGuard:
         self._previous: Any = None
 
     def limits(self) -> tuple[int, int]:
-        """Bytes that must be available: below the first a run ends in good order, below the second it is killed."""
-        whole_host = self.kind == "integrated"  # no container's limit holds what CUDA takes of shared memory
+        """Bytes that must be available: below the first a run ends in good order, below the
+        second it is killed.
+        """
+        whole_host = (
+            self.kind == "integrated"
+        )  # no container's limit holds what CUDA takes of shared memory
         total = int(psutil.virtual_memory().total) if whole_host else memory_bytes()
-        notice = host_floor_bytes(self.kind, total, (host_available_bytes if whole_host else available_bytes)())
+        notice = host_floor_bytes(
+            self.kind, total, (host_available_bytes if whole_host else available_bytes)()
+        )
         return notice, notice // 2
 
     def __enter__(self) -> Self:
         if shares_host_memory(self.kind) and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGUSR2, self._on_notice)
             arguments = [*map(str, self.limits()), str(self.kind == "integrated")]
-            self._process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                [*COMMAND, *arguments], stdout=subprocess.PIPE, text=True
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: object
+    ) -> None:
         if self._process:
             self._process.kill()
             self._process.communicate()
             signal.signal(signal.SIGUSR2, self._previous)
-        # Raised within a library, the shortage may arrive here as what that library, or a reader of files, made of it.
+        # Raised within a library, the shortage may arrive here as what that library, or a reader of
+        # files, made of it.
         causes = [failure]
         while cause := causes[-1] and (causes[-1].__cause__ or causes[-1].__context__):
             causes.append(cause)
@@ -79,7 +100,9 @@ class MemoryGuard:
 
     @contextlib.contextmanager
     def finishing_steps(self) -> Iterator[None]:
-        """While steps are taken, which look at `stop_reason` themselves: a run ends after a step."""
+        """While steps are taken, which look at `stop_reason` themselves: a run ends after a
+        step.
+        """
         if self.shortage:  # it came while something else could not be left
             raise HostMemoryShort(self.shortage, hint=HINT)
         self._waits = True

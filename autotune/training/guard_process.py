@@ -2,8 +2,8 @@
 
     python -m autotune.training.guard_process NOTICE_BYTES FLOOR_BYTES WHOLE_HOST
 
-Nothing inside the run can be trusted to notice in time. Below the first limit the run is told, and finishes its step;
-below the second it is killed, because the host would hang. Ends with the run.
+Nothing inside the run can be trusted to notice in time. Below the first limit the run is told, and
+finishes its step; below the second it is killed, because the host would hang. Ends with the run.
 """
 
 import os
@@ -14,7 +14,9 @@ import time
 from autotune.hardware import available_bytes, host_available_bytes
 
 POLL_SECONDS = 0.05
-"""Between two looks: filling memory at 20 GB/s takes 1 GB meanwhile, less than the 4 GiB or more of a shared device."""
+"""Between two looks: filling memory at 20 GB/s takes 1 GB meanwhile, less than the 4 GiB or more
+of a shared device.
+"""
 
 
 def main(notice_bytes: int, floor_bytes: int, whole_host: bool) -> None:
@@ -27,7 +29,8 @@ def main(notice_bytes: int, floor_bytes: int, whole_host: bool) -> None:
         if left < floor_bytes:
             sys.stderr.write(
                 f"error: the host had {left / 2**20:,.0f} MiB left, so training was ended at once\n"
-                "hint: go on from the last checkpoint with --resume, with other programs closed or a plan that needs "
+                "hint: go on from the last checkpoint with --resume, with other programs closed or "
+                "a plan that needs "
                 "less: autotune plan --from PLAN --reserve 4GiB\n"
             )
             os.kill(run, signal.SIGKILL)

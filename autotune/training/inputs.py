@@ -1,4 +1,6 @@
-"""What a run reads: output folder, model folder and data. What is wrong with them is told before torch is imported."""
+"""What a run reads: output folder, model folder and data. What is wrong with them is told before
+torch is imported.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +26,17 @@ class RunInputs:
 
 
 def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
-    """Check the job, the output folder and a local model's files, and read the data: before the machine is looked at,
-    weights are fetched and a predicted plan is tried.
+    """Check the job, the output folder and a local model's files, and read the data: before the
+    machine is looked at, weights are fetched and a predicted plan is tried.
 
     Raises:
         InvalidInput, AutotuneError: as in `train`.
     """
     job, workload = plan.job, plan.frozen.workload
     if job.data is None:
-        raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
+        raise InvalidInput(
+            "the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER"
+        )
     require_even_shares(workload.effective_batch_size, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
     family = get_family(workload.model.family)
@@ -42,13 +46,17 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     if job.from_adapter is not None:
         read_header(Path(job.from_adapter))
     model = None if is_fetchable(job.pinned_model) else read_model(plan)
-    data = read_split(job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed)
+    data = read_split(
+        job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed
+    )
     check_options(workload.optimizer)  # which imports that of another name
     return RunInputs(data, model)
 
 
 def read_model(plan: TrainingPlan) -> ResolvedModel:
-    """The plan's model, whose files are on this machine: the headers of all weights are read. Errors as in `train`."""
+    """The plan's model, whose files are on this machine: the headers of all weights are read.
+    Errors as in `train`.
+    """
     model = resolve_model(plan.job.pinned_model)
     check_weights(model)
     return model

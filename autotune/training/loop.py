@@ -1,4 +1,6 @@
-"""The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and progress events."""
+"""The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and
+progress events.
+"""
 
 import contextlib
 import time
@@ -24,7 +26,12 @@ from autotune.runtime import (
 from autotune.schema import Candidate, Notice, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint
 from autotune.training.context import RunContext
-from autotune.training.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention
+from autotune.training.finite import (
+    SURE_ATTENTION,
+    GradientNotFinite,
+    require_finite,
+    sure_attention,
+)
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import make_windows
 from autotune.training.monitor import (
@@ -45,7 +52,9 @@ EVALUATION_STEPS = 4
 
 
 class TrainingLoop:
-    """The steps of one run: the same order and noise whatever the micro-batch size, processes and interruptions."""
+    """The steps of one run: the same order and noise whatever the micro-batch size, processes
+    and interruptions.
+    """
 
     def __init__(
         self,
@@ -58,7 +67,9 @@ class TrainingLoop:
     ) -> None:
         self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
         self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
-        """The plan's, or the fallback that replaced them when memory ran out; and those that still may."""
+        """The plan's, or the fallback that replaced them when memory ran out; and those that
+        still may.
+        """
         self.network = model.transformer
         """The transformer as steps call it: wrapped, with several processes."""
         job = self.job = plan.job
@@ -81,9 +92,15 @@ class TrainingLoop:
             ema_decay=plan.frozen.workload.ema_decay,
         )
         self.rate = LearningRate(self.optimizer.inner, job, self.num_steps, order.epoch_steps)
-        shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
-        self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
-        self.windows = make_windows(model, encoded, order, self.noising, context.processes, self._to_device)
+        shift = (
+            model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
+        )
+        self.noising = Noising(
+            job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise
+        )
+        self.windows = make_windows(
+            model, encoded, order, self.noising, context.processes, self._to_device
+        )
         """Windows of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         known = checkpoint.state if checkpoint else {}
@@ -95,7 +112,9 @@ class TrainingLoop:
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
         expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
-        planned_bytes = expected.run_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        planned_bytes = (
+            expected.run_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        )
         self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
         self.utilization = GpuUtilization(model.device)
         self.energy = EnergyWatch(model.device)
@@ -114,18 +133,21 @@ class TrainingLoop:
         return checkpoint.step
 
     def run(self) -> None:
-        """Take every remaining step; if memory runs out, continue with the plan's next safer settings.
+        """Take every remaining step; if memory runs out, continue with the plan's next safer
+        settings.
 
         Raises:
             Preempted: a signal came; a checkpoint is written.
-            AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing safer that needs no
-                reload, or a checkpoint cannot be written.
+            AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing
+                safer that needs no reload, or a checkpoint cannot be written.
         """
         is_single = self.context.processes.world_size == 1
         if not is_single:
             self._replicate()
         self.validation.start(self.settings.micro_batch_size)
-        if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
+        if (
+            0 < self.first_step < self.num_steps
+        ):  # what stopped the run may have stopped this preview
             self._preview_if_due()
         with (
             catch_stop_signals(second_ends=is_single) as signal_name,
@@ -146,7 +168,9 @@ class TrainingLoop:
                     safer = self._change_attention if has_bad_gradient else self._fall_back
                 safer()  # outside of the handler: the error references what the step had saved
 
-    def _take_steps(self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None) -> None:
+    def _take_steps(
+        self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None
+    ) -> None:
         """Every remaining step, with the settings in use."""
         loader = self._make_loader()
         batches = cast("Generator[Batch]", iter(loader))
@@ -164,13 +188,18 @@ class TrainingLoop:
                 self._save_and_preview(stopping=stopping)
                 if stopping:
                     raise Preempted(
-                        f"stopped by {reason or 'a signal'} after step {self.done} of {self.num_steps}; "
+                        f"stopped by {reason or 'a signal'} after step {self.done} of "
+                        f"{self.num_steps}; "
                         "a checkpoint is written",
                         hint="go on from there: run the same command with --resume",
                     )
 
     def _make_loader(self) -> BatchLoader:
-        settings, processes, steps = self.settings, self.context.processes, range(self.done, self.num_steps)
+        settings, processes, steps = (
+            self.settings,
+            self.context.processes,
+            range(self.done, self.num_steps),
+        )
         batches = self.order.batches(
             steps, settings.micro_batch_size, rank=processes.rank, world_size=processes.world_size
         )
@@ -188,7 +217,10 @@ class TrainingLoop:
         self.context.on_event(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         computing = event.seconds - event.data_seconds
-        for warning in (self.watch.check(event.memory_bytes, peak), self.context.card.check(computing)):
+        for warning in (
+            self.watch.check(event.memory_bytes, peak),
+            self.context.card.check(computing),
+        ):
             if warning:
                 self._warn(warning)
 
@@ -197,19 +229,24 @@ class TrainingLoop:
         self.context.on_event(Notice(text=warning, level="warning"))
 
     def _fall_back(self) -> None:
-        """Switch to the next fallback; the step that ran out is taken again, with the same images and noise."""
+        """Switch to the next fallback; the step that ran out is taken again, with the same
+        images and noise.
+        """
         loaded = reload_key(self.settings)
         fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
         if not fitting:
             raise AutotuneError(
-                f"memory ran out at step {self.done + 1}, and the plan names no safer settings that need no reload",
+                f"memory ran out at step {self.done + 1}, and the plan names no safer settings "
+                "that need no reload",
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
         self.fallbacks = tuple(fitting[1:])
         self._change_settings(fitting[0], "memory ran out")
 
     def _change_attention(self) -> None:
-        """Take the step again with another attention backend: cuDNN's has returned such gradients at some lengths."""
+        """Take the step again with another attention backend: cuDNN's has returned such
+        gradients at some lengths.
+        """
         self.gradients.num_nonfinite += 1
         sure = self.settings.changed(attention=sure_attention(self.model.device.type))
         self._change_settings(sure, "a gradient was not finite")
@@ -258,7 +295,9 @@ class TrainingLoop:
         else:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        can_change = self.settings.attention not in SURE_ATTENTION and self.context.processes.world_size == 1
+        can_change = (
+            self.settings.attention not in SURE_ATTENTION and self.context.processes.world_size == 1
+        )
         # Before anything is written: the newest checkpoint is a good one.
         require_finite(outcome, step + 1, can_change_attention=can_change)
         self.rate.step(outcome.loss)
@@ -314,8 +353,9 @@ class TrainingLoop:
     def _replicate(self) -> None:
         """Have the processes average gradients, in an order that is the same after resuming.
 
-        DDP searches for layers without a gradient in every step, if there are any; else it sorts its buckets anew after
-        its first backward pass, and with them the order of sums. So that pass is not a step's, but one image's.
+        DDP searches for layers without a gradient in every step, if there are any; else it sorts
+        its buckets anew after its first backward pass, and with them the order of sums. So that
+        pass is not a step's, but one image's.
         """
         processes, transformer = self.context.processes, self.model.transformer
         with eager_eval(transformer):
@@ -329,10 +369,16 @@ class TrainingLoop:
 
     def _loss_of_one(self, network: nn.Module) -> Tensor:
         """The loss of the first image that this process has next."""
-        processes, encoded, step = self.context.processes, self.encoded, min(self.done, self.num_steps - 1)
+        processes, encoded, step = (
+            self.context.processes,
+            self.encoded,
+            min(self.done, self.num_steps - 1),
+        )
         if self.windows:
             self.windows.prepare(step)
-        first = self.order.micro_batches(step, 1, rank=processes.rank, world_size=processes.world_size)[0]
+        first = self.order.micro_batches(
+            step, 1, rank=processes.rank, world_size=processes.world_size
+        )[0]
         sample = encoded.sample(*first.draws[0])
         batch = self._to_device(self.model.collate([sample]))
         position = processes.rank * (self.order.effective_batch_size // processes.world_size)
@@ -348,19 +394,28 @@ class TrainingLoop:
     def _to_device(self, batch: Batch) -> Batch:
         on_device = to_device(batch, self.model.device, self.model.dtype)
         if (guidance := self.job.guidance_scale) is not None:
-            on_device["guidance"] = torch.full((len(batch["latents"]),), guidance, device=self.model.device)
+            on_device["guidance"] = torch.full(
+                (len(batch["latents"]),), guidance, device=self.model.device
+            )
         return on_device
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the images and noise of the steps after the last: unseen in training, equal in every call."""
+        """Mean loss over the images and noise of the steps after the last: unseen in training,
+        equal in every call.
+        """
         family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
             if self.windows:
                 self.windows.prepare(step)
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
-                batch = self._to_device(self.model.collate([self.encoded.sample(index) for index in planned.indices]))
-                total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
+                batch = self._to_device(
+                    self.model.collate([self.encoded.sample(index) for index in planned.indices])
+                )
+                total += (
+                    float(self.noising.loss(family, transformer, batch, step, position))
+                    * planned.weight
+                )
                 position += len(planned.indices)
         return total / EVALUATION_STEPS

@@ -1,7 +1,8 @@
-"""Metrics of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a tracker's curves.
+"""Metrics of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a
+tracker's curves.
 
-wandb is used through accelerate's tracker. Its TensorBoard tracker flushes after every call, which slows a short step
-down, so TensorBoard's own writer is used.
+wandb is used through accelerate's tracker. Its TensorBoard tracker flushes after every call, which
+slows a short step down, so TensorBoard's own writer is used.
 """
 
 import json
@@ -23,7 +24,14 @@ from autotune.schema import StepFinished, from_schema_1
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
 CURVES = (
-    *("loss", "validation_loss", "base_validation_loss", "learning_rate", "gradient_norm", "gradient_spikes"),
+    *(
+        "loss",
+        "validation_loss",
+        "base_validation_loss",
+        "learning_rate",
+        "gradient_norm",
+        "gradient_spikes",
+    ),
     *("seconds", "data_seconds", "images_per_second", "memory_bytes", "gpu_utilization"),
 )
 """Fields of a step that trackers draw; what a step does not know has no point."""
@@ -46,10 +54,17 @@ class Tracker:
 
 
 class Metrics:
-    """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an earlier start are kept."""
+    """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an
+    earlier start are kept.
+    """
 
     def __init__(
-        self, folder: Path, *, resumed_at: int, report_to: str, on_warning: Callable[[str], None] = lambda text: None
+        self,
+        folder: Path,
+        *,
+        resumed_at: int,
+        report_to: str,
+        on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
         path = folder / METRICS_FILE
         earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
@@ -64,7 +79,9 @@ class Metrics:
 
     @contextmanager
     def _without_failing_tracker(self) -> Iterator[None]:
-        """If the tracker fails, whose folder may be deleted or its disk full, the run goes on without curves."""
+        """If the tracker fails, whose folder may be deleted or its disk full, the run goes on
+        without curves.
+        """
         try:
             yield
         except Exception as error:  # trackers raise what their threads and their servers do
@@ -79,7 +96,9 @@ class Metrics:
     def add_previews(self, step: int, files: Sequence[Path]) -> None:
         """Show the previews after a step beside the curves, one of each prompt."""
         with self._without_failing_tracker():
-            self._tracker.show({f"preview {number}": file for number, file in enumerate(files, start=1)}, step)
+            self._tracker.show(
+                {f"preview {number}": file for number, file in enumerate(files, start=1)}, step
+            )
 
     def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
@@ -88,22 +107,33 @@ class Metrics:
         self._file.flush()
         with self._without_failing_tracker():
             values = zip(CURVES, NUMBERS(event), strict=True)
-            self._tracker.log({name: value for name, value in values if value is not None}, event.step)
+            self._tracker.log(
+                {name: value for name, value in values if value is not None}, event.step
+            )
 
 
-def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: None) -> list[StepFinished]:
-    """The recorded steps, up to the first line that is damaged, or cut short by a kill; none without a file.
+def read_metrics(
+    path: Path, on_damage: Callable[[str], None] = lambda text: None
+) -> list[StepFinished]:
+    """The recorded steps, up to the first line that is damaged, or cut short by a kill; none
+    without a file.
 
-    `on_damage` is told why there are no more steps, if neither the file's end nor a kill is the reason.
+    `on_damage` is told why there are no more steps, if neither the file's end nor a kill is the
+    reason.
     """
     events: list[StepFinished] = []
     try:
         with open_regular(path) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 if (event := _step_in(line)) is None:
-                    is_cut_short = line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
+                    is_cut_short = (
+                        line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
+                    )
                     if not is_cut_short:
-                        on_damage(f"{path.name} is damaged in line {len(events) + 1}: no step from there on is known.")
+                        on_damage(
+                            f"{path.name} is damaged in line {len(events) + 1}: no step from there "
+                            "on is known."
+                        )
                     break
                 events.append(event)
     except FileNotFoundError:
@@ -165,7 +195,9 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
 
     _mute_writers()
     # TensorBoard drops steps after the checkpoint, which the start that died may have logged.
-    writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
+    writer: Any = SummaryWriter(
+        str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30
+    )
 
     def log(values: dict[str, float], step: int) -> None:
         # As one event: with `add_scalar` each value would be one, which slows a short step down.
@@ -178,7 +210,9 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
             with Image.open(file) as opened:
                 size = {"width": opened.width, "height": opened.height, "colorspace": 3}
             pictures.append(
-                Summary.Value(tag=name, image=Summary.Image(encoded_image_string=file.read_bytes(), **size))
+                Summary.Value(
+                    tag=name, image=Summary.Image(encoded_image_string=file.read_bytes(), **size)
+                )
             )
         writer.file_writer.add_summary(Summary(value=pictures), step)
 
@@ -186,7 +220,9 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
 
 
 def _mute_writers() -> None:
-    """Let no failure of TensorBoard's threads be printed: the next call raises it, and then it is told in a line."""
+    """Let no failure of TensorBoard's threads be printed: the next call raises it, and then it
+    is told in a line.
+    """
     others = threading.excepthook
     if others.__module__ == __name__:
         return

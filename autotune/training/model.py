@@ -1,4 +1,6 @@
-"""Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter."""
+"""Builds what is trained: the transformer with its frozen weights as the settings say, and the
+adapter.
+"""
 
 import contextlib
 import os
@@ -10,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from autotune.backends import WEIGHT_FORMATS, cuda_kernel, token_multiple
-from autotune.families import Batch, Family, NoiseProcess, ResolvedModel, Sample, add_adapter, disable_dropout
+from autotune.families import (
+    Batch,
+    Family,
+    NoiseProcess,
+    ResolvedModel,
+    Sample,
+    add_adapter,
+    disable_dropout,
+)
 from autotune.hardware import cudnn_version
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, take_layers, torch_dtype
 from autotune.quantization import quantize_inside
@@ -34,7 +44,9 @@ from autotune.weights import (
 RANDOM_SEED = 0
 """Seed of weights for which there are no files."""
 MAX_COMPILED_GRAPHS = 32
-"""Code is compiled for one shape and for all others, and again for micro-batches of one and for those with a mask."""
+"""Code is compiled for one shape and for all others, and again for micro-batches of one and for
+those with a mask.
+"""
 
 
 @dataclass
@@ -58,7 +70,13 @@ class TrainingModel:
 
 
 def load_model(
-    model: ResolvedModel, workload: Workload, settings: Candidate, device: torch.device, seed: int, *, shards: int = 1
+    model: ResolvedModel,
+    workload: Workload,
+    settings: Candidate,
+    device: torch.device,
+    seed: int,
+    *,
+    shards: int = 1,
 ) -> TrainingModel:
     """Load the transformer, quantize it, add the adapter, and apply all other settings.
 
@@ -66,7 +84,8 @@ def load_model(
 
     Raises:
         BadWeights: files are missing, damaged or of another model.
-        QualityMissed: quantization changes the weights by more than the workload's quality floor allows.
+        QualityMissed: quantization changes the weights by more than the workload's quality floor
+            allows.
     """
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
@@ -82,13 +101,16 @@ def load_model(
 
 
 def _prepare_compiler() -> None:
-    """Let what is compiled be kept for later trials and runs of this user, and enough of it at a time."""
+    """Let what is compiled be kept for later trials and runs of this user, and enough of it at a
+    time.
+    """
     import torch._dynamo.config as dynamo
 
     versions = f"torch-{torch.__version__}-python-{platform.python_version()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_path("compiled", versions)))
-    # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it. The default is changed: from torch
-    # 2.12 on a thread sees no other's settings, and on CUDA backward passes run in threads of their own.
+    # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it. The default is
+    # changed: from torch 2.12 on a thread sees no other's settings, and on CUDA backward passes run
+    # in threads of their own.
     limit = vars(dynamo)["_config"]["recompile_limit"]
     limit.default = max(limit.default, MAX_COMPILED_GRAPHS)
 
@@ -100,17 +122,29 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
 
 
 def find_token_multiple(settings: Candidate, device: torch.device) -> int:
-    """What masked sequences are padded to a multiple of, by the attention kernel that the settings run there."""
+    """What masked sequences are padded to a multiple of, by the attention kernel that the
+    settings run there.
+    """
     if device.type != "cuda":
         return 1
-    capability, cudnn, how = torch.cuda.get_device_capability(device), cudnn_version(), settings.precision
+    capability, cudnn, how = (
+        torch.cuda.get_device_capability(device),
+        cudnn_version(),
+        settings.precision,
+    )
     return token_multiple(
-        cuda_kernel(settings.attention, masked=True, precision=how, capability=capability, cudnn=cudnn)
+        cuda_kernel(
+            settings.attention, masked=True, precision=how, capability=capability, cudnn=cudnn
+        )
     )
 
 
-def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool) -> None:
-    """Apply one half of the settings: those that need the model loaded anew, or those that do not."""
+def apply_knobs(
+    family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool
+) -> None:
+    """Apply one half of the settings: those that need the model loaded anew, or those that do
+    not.
+    """
     for knob in KNOBS:
         if knob.needs_reload == needs_reload:
             knob.apply(transformer, family, getattr(settings, knob.name))
@@ -118,8 +152,8 @@ def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, 
 
 @contextlib.contextmanager
 def eager_eval(transformer: nn.Module) -> Iterator[None]:
-    """Run without dropout and without compiled code, for samples and evaluations. Code is compiled for training steps,
-    and any other call would take a minute to compile anew."""
+    """Run without dropout and without compiled code, for samples and evaluations. Code is
+    compiled for training steps, and any other call would take a minute to compile anew."""
     compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
     try:
         for module, _ in compiled:
@@ -134,15 +168,17 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in and quantize each layer as it loads, so that loading hardly needs more memory than the
-    result.
+    """Stream the weights in and quantize each layer as it loads, so that loading hardly needs more
+    memory than the result.
 
-    Without files the architecture gets random weights, enough for a trial, which measures memory and time. With files,
-    the error of quantization is measured and returned.
+    Without files the architecture gets random weights, enough for a trial, which measures memory
+    and time. With files, the error of quantization is measured and returned.
     """
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32, in trials and training alike
+        torch.set_float32_matmul_precision(
+            "high"
+        )  # TF32 for what stays in fp32, in trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = from_pretrained_dtypes(transformer, dtype)
     source = None if model.folder is None else model.open_transformer()
@@ -158,9 +194,22 @@ def load_transformer(
     if settings.swapped_blocks:  # after the error is measured on the device
         transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
     if source is None:
-        fill_random(transformer, device=str(device), seed=RANDOM_SEED, dtype_policy=policy, transform=transform)
+        fill_random(
+            transformer,
+            device=str(device),
+            seed=RANDOM_SEED,
+            dtype_policy=policy,
+            transform=transform,
+        )
         return transformer.eval(), None
-    load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
+    load_into(
+        transformer,
+        source,
+        loader=settings.loader,
+        device=str(device),
+        dtype_policy=policy,
+        transform=transform,
+    )
     return transformer.eval(), meter.result()
 
 
@@ -172,10 +221,11 @@ def _leave_modulation(
     device: torch.device,
     policy: DtypePolicy,
 ) -> WeightSource | None:
-    """Let the modulation layers leave an empty transformer, after a check of all its files' headers.
+    """Let the modulation layers leave an empty transformer, after a check of all its files'
+    headers.
 
-    Returns the files of what is left; the layers' own are read from `source` whenever a window needs them, or are as
-    random as without files.
+    Returns the files of what is left; the layers' own are read from `source` whenever a window
+    needs them, or are as random as without files.
     """
     if source is not None:
         check_source(transformer, source)

@@ -1,7 +1,8 @@
-"""The windows of modulation ahead of time: which draws come, and what the transformer will be conditioned on for them.
+"""The windows of modulation ahead of time: which draws come, and what the transformer will be
+conditioned on for them.
 
-Windows are cut at fixed steps of a run and always computed whole, so a run that is resumed within one has the same
-modulations, to the bit, as one that was never interrupted.
+Windows are cut at fixed steps of a run and always computed whole, so a run that is resumed within
+one has the same modulations, to the bit, as one that was never interrupted.
 """
 
 import time
@@ -62,7 +63,10 @@ class ModulationWindows:
         started = time.perf_counter()
         steps = range(window * self.num_steps, (window + 1) * self.num_steps)
         draws = [
-            (image, self.noising.level_at(step, self.first_position + position, image.latents_shape))
+            (
+                image,
+                self.noising.level_at(step, self.first_position + position, image.latents_shape),
+            )
             for step in steps
             for position, image in enumerate(self.images(step))
         ]
@@ -81,7 +85,9 @@ def make_windows(
     processes: Processes,
     place: Callable[[Batch], Batch],
 ) -> ModulationWindows | None:
-    """The windows of what this process sees in a run; None if the modulation layers are resident."""
+    """The windows of what this process sees in a run; None if the modulation layers are
+    resident.
+    """
     ahead = find_modulation_ahead(model.transformer)
     if ahead is None:
         return None
@@ -92,7 +98,9 @@ def make_windows(
     def condition(draw: Draw) -> ConditionedImage:
         if draw not in known:  # so that each is read once in a run, and its prompt not kept
             sample = encoded.sample(*draw)
-            known[draw] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
+            known[draw] = ConditionedImage(
+                tuple(sample["latents"].shape), pick_inputs(model, sample)
+            )
         return known[draw]
 
     def images(step: int) -> list[ConditionedImage]:
@@ -109,9 +117,11 @@ def collect_conditionings(
     levels: Sequence[float],
     place: Callable[[Batch], Batch],
 ) -> dict[bytes, Tensor]:
-    """What the transformer is conditioned on for images with these `ConditionedImage.inputs` at these noise levels.
+    """What the transformer is conditioned on for images with these `ConditionedImage.inputs` at
+    these noise levels.
 
-    From calls of the transformer without its blocks, for the smallest image and one token of text each.
+    From calls of the transformer without its blocks, for the smallest image and one token of text
+    each.
     """
     family, transformer, device = model.family, model.transformer, model.device
     side = family.size_multiple_px

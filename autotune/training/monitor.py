@@ -1,5 +1,5 @@
-"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, gradients that stand
-out, and utilization of the GPU."""
+"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, gradients
+that stand out, and utilization of the GPU."""
 
 import contextlib
 import math
@@ -21,7 +21,9 @@ ALARM_SHARE = 0.85
 """Share of the budget above which one fragmented allocation may end a run."""
 
 PEAK_TOLERANCE = 1.05
-"""Factor of the planned peak: a run that was planned to fill its budget causes a warning only above this."""
+"""Factor of the planned peak: a run that was planned to fill its budget causes a warning only
+above this.
+"""
 
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
@@ -43,7 +45,8 @@ TRACED_STEPS = range(3, 6)
 
 
 class PhaseWatch:
-    """Measures each phase of a run; a phase that is entered again adds to its time and keeps its higher peak.
+    """Measures each phase of a run; a phase that is entered again adds to its time and keeps its
+    higher peak.
 
     Phases may nest: memory counts for the innermost phase alone, time for all of them.
     """
@@ -74,7 +77,9 @@ class PhaseWatch:
         reset_host_peak()
 
     def _record(self, name: str, seconds: float) -> None:
-        before = self.peaks.get(name) or PhasePeak(name=name, seconds=0.0, device_bytes=None, host_bytes=None)
+        before = self.peaks.get(name) or PhasePeak(
+            name=name, seconds=0.0, device_bytes=None, host_bytes=None
+        )
         self.peaks[name] = PhasePeak(
             name=name,
             seconds=seconds + before.seconds,
@@ -88,7 +93,9 @@ def _known_max(*values: int | None) -> int | None:
 
 
 class MemoryWatch:
-    """Checks memory after each step; each warning is given once. `planned_bytes` is the peak that the plan expects."""
+    """Checks memory after each step; each warning is given once. `planned_bytes` is the peak
+    that the plan expects.
+    """
 
     def __init__(self, budget_bytes: int, planned_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -97,11 +104,15 @@ class MemoryWatch:
         self.warned: set[str] = set()
 
     def check(self, memory_bytes: int, peak_bytes: int) -> str | None:
-        """A warning, or None; memory between steps shows a leak, the peak how near the budget is."""
+        """A warning, or None; memory between steps shows a leak, the peak how near the budget
+        is.
+        """
         slope, found = self.growth.add(memory_bytes), {}
         if peak_bytes > self.alarm_bytes:
             share = peak_bytes / self.budget_bytes
-            found["budget"] = f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+            found["budget"] = (
+                f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+            )
         if slope:
             found["leak"] = f"memory grows by {slope / 2**20:.2f} MiB per step"
         new = [warning for name, warning in found.items() if name not in self.warned]
@@ -117,8 +128,8 @@ class GrowthWatch:
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count the reading after a step; returns the growth in bytes per step, 0 unless a window that ends tells of
-        a leak."""
+        """Count the reading after a step; returns the growth in bytes per step, 0 unless a
+        window that ends tells of a leak."""
         self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
             return 0.0
@@ -128,7 +139,8 @@ class GrowthWatch:
 
 
 def leak_bytes_per_step(floors: list[int]) -> float:
-    """Median growth between the minima of successive windows, or 0 if it is too small or uneven for a leak.
+    """Median growth between the minima of successive windows, or 0 if it is too small or uneven for
+    a leak.
 
     The median, since a preview raises memory once and for good.
     """
@@ -140,7 +152,9 @@ def leak_bytes_per_step(floors: list[int]) -> float:
 
 
 class GradientWatch:
-    """Counts gradients of a run that stand out: a few are clipped and forgotten, many mean too high a learning rate."""
+    """Counts gradients of a run that stand out: a few are clipped and forgotten, many mean too
+    high a learning rate.
+    """
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         known = state or {"norms": [], "num_spikes": 0, "num_nonfinite": 0}
@@ -155,7 +169,9 @@ class GradientWatch:
         if norm is None:
             self.num_overflows += 1
             return
-        if len(self.norms) >= MIN_SPIKE_STEPS and norm > SPIKE_FACTOR * statistics.median(self.norms):
+        if len(self.norms) >= MIN_SPIKE_STEPS and norm > SPIKE_FACTOR * statistics.median(
+            self.norms
+        ):
             self.num_spikes += 1
         self.norms.append(norm)
 
@@ -166,7 +182,9 @@ class GradientWatch:
 
 
 class GpuUtilization:
-    """Reads the GPU's utilization once a second: NVML averages over about as long, and a query takes milliseconds."""
+    """Reads the GPU's utilization once a second: NVML averages over about as long, and a query
+    takes milliseconds.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -189,7 +207,9 @@ class EnergyWatch:
         self._meter = EnergyMeter(device.type, device.index or 0)
         self._readings: list[EnergyReading | None] = []
         self.watts: float | None = None
-        """Mean power from the first steady step on, with previews and validation in between; None if not known."""
+        """Mean power from the first steady step on, with previews and validation in between;
+        None if not known.
+        """
         self.joules: float | None = None
         """Energy of all that the device did; None if it is unknown."""
 
@@ -208,12 +228,18 @@ class EnergyWatch:
         self._readings.append(self._meter.read())
 
 
-def profile_steps(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
-    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS` to `path`."""
+def profile_steps(
+    path: Path | None,
+) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
+    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS`
+    to `path`.
+    """
     if path is None:
         return contextlib.nullcontext()
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1),
+        schedule=torch.profiler.schedule(
+            wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1
+        ),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         record_shapes=True,
     )

@@ -1,7 +1,8 @@
-"""What losses on held-out images tell over a run: when they were lowest, and when they began to rise for good. Pure.
+"""What losses on held-out images tell over a run: when they were lowest, and when they began to
+rise for good. Pure.
 
-Every measurement is of the same draws, so two are compared draw by draw: what counts is whether their differences are
-more than chance, not how far draws differ among each other.
+Every measurement is of the same draws, so two are compared draw by draw: what counts is whether
+their differences are more than chance, not how far draws differ among each other.
 """
 
 import math
@@ -49,7 +50,12 @@ class ValidationHistory:
         if is_best:
             self.best_loss, self.best_step = loss, step
         if loss < statistics.fmean(self.lowest):
-            self.lowest, self.lowest_step, self.num_rises, self.overfitting_from = list(losses), step, 0, None
+            self.lowest, self.lowest_step, self.num_rises, self.overfitting_from = (
+                list(losses),
+                step,
+                0,
+                None,
+            )
         else:
             self.num_rises = self.num_rises + 1 if _has_risen(self.lowest, losses) else 0
             if self.num_rises == NUM_RISES:
@@ -64,13 +70,23 @@ class ValidationHistory:
     @property
     def warning(self) -> str | None:
         """That overfitting has begun, if the last measurement tells so for the first time."""
-        if self.overfitting_from is None or self.num_rises != NUM_RISES or not math.isfinite(self.final_loss):
+        if (
+            self.overfitting_from is None
+            or self.num_rises != NUM_RISES
+            or not math.isfinite(self.final_loss)
+        ):
             return None
         losses = f"now {self.final_loss:.4f}, lowest {statistics.fmean(self.lowest):.4f}"
         if self.overfitting_from == 0:
-            return f"the loss on held-out images is above the model's own and rises: {losses} without the adapter"
+            return (
+                f"the loss on held-out images is above the model's own and rises: {losses} "
+                "without "
+                "the adapter"
+            )
         return (
-            f"overfitting began after step {self.overfitting_from}: on held-out images the loss rises, {losses} there"
+            f"overfitting began after step {self.overfitting_from}: on held-out images the "
+            "loss "
+            f"rises, {losses} there"
         )
 
     @property

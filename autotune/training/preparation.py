@@ -1,4 +1,6 @@
-"""Everything that is checked before a run's long work: plan, machine, model, data, output folder and disk."""
+"""Everything that is checked before a run's long work: plan, machine, model, data, output folder
+and disk.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +10,26 @@ import torch
 from filelock import FileLock
 
 from autotune.data import SplitDataset
-from autotune.families import ResolvedModel, adapter_shapes, add_adapter, build_on_meta, fetch_model, is_on_hub
+from autotune.families import (
+    ResolvedModel,
+    adapter_shapes,
+    add_adapter,
+    build_on_meta,
+    fetch_model,
+    is_on_hub,
+)
 from autotune.knobs import TuningContext, optimizer_bytes
 from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
 from autotune.training.describe import describe_workload, overrides_from
-from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
+from autotune.training.fit import (
+    data_misfits,
+    hardware_misfits,
+    key_misfits,
+    model_misfits,
+    require_fit,
+)
 from autotune.training.folder import claim_folder
 from autotune.training.inputs import RunInputs, read_inputs, read_model
 from autotune.training.processes import card_misfits
@@ -44,52 +59,71 @@ def prepare(
     nodes: NodeGroup = THIS_NODE,
     inputs: RunInputs | None = None,
 ) -> PreparedRun:
-    """Check plan, machine, model, data, output folder and disk: everything that can fail before any long work.
+    """Check plan, machine, model, data, output folder and disk: everything that can fail before any
+    long work.
 
-    `nodes` are the machines on which processes are to be started, if this process is none of them; `inputs` what
-    `read_inputs` has read already.
+    `nodes` are the machines on which processes are to be started, if this process is none of them;
+    `inputs` what `read_inputs` has read already.
 
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
     _require_machine(plan, hardware, nodes)
     inputs = inputs or read_inputs(plan, resume=resume)
-    data, model, job, planned = inputs.data, inputs.model or read_model(plan), plan.job, plan.frozen.workload
+    data, model, job, planned = (
+        inputs.data,
+        inputs.model or read_model(plan),
+        plan.job,
+        plan.frozen.workload,
+    )
     require_fit(model_misfits(plan, model.spec))
-    workload = describe_workload(model, data.whole, overrides_from(planned), drops_captions=job.caption_dropout > 0)
+    workload = describe_workload(
+        model, data.whole, overrides_from(planned), drops_captions=job.caption_dropout > 0
+    )
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()
-    is_first = nodes.is_first if launch is None else launch.rank == 0  # which locks it for all processes
+    is_first = (
+        nodes.is_first if launch is None else launch.rank == 0
+    )  # which locks it for all processes
     lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
 
-def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup, *, by_keys: bool = False) -> None:
-    """Raise DoesNotFit unless all processes of this machine have their device; `by_keys` alone, whatever its memory.
+def _require_machine(
+    plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup, *, by_keys: bool = False
+) -> None:
+    """Raise DoesNotFit unless all processes of this machine have their device; `by_keys` alone,
+    whatever its memory.
 
-    A process that another launcher started looks at its own device, before it meets the others and any takes memory.
-    One of autotune's own skips this: what started it has looked, and by now the first may be loading.
+    A process that another launcher started looks at its own device, before it meets the others and
+    any takes memory. One of autotune's own skips this: what started it has looked, and by now the
+    first may be loading.
     """
     launch = current_launch()
     if launch and launch.launcher == "autotune":
         return
-    local = launch.local_world_size if launch else plan.frozen.hardware.num_processes // nodes.num_nodes
+    local = (
+        launch.local_world_size if launch else plan.frozen.hardware.num_processes // nodes.num_nodes
+    )
     misfits = key_misfits(plan, hardware) if by_keys else hardware_misfits(plan, hardware, local)
     require_fit((*misfits, *(() if launch else card_misfits(plan, hardware, local))))
 
 
-def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup = THIS_NODE) -> TrainingPlan:
+def fetch_weights(
+    plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup = THIS_NODE
+) -> TrainingPlan:
     """Download a hub's model, with progress bars; the plan returned names the commit.
 
     Nothing is downloaded for a local folder.
 
     Raises:
         DoesNotFit: the plan was made for another machine.
-        BadWeights: the repository does not exist, its license is not accepted, or offline files are missing.
+        BadWeights: the repository does not exist, its license is not accepted, or offline files are
+            missing.
     """
     job = plan.job
     if not is_on_hub(job.pinned_model):
@@ -100,8 +134,8 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGrou
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
-    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a checkpoint with the
-    optimizer's state and the average of steps."""
+    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a
+    checkpoint with the optimizer's state and the average of steps."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     shapes = adapter_shapes(model.family, transformer, workload)
@@ -111,7 +145,9 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
         starting_values(Path(job.from_adapter), transformer, model.family)
     num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(
-        1, job.checkpoint_every(epoch_size, workload.effective_batch_size) * job.checkpoints_keep_every
+        1,
+        job.checkpoint_every(epoch_size, workload.effective_batch_size)
+        * job.checkpoints_keep_every,
     )
     state_bytes, _ = optimizer_bytes(workload.optimizer, shapes)
     checkpoint_bytes = adapter_bytes * (1 + bool(workload.ema_decay)) + state_bytes

@@ -1,9 +1,10 @@
-"""Samples through the stock pipeline around the transformer in training: no weight is in memory twice.
+"""Samples through the stock pipeline around the transformer in training: no weight is in memory
+twice.
 
-Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder up to the first
-call of a transformer that has a shape but no weights, and the results of its `encode_prompt` are recorded, in the cache
-of encoded data too. Later the same pipeline runs without any text encoder and gets these results instead. No family
-needs code of its own for this.
+Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder
+up to the first call of a transformer that has a shape but no weights, and the results of its
+`encode_prompt` are recorded, in the cache of encoded data too. Later the same pipeline runs without
+any text encoder and gets these results instead. No family needs code of its own for this.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ MIN_HALVED_SIDE_PX = 256
 """Images with a shorter side than this are not halved when memory is short."""
 
 EXACT_INPUTS = ("timestep", "time_ids")
-"""Inputs of transformers that are exact numbers, of each token or of sizes in pixels; those of images have one
-dimension."""
+"""Inputs of transformers that are exact numbers, of each token or of sizes in pixels; those of
+images have one dimension."""
 
 OnFrames = Callable[[str, int, list[Image.Image]], None]
 """Gets `with` or `without` the adapter, the number of the preview, and its frames."""
@@ -62,9 +63,21 @@ class Preview:
     control_paths: tuple[Path, ...] = ()
 
     def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
-        """What a picture's file tells of how it was made; `adapter` says which weights of the adapter were in use."""
-        made_by = {"software": f"autotune {__version__}", "plan": plan.identity, "model": plan.job.pinned_model}
-        return {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps, "adapter": adapter, **made_by}
+        """What a picture's file tells of how it was made; `adapter` says which weights of the
+        adapter were in use.
+        """
+        made_by = {
+            "software": f"autotune {__version__}",
+            "plan": plan.identity,
+            "model": plan.job.pinned_model,
+        }
+        return {
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "steps": self.num_steps,
+            "adapter": adapter,
+            **made_by,
+        }
 
 
 class _Reached(Exception):
@@ -74,10 +87,13 @@ class _Reached(Exception):
 class PreviewSampler:
     """Samples previews: `encode_prompts` first, then `attach` a transformer.
 
-    `encoders` hold the VAE, too; `on_warning` is told if memory is too short for images of the requested size.
+    `encoders` hold the VAE, too; `on_warning` is told if memory is too short for images of the
+    requested size.
     """
 
-    def __init__(self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(
+        self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None
+    ) -> None:
         self.encoders, self.on_warning = encoders, on_warning
         self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
         self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
@@ -92,7 +108,9 @@ class PreviewSampler:
         return getattr(self.pipeline, self.model.family.denoiser)
 
     def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
-        """Encode the prompts of all previews, or read them from `cache` if equal encoders have encoded them before."""
+        """Encode the prompts of all previews, or read them from `cache` if equal encoders have
+        encoded them before.
+        """
         identity, missing = self.encoders.identity, []
         for preview in previews:
             if stored := cache.read(_cache_key(preview, identity)):
@@ -102,7 +120,10 @@ class PreviewSampler:
         if missing:
             self._encode(missing)
         for preview in missing:
-            cache.write(_cache_key(preview, identity), _pack(self.encoded[preview.prompt, preview.control_paths]))
+            cache.write(
+                _cache_key(preview, identity),
+                _pack(self.encoded[preview.prompt, preview.control_paths]),
+            )
 
     def _encode(self, previews: Sequence[Preview]) -> None:
         pipeline, family = self.encoders.load_pipeline(), self.model.family
@@ -134,13 +155,17 @@ class PreviewSampler:
 
     def _with_device(self, model: nn.Module) -> nn.Module:
         """The model, which has its weights on meta: a pipeline may take its device from it."""
-        model.__class__ = type(type(model).__name__, (type(model),), {"device": property(lambda _: self.device)})
+        model.__class__ = type(
+            type(model).__name__, (type(model),), {"device": property(lambda _: self.device)}
+        )
         return model
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on the host.
+        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on
+        the host.
 
-        A second transformer, which denoises where this one does not, is streamed: both would seldom fit.
+        A second transformer, which denoises where this one does not, is streamed: both would seldom
+        fit.
         """
         family = self.model.family
         others = {
@@ -154,7 +179,8 @@ class PreviewSampler:
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
-        """The frames of one preview. If memory is short the VAE works in tiles, then the image is halved.
+        """The frames of one preview. If memory is short the VAE works in tiles, then the image is
+        halved.
 
         Raises:
             PreviewTooLarge: memory is too short for the smallest size.
@@ -189,7 +215,8 @@ class PreviewSampler:
         """The bucket with both sides divided by `divisor`, as multiples that the model accepts."""
         multiple = self.model.family.size_multiple_px
         width, height = (
-            max(multiple, side // self.divisor // multiple * multiple) for side in (bucket.width_px, bucket.height_px)
+            max(multiple, side // self.divisor // multiple * multiple)
+            for side in (bucket.width_px, bucket.height_px)
         )
         return bucket.model_copy(update={"width_px": width, "height_px": height})
 
@@ -208,12 +235,14 @@ class PreviewSampler:
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
-        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(next(encoded), self.device)
+        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(
+            next(encoded), self.device
+        )
         return self._run(self.pipeline, preview)
 
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
-        """Has the modulations of all steps of a preview computed at once, if they are computed ahead: the pipeline runs
-        without blocks, up to the VAE, to tell what they will depend on."""
+        """Has the modulations of all steps of a preview computed at once, if they are computed
+        ahead: the pipeline runs without blocks, up to the VAE, to tell what they will depend on."""
         ahead = find_modulation_ahead(self.transformer)
         if ahead is None:
             return contextlib.nullcontext()
@@ -234,9 +263,13 @@ class PreviewSampler:
         except MemoryError:  # says nothing of the file
             raise
         except Exception as error:  # decoders raise anything for damaged files
-            raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
+            raise InvalidInput(
+                f"a control image cannot be decoded: {error}", hint="check the files"
+            ) from error
         family = self.model.family
-        with self._casting([getattr(pipeline, name) for name in (family.denoiser, *family.other_denoisers)]):
+        with self._casting(
+            [getattr(pipeline, name) for name in (family.denoiser, *family.other_denoisers)]
+        ):
             return family.sample(
                 pipeline,
                 preview.prompt,
@@ -248,14 +281,18 @@ class PreviewSampler:
 
     @contextlib.contextmanager
     def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
-        """Lets a pipeline in fp32 call transformers in fp16, which has no room for all levels and sizes: they stay."""
+        """Lets a pipeline in fp32 call transformers in fp16, which has no room for all levels
+        and sizes: they stay.
+        """
         own = self.encoders.denoiser_dtype
         if own == self.dtype:
             yield
             return
 
         def cast(path: tuple[Any, ...], value: Any) -> Any:
-            is_activation = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+            is_activation = (
+                isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+            )
             exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
             return value.to(own) if is_activation and not exact else value
 
@@ -276,7 +313,8 @@ class PreviewSampler:
     def compare_adapter(
         self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
     ) -> list[tuple[Image.Image, Image.Image]]:
-        """First frames (without, with) of each preview; replaces the adapter in training by the one in the file.
+        """First frames (without, with) of each preview; replaces the adapter in training by the one
+        in the file.
 
         All frames go to `on_frames`, clip by clip, so that one is in memory at a time.
 
@@ -288,7 +326,9 @@ class PreviewSampler:
         self.load_adapter(adapter)
         return list(zip(without, self._first_frames("with", previews, on_frames), strict=True))
 
-    def _first_frames(self, name: str, previews: Sequence[Preview], on_frames: OnFrames) -> list[Image.Image]:
+    def _first_frames(
+        self, name: str, previews: Sequence[Preview], on_frames: OnFrames
+    ) -> list[Image.Image]:
         first = []
         for number, preview in enumerate(previews):
             frames = self.sample(preview)
@@ -315,16 +355,21 @@ class PreviewSampler:
                 setattr(self.pipeline, name, self.transformer)
             load = attrgetter(family.adapter_loader)(self.pipeline)
             load(adapter.parent, weight_name=adapter.name, **family.adapter_options)
-        except Exception as error:  # diffusers and peft raise anything for an adapter of another model
+        except (
+            Exception
+        ) as error:  # diffusers and peft raise anything for an adapter of another model
             if is_out_of_memory(error):
                 raise
-            raise InvalidInput(f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint) from error
+            raise InvalidInput(
+                f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint
+            ) from error
         finally:
             for name, other in others.items():
                 setattr(self.pipeline, name, other)
         if not getattr(self.transformer, "peft_config", None):
             raise AutotuneError(
-                f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"
+                f"{adapter} could not be loaded back",
+                hint="this is a bug in autotune: please report it",
             )
 
 
@@ -334,7 +379,9 @@ def _stop(*_: object, **__: object) -> None:
 
 def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
     prompt = make_prompt_entry(preview.prompt, preview.control_paths, preview.bucket, identity)
-    return entry_key("preview", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px))
+    return entry_key(
+        "preview", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px)
+    )
 
 
 STRUCTURE = "structure"

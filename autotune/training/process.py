@@ -1,7 +1,7 @@
 """One of several processes that train together; `several.py` starts it.
 
-The first one of the machine writes its events as JSON lines, then its report, or the error it ends with, to the pipe of
-the starting process. Of several machines only the first one's have events.
+The first one of the machine writes its events as JSON lines, then its report, or the error it ends
+with, to the pipe of the starting process. Of several machines only the first one's have events.
 """
 
 import os
@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 from autotune.errors import Preempted
-from autotune.runtime import current_launch, error_line, explain_error, prepare_process, silence_progress_bars
+from autotune.runtime import (
+    current_launch,
+    error_line,
+    explain_error,
+    prepare_process,
+    silence_progress_bars,
+)
 from autotune.schema import Event, event_line, read_plan
 
 
@@ -43,7 +49,9 @@ def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:
                 raise
             failure = explain_error(error)
             lines.write(error_line(failure) + "\n")
-            if not is_first and not isinstance(failure, Preempted):  # the first one says that for all
+            if not is_first and not isinstance(
+                failure, Preempted
+            ):  # the first one says that for all
                 sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
             sys.exit(failure.exit_status)
 

@@ -1,12 +1,15 @@
-"""Several processes that train together, one per device: synchronized here, started in `runtime.launching`.
+"""Several processes that train together, one per device: synchronized here, started in
+`runtime.launching`.
 
-accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own, since accelerate
-wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen weights, quantized or sharded ones
-too, are on its ignore list, so it neither sends nor checks them. If a model has layers that get no gradient (the last
-block's text stream), they are searched for in every step, since a static graph does not work together with
-accumulation without synchronization (torch 2.13 fails in the second step).
+accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own,
+since accelerate wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen
+weights, quantized or sharded ones too, are on its ignore list, so it neither sends nor checks them.
+If a model has layers that get no gradient (the last block's text stream), they are searched for in
+every step, since a static graph does not work together with accumulation without synchronization
+(torch 2.13 fails in the second step).
 
-Nodes may have folders of their own: what is decided from files is read by the first process and told to all others.
+Nodes may have folders of their own: what is decided from files is read by the first process and
+told to all others.
 """
 
 import contextlib
@@ -32,10 +35,14 @@ from autotune.training.fit import memory_misfits
 from autotune.training.sharding import num_shards_of
 
 MAX_STEP_WAIT = timedelta(minutes=10)
-"""How long a process waits in a step for the others' gradients: the timeout of torch's process group."""
+"""How long a process waits in a step for the others' gradients: the timeout of torch's process
+group.
+"""
 
 MAX_WAIT = timedelta(hours=12)
-"""How long it waits between phases, while another one encodes a dataset, loads a model or samples previews."""
+"""How long it waits between phases, while another one encodes a dataset, loads a model or
+samples previews.
+"""
 
 T = TypeVar("T")
 
@@ -70,7 +77,9 @@ class Processes:
 
     @property
     def is_sampler(self) -> bool:
-        """Whether this process samples previews: the first, or all if each holds only a part of the weights."""
+        """Whether this process samples previews: the first, or all if each holds only a part of
+        the weights.
+        """
         return self.is_first or self.num_shards > 1
 
     def average(self, tensor: torch.Tensor) -> None:
@@ -93,7 +102,9 @@ class Processes:
             torch.distributed.barrier(group=self.waiting_group)
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What the first process computes, on all of them; if it raises an AutotuneError, all do."""
+        """What the first process computes, on all of them; if it raises an AutotuneError, all
+        do.
+        """
         if self.world_size == 1:
             return compute()
         outcome: list[T | AutotuneError | None] = [None]
@@ -113,13 +124,18 @@ class Processes:
         return sum(known) if len(known) == self.world_size else None
 
     def require_same(self, what: str, digest: str) -> None:
-        """Check that `what` has the same digest on all processes. Raises InvalidInput if it has not."""
+        """Check that `what` has the same digest on all processes. Raises InvalidInput if it has
+        not.
+        """
         digests = self._gather(digest)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise InvalidInput(
                 f"{what} of process {others[0]} differs from that of process 0",
-                hint="copy the plan, the data and the model to every node, and start the same command on each",
+                hint=(
+                    "copy the plan, the data and the model to every node, and start the same "
+                    "command on each"
+                ),
             )
 
     def _gather(self, value: T) -> list[T]:
@@ -130,7 +146,8 @@ class Processes:
         return values
 
     def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
-        """The adapted transformer as the steps call it: with several processes, wrapped to average gradients.
+        """The adapted transformer as the steps call it: with several processes, wrapped to average
+        gradients.
 
         `has_unused` says whether the loss leaves some of the adapter's layers without a gradient.
 
@@ -139,29 +156,43 @@ class Processes:
         """
         if self.world_size == 1:
             return transformer
-        frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
+        frozen = [
+            name
+            for name, parameter in transformer.named_parameters()
+            if not parameter.requires_grad
+        ]
         buffers = [name for name, _ in transformer.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen + buffers)  # type: ignore[no-untyped-call]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            transformer, frozen + buffers
+        )  # type: ignore[no-untyped-call]
         if (actual := num_shards_of(transformer)) != self.num_shards:
             raise AutotuneError(
-                f"the plan shards the weights over {self.num_shards} process(es), but they are sharded over {actual}",
+                f"the plan shards the weights over {self.num_shards} process(es), but they are "
+                f"sharded over {actual}",
                 hint="this is a bug in autotune: please report it",
             )
-        # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are not sent.
+        # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are
+        # not sent.
         return DistributedDataParallel(
-            transformer, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=has_unused
+            transformer,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=has_unused,
         )
 
 
 def make_current(device: torch.device) -> None:
-    """Initialize CUDA on `device`: memory counters need it, and libraries launch on the current device."""
+    """Initialize CUDA on `device`: memory counters need it, and libraries launch on the current
+    device.
+    """
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device)
 
 
 def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
-    """Join the process group of the plan's processes; `device` is this process's if it is the only one.
+    """Join the process group of the plan's processes; `device` is this process's if it is the only
+    one.
 
     Raises:
         AutotuneError: the number of processes is not the plan's, or the others did not come.
@@ -171,18 +202,25 @@ def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
     has_several = planned.num_processes > 1
     launch = current_launch()
     if has_several and launch and launch.world_size > 1:
-        _start_process_group("nccl" if device.type == "cuda" else "gloo", f"{launch.address}:{launch.port}")
+        _start_process_group(
+            "nccl" if device.type == "cuda" else "gloo", f"{launch.address}:{launch.port}"
+        )
     state = PartialState(cpu=device.type == "cpu")
     if state.num_processes != planned.num_processes:
         raise AutotuneError(
             f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
-            hint="start it with `autotune train`, which starts those of one machine, or as many with torchrun or srun",
+            hint=(
+                "start it with `autotune train`, which starts those of one machine, or as many "
+                "with torchrun or srun"
+            ),
         )
     own = state.device if has_several and device.type != "cpu" else device
     make_current(own)
     group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
     local_rank = launch.local_rank if launch else 0
-    return Processes(state.process_index, planned.num_processes, own, planned.num_shards, local_rank, group)
+    return Processes(
+        state.process_index, planned.num_processes, own, planned.num_shards, local_rank, group
+    )
 
 
 def _start_process_group(backend: str, endpoint: str) -> None:
@@ -200,14 +238,19 @@ def _start_process_group(backend: str, endpoint: str) -> None:
     except (RuntimeError, OSError) as error:
         raise AutotuneError(
             f"the processes did not meet at {endpoint}: {first_line(error)}",
-            hint="make sure that all of them run, and can reach that port on the first process's host",
+            hint=(
+                "make sure that all of them run, and can reach that port on the first process's "
+                "host"
+            ),
         ) from error
 
 
 def _interface_to(host: str) -> str | None:
-    """The network interface by which this machine reaches a host, or is it; None if it is the loopback's or unknown.
+    """The network interface by which this machine reaches a host, or is it; None if it is the
+    loopback's or unknown.
 
-    Gloo by itself takes the one that the machine's name stands for, which many systems say is the loopback's.
+    Gloo by itself takes the one that the machine's name stands for, which many systems say is the
+    loopback's.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -235,8 +278,12 @@ def explain_lost_peer() -> Iterator[None]:
             raise
         late = "timed out" in text.lower()
         raise PeerLost(
-            f"another process of this run {'does not answer' if late else 'has ended'}: {_cause(text)}",
-            hint="look at what the other processes and nodes printed; go on from the last checkpoint with --resume",
+            f"another process of this run {'does not answer' if late else 'has ended'}: "
+            f"{_cause(text)}",
+            hint=(
+                "look at what the other processes and nodes printed; go on from the last "
+                "checkpoint with --resume"
+            ),
         ) from error
 
 
@@ -246,29 +293,47 @@ def _cause(text: str) -> str:
 
 
 def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why so many processes cannot have one GPU each; empty when they can. On a CPU they share it."""
+    """Why so many processes cannot have one GPU each; empty when they can. On a CPU they share
+    it.
+    """
     kind = hardware.device.kind
     if num_processes == 1 or kind == "cpu":
         return ()
     if kind != "cuda":
         return (f"processes: {num_processes} need a GPU each, {kind} has one",)
     if hardware.device.count < num_processes:
-        return (f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",)
+        return (
+            f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",
+        )
     cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
     kinds = {(card.name, card.total_memory // 2**30) for card in cards}
     names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
-    return (f"processes: they need equal GPUs, the first {num_processes} are {names}",) if len(kinds) > 1 else ()
+    return (
+        (f"processes: they need equal GPUs, the first {num_processes} are {names}",)
+        if len(kinds) > 1
+        else ()
+    )
 
 
-def card_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
-    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory each here;
-    `memory_misfits` checks the first one's."""
+def card_misfits(
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
+) -> tuple[str, ...]:
+    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory
+    each here; `memory_misfits` checks the first one's."""
     planned = plan.frozen.hardware
     num_processes = num_processes or planned.num_processes
     if misfits := device_misfits(num_processes, hardware):
         start = f"--nodes {planned.num_nodes} --rdzv-endpoint HOST:PORT on each starts its share"
         is_all = num_processes == planned.num_processes and planned.num_nodes > 1
-        return (*misfits, *((f"nodes: the plan is for {planned.num_nodes}; {start}",) if is_all else ()))
+        return (
+            *misfits,
+            *((f"nodes: the plan is for {planned.num_nodes}; {start}",) if is_all else ()),
+        )
     others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
     own = hardware.device.index  # which `memory_misfits` has looked at
-    return tuple(misfit for index in others if index != own for misfit in memory_misfits(plan, probe(index=index)))
+    return tuple(
+        misfit
+        for index in others
+        if index != own
+        for misfit in memory_misfits(plan, probe(index=index))
+    )

@@ -1,4 +1,6 @@
-"""`autotune train`: runs exactly what a plan says, and reports measured against predicted figures."""
+"""`autotune train`: runs exactly what a plan says, and reports measured against predicted
+figures.
+"""
 
 import contextlib
 import math
@@ -14,7 +16,13 @@ from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_d
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.hardware import joules_per_image
 from autotune.knobs import configure_allocator, torch_dtype
-from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
+from autotune.runtime import (
+    is_out_of_memory,
+    preempt_on_signal,
+    reraise_disk_full,
+    reraise_oom,
+    write_text_atomic,
+)
 from autotune.schema import (
     JOULES_PER_KWH,
     MAX_PREVIEW_PROMPTS,
@@ -34,7 +42,13 @@ from autotune.training.adapter_file import export_trained, judge_adapter, save_t
 from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints, require_same_run
 from autotune.training.context import RunContext
-from autotune.training.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, comparison_file, preview_file
+from autotune.training.files import (
+    ADAPTER_FILE,
+    CHECKPOINTS,
+    REPORT_FILE,
+    comparison_file,
+    preview_file,
+)
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
 from autotune.training.guard import MemoryGuard
 from autotune.training.inputs import RunInputs
@@ -61,17 +75,20 @@ def train(
     trace: bool = False,
     inputs: RunInputs | None = None,
 ) -> RunReport:
-    """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint if there is one.
+    """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint
+    if there is one.
 
-    Writes the adapter, a report, curves and, if the job has prompts, samples with and without the adapter. With
-    `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run returns its report. `inputs` are
-    what `read_inputs` has read already.
+    Writes the adapter, a report, curves and, if the job has prompts, samples with and without the
+    adapter. With `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run
+    returns its report. `inputs` are what `read_inputs` has read already.
 
     Raises:
         DoesNotFit: the plan was made for another machine, model or class of data.
-        InvalidInput: the model or the data cannot be used, or the output folder belongs to another run.
+        InvalidInput: the model or the data cannot be used, or the output folder belongs to another
+            run.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of processes is wrong.
+        AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of
+            processes is wrong.
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume, inputs=inputs)
@@ -79,16 +96,28 @@ def train(
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
         with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
-            processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
+            processes = join_processes(
+                plan.frozen.hardware, torch.device(hardware.device.torch_name)
+            )
             with explain_lost_peer(), MemoryGuard(hardware.device.memory_kind) as guard:
                 on_event = on_event if processes.is_first else ignore_event
                 common = {**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume}
-                processes.require_same("the plan, its job or the model", digest_of(common))  # paths may differ
-                if resume and (report := processes.share(lambda: finished_report(plan, prepared.data.training))):
-                    text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
+                processes.require_same(
+                    "the plan, its job or the model", digest_of(common)
+                )  # paths may differ
+                if resume and (
+                    report := processes.share(lambda: finished_report(plan, prepared.data.training))
+                ):
+                    text = (
+                        f"this run has taken all of its {report.num_steps} steps: nothing is "
+                        "left "
+                        "to do"
+                    )
                     on_event(Notice(text=text))
                     return report
-                cache = MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                cache = (
+                    MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                )
                 run = _Run(plan, prepared, hardware, cache, on_event, processes, guard)
                 return run.train(started, resume=resume, trace=trace)
     finally:
@@ -96,7 +125,9 @@ def train(
 
 
 class _Run:
-    """The phases of one run around its loop; `on_event` tells of the first of its processes alone."""
+    """The phases of one run around its loop; `on_event` tells of the first of its processes
+    alone.
+    """
 
     def __init__(
         self,
@@ -118,7 +149,9 @@ class _Run:
         self.metrics: Metrics | None = None
         """None on all processes but the first, and before training."""
         frozen = plan.frozen
-        self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
+        self.encoders = Encoders(
+            prepared.model, frozen.caching, frozen.settings, self.processes.device
+        )
         self.sampler = PreviewSampler(self.encoders, self._warn)
         self.previews = self._list_previews() if self.processes.is_sampler else []
 
@@ -143,16 +176,23 @@ class _Run:
             weights=self.prepared.weights,
         ) as checkpoints:
             # Refused before anything is loaded.
-            checkpoint = processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
+            checkpoint = (
+                processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
+            )
             first_step = checkpoint.step if checkpoint else 0
             self._require_steps(first_step, encoded)
             with self.watch.phase("loading"):
                 trained = self._load()
                 processes.wait()
-            self.on_event(PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training"))
+            self.on_event(
+                PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training")
+            )
             if processes.is_first:
                 self.metrics = Metrics(
-                    self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn
+                    self.output,
+                    resumed_at=first_step,
+                    report_to=job.report_to,
+                    on_warning=self._warn,
                 )
             metrics = self.metrics
             context = RunContext(
@@ -167,39 +207,62 @@ class _Run:
                 card=self.card,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
-            with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
+            with (
+                contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
+                self.watch.phase("training"),
+            ):
                 loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
                 with self.guard.finishing_steps():
                     loop.run()
-        with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
+        with (
+            eager_eval(trained.transformer),
+            preempt_on_signal(second_ends=processes.world_size == 1),
+        ):
             report = self._finish(loop, started)
         return processes.share(lambda: report)
 
     def _require_same_run(self) -> None:
-        """Raise InvalidInput if the checkpoints are of other data or encoders: known before anything is encoded,
-        unless the data has files that may turn out to be broken, which no key covers."""
-        job, training, buckets = self.plan.job, self.prepared.data.training, self.prepared.workload.buckets
+        """Raise InvalidInput if the checkpoints are of other data or encoders: known before
+        anything is encoded, unless the data has files that may turn out to be broken, which no
+        key covers."""
+        job, training, buckets = (
+            self.plan.job,
+            self.prepared.data.training,
+            self.prepared.workload.buckets,
+        )
         if training.num_unverified == 0:
             items, entries = list_entries(
-                self.encoders, training, buckets, self.cache, caption_dropout=job.caption_dropout, flip=job.flip
+                self.encoders,
+                training,
+                buckets,
+                self.cache,
+                caption_dropout=job.caption_dropout,
+                flip=job.flip,
             )
             require_same_run(self.output, compute_run_key(self.plan, items, entries))
 
     def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
         """Raise InvalidInput if more steps were taken already than the run is to take."""
         job, workload = self.plan.job, self.plan.frozen.workload
-        num_steps = job.steps_on(sum(item.repeats for item in encoded.items), workload.effective_batch_size)
+        num_steps = job.steps_on(
+            sum(item.repeats for item in encoded.items), workload.effective_batch_size
+        )
         if num_taken > num_steps:
             raise InvalidInput(
                 f"{num_taken} steps were taken already, and the run is to take {num_steps}",
-                hint=f"resume with --steps {num_taken} or more, or choose another folder with --output",
+                hint=(
+                    f"resume with --steps {num_taken} or more, or choose another folder with "
+                    "--output"
+                ),
             )
 
     def _load(self) -> TrainingModel:
         self.on_event(PhaseStarted(name="loading the transformer"))
         processes, settings = self.processes, self.plan.frozen.settings
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
-        trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
+        trained = load_model(
+            model, workload, settings, processes.device, seed, shards=processes.num_shards
+        )
         if (started_from := self.plan.job.from_adapter) is not None:
             start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
@@ -207,16 +270,29 @@ class _Run:
         return trained
 
     def _list_previews(self) -> list[Preview]:
-        """One per prompt, with the control images of the item whose caption is the prompt, or of the first item."""
-        job, items, bucket = self.plan.job, self.prepared.data.training.items, self.prepared.workload.largest_bucket
+        """One per prompt, with the control images of the item whose caption is the prompt, or of
+        the first item.
+        """
+        job, items, bucket = (
+            self.plan.job,
+            self.prepared.data.training.items,
+            self.prepared.workload.largest_bucket,
+        )
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
-            Preview(prompt, bucket, job.preview_steps, job.seed + number, controls.get(prompt, items[0].control_paths))
+            Preview(
+                prompt,
+                bucket,
+                job.preview_steps,
+                job.seed + number,
+                controls.get(prompt, items[0].control_paths),
+            )
             for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
-        """Encode on the first process of each node while the others wait; then they find all in the cache.
+        """Encode on the first process of each node while the others wait; then they find all in the
+        cache.
 
         Returns what is trained on and what is held out, None if that is nothing.
         """
@@ -236,7 +312,9 @@ class _Run:
             caption_dropout=self.plan.job.caption_dropout,
             flip=self.plan.job.flip,
             mask_floor=self.plan.job.mask_floor,
-            on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
+            on_progress=lambda done, total: self.on_event(
+                Progressed(name="encoding", done=done, total=total)
+            ),
         )
         for problem in encoded.problems:
             self._notify(f"left out: {problem.file}: {problem.message}")
@@ -269,7 +347,9 @@ class _Run:
 
     def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
         if self.processes.is_first:
-            self._save_frames(frames, self.output / comparison_file(name, number), self.previews[number], name)
+            self._save_frames(
+                frames, self.output / comparison_file(name, number), self.previews[number], name
+            )
 
     def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
         fps = self.prepared.model.family.defaults.frames_per_second
@@ -277,11 +357,22 @@ class _Run:
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
-        """If a preview cannot be made, the run continues without previews; sharded weights need all processes to."""
+        """If a preview cannot be made, the run continues without previews; sharded weights need
+        all processes to.
+        """
         try:
             yield
-        except (PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError) as error:
-            if self.processes.num_shards > 1 or (not isinstance(error, AutotuneError) and is_out_of_memory(error)):
+        except (
+            PreviewTooLarge,
+            InvalidInput,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:
+            if self.processes.num_shards > 1 or (
+                not isinstance(error, AutotuneError) and is_out_of_memory(error)
+            ):
                 raise
             self._warn(f"{first_line(error)}; the run goes on without previews")
             self.previews = []
@@ -302,7 +393,15 @@ class _Run:
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
                 dtype = torch_dtype(self.plan.job.save_dtype)
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, kept_step, dtype)
+                save_trained(
+                    adapter,
+                    loop.model,
+                    loop.optimizer,
+                    workload,
+                    self.plan.digest,
+                    kept_step,
+                    dtype,
+                )
                 self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")
         transformer.disable_adapters()  # type: ignore[operator]
@@ -314,7 +413,9 @@ class _Run:
         verdict = None
         if self.processes.is_first:
             last_block = loop.model.family.last_block(transformer)
-            verdict = judge_adapter(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
+            verdict = judge_adapter(
+                adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss
+            )
         report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
             write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
@@ -335,17 +436,28 @@ class _Run:
         if not self.processes.is_first or not pairs:
             return
         rows = [
-            ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
+            ComparedPictures(*pair, each.prompt, each.seed)
+            for pair, each in zip(pairs, self.previews, strict=True)
         ]
-        save_image(make_sheet(rows), self.output / "samples.png", self.previews[0].facts(self.plan, adapter="both"))
+        save_image(
+            make_sheet(rows),
+            self.output / "samples.png",
+            self.previews[0].facts(self.plan, adapter="both"),
+        )
 
     def _report(
-        self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, total_seconds: float
+        self,
+        loop: TrainingLoop,
+        verdict: AdapterVerdict | None,
+        kept_step: int,
+        total_seconds: float,
     ) -> RunReport:
         metrics = loop.context.metrics
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[NUM_WARMUP_STEPS:] or loop.seconds or earlier) or [0.0]
-        rare = len(steady) // 20  # outliers are left out, while steps of longer captions count as they are
+        rare = (
+            len(steady) // 20
+        )  # outliers are left out, while steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
@@ -364,9 +476,13 @@ class _Run:
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
-            images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
+            images_per_second=loop.order.effective_batch_size / step_seconds
+            if step_seconds
+            else 0.0,
             expected_joules_per_image=expected.joules_per_image,
-            measured_joules_per_image=joules_per_image(watts, step_seconds, loop.order.effective_batch_size),
+            measured_joules_per_image=joules_per_image(
+                watts, step_seconds, loop.order.effective_batch_size
+            ),
             training_kwh=joules and joules / JOULES_PER_KWH,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),

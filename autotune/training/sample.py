@@ -1,5 +1,5 @@
-"""`autotune sample`: images and clips from a trained adapter, or from a plan's model as it is, loaded as the plan says:
-it fits if training did."""
+"""`autotune sample`: images and clips from a trained adapter, or from a plan's model as it is,
+loaded as the plan says: it fits if training did."""
 
 from pathlib import Path
 
@@ -17,9 +17,13 @@ from autotune.training.sample_inputs import SampleInputs
 
 @reraise_oom()
 def sample_run(
-    inputs: SampleInputs, hardware: HardwareProfile, cache_folder: Path, on_event: OnEvent = ignore_event
+    inputs: SampleInputs,
+    hardware: HardwareProfile,
+    cache_folder: Path,
+    on_event: OnEvent = ignore_event,
 ) -> list[Path]:
-    """Sample images from the adapter of a run, or from a plan's model without one, and return the files written.
+    """Sample images from the adapter of a run, or from a plan's model without one, and return the
+    files written.
 
     Raises:
         OSError: an image could not be written.
@@ -49,7 +53,10 @@ def sample_run(
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
         path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
-        frames, facts = sampler.sample(preview), preview.facts(plan, adapter="with" if inputs.adapter else "without")
+        frames, facts = (
+            sampler.sample(preview),
+            preview.facts(plan, adapter="with" if inputs.adapter else "without"),
+        )
         if path.suffix == ".mp4":
             save_clip(frames, path, facts, model.family.defaults.frames_per_second)
         else:

@@ -1,4 +1,6 @@
-"""What `autotune sample` is asked for, and whether the run's folder can answer: told before torch is imported."""
+"""What `autotune sample` is asked for, and whether the run's folder can answer: told before
+torch is imported.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +10,16 @@ from autotune.data import has_video_decoder
 from autotune.errors import InvalidInput
 from autotune.families import ResolvedModel, fetch_model
 from autotune.runtime import require_writable
-from autotune.schema import RUN_PLAN_FILE, Bucket, Notice, OnEvent, TrainingPlan, ignore_event, load_variants, read_plan
+from autotune.schema import (
+    RUN_PLAN_FILE,
+    Bucket,
+    Notice,
+    OnEvent,
+    TrainingPlan,
+    ignore_event,
+    load_variants,
+    read_plan,
+)
 from autotune.training.files import ADAPTER_FILE
 from autotune.weights import read_header
 
@@ -29,8 +40,8 @@ class SampleRequest:
     control_paths: tuple[Path, ...] = ()
     """Control images, for edit models."""
     output: Path | None = None
-    """File to write, with a number added if there are several; None for one in the run's folder or beside the plan. A
-    clip is an .mp4; any other name gets its first frame as a PNG."""
+    """File to write, with a number added if there are several; None for one in the run's folder
+    or beside the plan. A clip is an .mp4; any other name gets its first frame as a PNG."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,13 @@ def read_sample_inputs(
     on_event: OnEvent = ignore_event,
     choose: Callable[[Sequence[TrainingPlan]], TrainingPlan] = lambda plans: plans[0],
 ) -> SampleInputs:
-    """Read what sampling from the adapter in a run's folder takes, or from the model of a plan file; a model of the hub
-    is fetched, a plan's if `choose` finds one for the machine among those in the file.
+    """Read what sampling from the adapter in a run's folder takes, or from the model of a plan
+    file; a model of the hub is fetched, a plan's if `choose` finds one for the machine among those
+    in the file.
 
     Raises:
-        InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is missing or too many.
+        InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is
+            missing or too many.
         InvalidPlan: the file is no plan.
         AutotuneError: the model cannot be fetched, or the file cannot be written.
     """
@@ -65,7 +78,9 @@ def read_sample_inputs(
     folder = run.parent if run.is_file() else run
     adapter = None if run.is_file() else run / ADAPTER_FILE
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
-        raise InvalidInput(f"{run} holds no trained adapter", hint="name the output folder of `autotune train`")
+        raise InvalidInput(
+            f"{run} holds no trained adapter", hint="name the output folder of `autotune train`"
+        )
     missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
@@ -76,7 +91,9 @@ def read_sample_inputs(
     file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
-        raise InvalidInput("an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO)
+        raise InvalidInput(
+            "an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO
+        )
     plan = plans[0] if adapter else choose(plans)
     model = fetch_model(plan.job.pinned_model)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
@@ -88,5 +105,10 @@ def _usual_suffix(bucket: Bucket, on_event: OnEvent) -> str:
         return ".png"
     if has_video_decoder():
         return ".mp4"
-    on_event(Notice(text=f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}", level="warning"))
+    on_event(
+        Notice(
+            text=f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}",
+            level="warning",
+        )
+    )
     return ".png"

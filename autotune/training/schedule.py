@@ -1,4 +1,6 @@
-"""The learning rate over a run: diffusers' schedules, and torch's ReduceLROnPlateau on the mean loss of each epoch."""
+"""The learning rate over a run: diffusers' schedules, and torch's ReduceLROnPlateau on the mean
+loss of each epoch.
+"""
 
 from typing import Any
 
@@ -9,13 +11,17 @@ from autotune.schema import Job
 
 PLATEAU_FACTOR = 0.5
 PLATEAU_PATIENCE = 5
-"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, and torch's 10 rarely pass."""
+"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, and
+torch's 10 rarely pass.
+"""
 
 
 class LearningRate:
     """Sets the rate of an optimizer, one call of `step` per optimizer step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, job: Job, num_steps: int, epoch_steps: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, job: Job, num_steps: int, epoch_steps: int
+    ) -> None:
         self.optimizer = optimizer
         self.epoch_steps = epoch_steps
         self.losses: list[float] = []
@@ -45,7 +51,11 @@ class LearningRate:
     def state(self) -> dict[str, Any]:
         """All that `load_state` needs, as JSON."""
         plain = (int, float, str, bool, list, type(None))
-        schedule = {key: value for key, value in self.schedule.state_dict().items() if isinstance(value, plain)}
+        schedule = {
+            key: value
+            for key, value in self.schedule.state_dict().items()
+            if isinstance(value, plain)
+        }
         return {"rate": self.value, "losses": self.losses, "schedule": schedule}
 
     def load_state(self, state: dict[str, Any]) -> None:

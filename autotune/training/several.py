@@ -1,5 +1,5 @@
-"""Trains a plan in several processes of this machine, alone or as one node of several: starts them, passes on the
-first one's events, gives its report.
+"""Trains a plan in several processes of this machine, alone or as one node of several: starts them,
+passes on the first one's events, gives its report.
 
 What the first process here tells comes through a pipe: see `process.py`.
 """
@@ -48,15 +48,26 @@ def train_in_processes(
         os.mkfifo(pipe)
         failures: list[AutotuneError] = []
         reports: list[RunReport] = []
-        reader = threading.Thread(target=_pass_on, args=(pipe, on_event, failures.append, reports.append), daemon=True)
+        reader = threading.Thread(
+            target=_pass_on, args=(pipe, on_event, failures.append, reports.append), daemon=True
+        )
         reader.start()
         flags = (*(["--resume"] if resume else []), *(["--trace"] if trace else []))
-        arguments = ("-m", "autotune.training.process", str(plan_file), str(pipe), str(cache_folder), *flags)
+        arguments = (
+            "-m",
+            "autotune.training.process",
+            str(plan_file),
+            str(pipe),
+            str(cache_folder),
+            *flags,
+        )
         try:
             number = plan.frozen.hardware.num_processes // nodes.num_nodes
             status = launch(number, arguments, lambda: checkpoints_of(output), nodes)
         finally:
-            with contextlib.suppress(OSError):  # so that a reader whom nobody wrote to comes to its end
+            with contextlib.suppress(
+                OSError
+            ):  # so that a reader whom nobody wrote to comes to its end
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             reader.join()
     if failures:
@@ -76,7 +87,10 @@ def report_line(report: RunReport) -> str:
 
 
 def _pass_on(
-    pipe: Path, on_event: OnEvent, on_failure: Callable[[AutotuneError], None], on_report: Callable[[RunReport], None]
+    pipe: Path,
+    on_event: OnEvent,
+    on_failure: Callable[[AutotuneError], None],
+    on_report: Callable[[RunReport], None],
 ) -> None:
     with pipe.open(encoding="utf-8") as lines:
         for line in lines:

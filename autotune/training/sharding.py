@@ -1,7 +1,9 @@
-"""Frozen weights sharded over processes (FSDP2), block by block while they load, so that no device holds them all.
+"""Frozen weights sharded over processes (FSDP2), block by block while they load, so that no device
+holds them all.
 
-Each process holds its part of every frozen weight; a block is gathered just before it runs and freed after it. The
-adapter is added later and is replicated: it is small, and DDP averages its gradients.
+Each process holds its part of every frozen weight; a block is gathered just before it runs and
+freed after it. The adapter is added later and is replicated: it is small, and DDP averages its
+gradients.
 """
 
 from typing import Any
@@ -13,12 +15,15 @@ from autotune.families import Family
 from autotune.weights import Transform
 
 
-def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, num_shards: int) -> Transform:
-    """A transform for loading that shards each block of an empty `transformer` as soon as it is complete.
+def shard_on_arrival(
+    family: Family, transformer: nn.Module, device_type: str, num_shards: int
+) -> Transform:
+    """A transform for loading that shards each block of an empty `transformer` as soon as it is
+    complete.
 
-    Each `num_shards` processes with consecutive ranks hold the weights together; those of a node are consecutive.
-    What belongs to no block is sharded at the end. Needs torch's process group, and frozen weights of one dtype in each
-    block.
+    Each `num_shards` processes with consecutive ranks hold the weights together; those of a node
+    are consecutive. What belongs to no block is sharded at the end. Needs torch's process group,
+    and frozen weights of one dtype in each block.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -38,16 +43,20 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, n
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
             del waiting[part]
         if waiting.keys() == {transformer} and not waiting[transformer]:
-            fully_shard(transformer, mesh=mesh, reshard_after_forward=True)  # last: it takes what no block has
+            fully_shard(
+                transformer, mesh=mesh, reshard_after_forward=True
+            )  # last: it takes what no block has
 
     return arrived
 
 
 def _mesh_of_shards(device_type: str, num_shards: int) -> Any:
-    """The processes that hold the weights together with this one, in a mesh whose dimension has no name.
+    """The processes that hold the weights together with this one, in a mesh whose dimension has no
+    name.
 
-    Frozen weights have no gradients that groups of processes would have to exchange, so there is no second dimension;
-    and peft takes a weight on a mesh with names as one of tensor parallelism, which computes with its shard alone.
+    Frozen weights have no gradients that groups of processes would have to exchange, so there is no
+    second dimension; and peft takes a weight on a mesh with names as one of tensor parallelism,
+    which computes with its shard alone.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,12 +68,22 @@ def _mesh_of_shards(device_type: str, num_shards: int) -> Any:
 
 def _has_tensors(module: nn.Module) -> bool:
     """Whether any tensor of the module itself, not of its children, comes from the files."""
-    buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    buffers = (
+        value
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    )
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
 def num_shards_of(transformer: nn.Module) -> int:
-    """Over how many processes every frozen weight is sharded, as a DTensor, which has a device mesh; else 1."""
-    meshes = [getattr(weight, "device_mesh", None) for weight in transformer.parameters() if not weight.requires_grad]
+    """Over how many processes every frozen weight is sharded, as a DTensor, which has a device
+    mesh; else 1.
+    """
+    meshes = [
+        getattr(weight, "device_mesh", None)
+        for weight in transformer.parameters()
+        if not weight.requires_grad
+    ]
     sizes = {1 if mesh is None else mesh.size() for mesh in meshes}
     return sizes.pop() if len(sizes) == 1 else 1

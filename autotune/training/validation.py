@@ -1,7 +1,8 @@
-"""Measures the loss on held-out images, with and without the adapter, always at the same noise levels and noise.
+"""Measures the loss on held-out images, with and without the adapter, always at the same noise
+levels and noise.
 
-The levels lie at even quantiles of those that training draws, each draw at one of its own. Passes take no gradients, at
-the micro-batch of a step, so they need less memory than a step does.
+The levels lie at even quantiles of those that training draws, each draw at one of its own. Passes
+take no gradients, at the micro-batch of a step, so they need less memory than a step does.
 """
 
 import contextlib
@@ -54,7 +55,9 @@ class HeldOutLoss:
 
     @property
     def digest(self) -> str:
-        """Digest of what is measured, so that measurements of other images are never compared with these."""
+        """Digest of what is measured, so that measurements of other images are never compared
+        with these.
+        """
         return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
 
     @cached_property
@@ -66,7 +69,9 @@ class HeldOutLoss:
         for index in sorted(range(count), key=lambda index: groups[index]):
             shape = self.encoded.sample(index)["latents"].shape
             for number in range(rounds):
-                level = self.noising.level_of_quantile((number + (index + 0.5) / count) / rounds, shape)
+                level = self.noising.level_of_quantile(
+                    (number + (index + 0.5) / count) / rounds, shape
+                )
                 draws.append(_Draw(index, number * count + index, level))
         return draws
 
@@ -75,7 +80,9 @@ class HeldOutLoss:
         """The loss of each draw, with the adapter as it is."""
         losses: list[float] = []
         with eager_eval(self.model.transformer), self._modulations():
-            for _, of_group in groupby(self._draws, key=lambda draw: self.encoded.groups[draw.index]):
+            for _, of_group in groupby(
+                self._draws, key=lambda draw: self.encoded.groups[draw.index]
+            ):
                 group = list(of_group)
                 for start in range(0, len(group), micro_batch_size):
                     losses += self._losses(group[start : start + micro_batch_size])
@@ -91,23 +98,34 @@ class HeldOutLoss:
         batch = self.place(self.model.collate([self.encoded.sample(draw.index) for draw in draws]))
         clean = batch["latents"]
         noises = [noising.draw(NOISE_STEP, draw.number, clean.shape[1:])[0] for draw in draws]
-        noise, levels = torch.stack(noises).to(clean), torch.tensor([draw.level for draw in draws], device=clean.device)
+        noise, levels = (
+            torch.stack(noises).to(clean),
+            torch.tensor([draw.level for draw in draws], device=clean.device),
+        )
         transformer, process, weighting = self.model.transformer, noising.process, noising.weighting
-        found: list[float] = image_losses(family, transformer, batch, noise, levels, process, weighting).tolist()
+        found: list[float] = image_losses(
+            family, transformer, batch, noise, levels, process, weighting
+        ).tolist()
         return found
 
     def _modulations(self) -> contextlib.AbstractContextManager[None]:
-        """Has the modulations of all draws computed at once, if they are computed ahead of steps."""
+        """Has the modulations of all draws computed at once, if they are computed ahead of
+        steps.
+        """
         if (ahead := find_modulation_ahead(self.model.transformer)) is None:
             return contextlib.nullcontext()
         inputs = [pick_inputs(self.model, self.encoded.sample(draw.index)) for draw in self._draws]
         levels = [draw.level for draw in self._draws]
-        return ahead.holding_also(collect_conditionings(self.model, ahead, inputs, levels, self.place))
+        return ahead.holding_also(
+            collect_conditionings(self.model, ahead, inputs, levels, self.place)
+        )
 
 
 @contextlib.contextmanager
 def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
-    """Compute without the adapter. Disabling freezes its parameters, too: they are trained again afterwards."""
+    """Compute without the adapter. Disabling freezes its parameters, too: they are trained again
+    afterwards.
+    """
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     transformer.disable_adapters()  # type: ignore[operator]
     try:
@@ -119,10 +137,12 @@ def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
 
 
 class Validation:
-    """When a run measures the loss on its held-out images, what that has told so far, and which adapter was best.
+    """When a run measures the loss on its held-out images, what that has told so far, and which
+    adapter was best.
 
-    `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what an earlier start of
-    the run got from `state`. `on_warning` is told that overfitting has begun, or why there are no more measurements.
+    `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what
+    an earlier start of the run got from `state`. `on_warning` is told that overfitting has begun,
+    or why there are no more measurements.
     """
 
     def __init__(
@@ -151,7 +171,9 @@ class Validation:
                 if all(map(math.isfinite, base)):
                     self.history = ValidationHistory(base)
                 else:
-                    self.on_warning(f"{NOT_FINITE} without the adapter; the run goes on without measurements")
+                    self.on_warning(
+                        f"{NOT_FINITE} without the adapter; the run goes on without measurements"
+                    )
 
     def measure_after(self, event: StepFinished, micro_batch_size: int) -> StepFinished:
         """The event of a step with the loss after it, if it is to be measured then."""
@@ -163,7 +185,9 @@ class Validation:
                 with self.optimizer.averaged():
                     is_best = self.history.add(event.step, meter.measure(micro_batch_size))
                     if is_best and self.job.keep_best and self.context.processes.is_first:
-                        self.context.checkpoints.save_best(event.step, self.optimizer.master_state())
+                        self.context.checkpoints.save_best(
+                            event.step, self.optimizer.master_state()
+                        )
                 if warning := self.history.warning:
                     self.on_warning(warning)
                 if self.history.known_final_loss is None and not self._told:
@@ -178,7 +202,9 @@ class Validation:
 
     @contextlib.contextmanager
     def _measuring(self) -> Iterator[HeldOutLoss | None]:
-        """Processes that don't sample wait. If memory runs out, the run goes on without measurements."""
+        """Processes that don't sample wait. If memory runs out, the run goes on without
+        measurements.
+        """
         processes = self.context.processes
         if self.meter is None:
             yield None
@@ -189,12 +215,17 @@ class Validation:
         except Exception as error:
             if processes.num_shards > 1 or not is_out_of_memory(error):
                 raise
-            self.on_warning("memory is too short to measure the loss on held-out images; the run goes on without")
+            self.on_warning(
+                "memory is too short to measure the loss on held-out images; the run goes on "
+                "without"
+            )
             self.history = None
         processes.wait()
 
     def keep_best(self) -> int:
-        """Turn to the adapter that was best, if the job wants it; returns after how many steps it was as it is then."""
+        """Turn to the adapter that was best, if the job wants it; returns after how many steps
+        it was as it is then.
+        """
         history = self.history if self.job.keep_best and self.context.processes.is_first else None
         if history is None or history.best_step in (0, self.num_steps):
             return self.num_steps
@@ -212,7 +243,9 @@ class Validation:
         return {"images": self.meter.digest, "history": self.history.state()}
 
     def result(self, kept_step: int) -> ValidationResult | None:
-        """For the report of a run that keeps the adapter of that step; None without any measurement."""
+        """For the report of a run that keeps the adapter of that step; None without any
+        measurement.
+        """
         if self.meter is None or self.history is None or not self.history.best_step:
             return None
         return ValidationResult(

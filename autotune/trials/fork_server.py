@@ -19,9 +19,11 @@ def fork_server_context() -> ForkServerContext:
 
 
 def warm_up() -> None:
-    """Let the process that trials are started from import its libraries beside what this process does; returns at once.
+    """Let the process that trials are started from import its libraries beside what this process
+    does; returns at once.
 
-    `plan` does it by itself once it has checked its arguments, the model and the data. Safe to call twice.
+    `plan` does it by itself once it has checked its arguments, the model and the data. Safe to call
+    twice.
 
     Example:
         >>> autotune.warm_up()

@@ -1,7 +1,9 @@
-"""Measures, in the child, how far a candidate's adapter gradients and optimizer updates are from the reference's.
+"""Measures, in the child, how far a candidate's adapter gradients and optimizer updates are from
+the reference's.
 
-Gradients are those of a tiny instance of the family's real class, against fp32; updates are held against AdamW in fp64.
-All variants share weights, adapter and inputs, rounded to bf16 beforehand, so that only what is computed differs.
+Gradients are those of a tiny instance of the family's real class, against fp32; updates are held
+against AdamW in fp64. All variants share weights, adapter and inputs, rounded to bf16 beforehand,
+so that only what is computed differs.
 """
 
 import copy
@@ -36,7 +38,10 @@ def gradient_error(request: GradientRequest, child: ChildState) -> float:
     if key not in cache:
         size = request.candidate.micro_batch_size
         reference = Candidate(
-            micro_batch_size=size, checkpointed_blocks=0, precision="fp32", attention=request.reference_attention
+            micro_batch_size=size,
+            checkpointed_blocks=0,
+            precision="fp32",
+            attention=request.reference_attention,
         )
         cache[key] = _gradients(request, cache["plain"], reference)
     torch.set_float32_matmul_precision("high")  # as training
@@ -53,7 +58,9 @@ def update_error(request: UpdateRequest, _: ChildState) -> float:
     adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
     for _step in range(NUM_UPDATES):
         for parameter, wanted in zip(own.parameters, plain, strict=True):
-            gradient = torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)  # fp16 has room for its scale
+            gradient = (
+                torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)
+            )  # fp16 has room for its scale
             parameter.grad, wanted.grad = own.scale(gradient.to(request.device)), gradient.double()
         own.step()
         nn.utils.clip_grad_norm_(plain, 1.0)
@@ -86,11 +93,19 @@ def _plain_transformer(request: GradientRequest) -> nn.Module:
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return transformer.eval().requires_grad_(False)  # as loaded: block swap moves frozen weights only
+    return transformer.eval().requires_grad_(
+        False
+    )  # as loaded: block swap moves frozen weights only
 
 
-def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:
-    family, dtype, work = get_family(request.family), torch_dtype(candidate.precision), request.workload
+def _gradients(
+    request: GradientRequest, plain: nn.Module, candidate: Candidate
+) -> list[Tensor | None]:
+    family, dtype, work = (
+        get_family(request.family),
+        torch_dtype(candidate.precision),
+        request.workload,
+    )
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)
@@ -101,12 +116,17 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
     lengths = longest_captions(work, request.candidate.micro_batch_size)
-    samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, torch.bfloat16)
+    samples = synthetic_samples(
+        family, request.config, work, work.largest_bucket, lengths, torch.bfloat16
+    )
     device = torch.device(request.device)
-    batch = to_device(family.collate(samples, find_token_multiple(candidate, device)), device, dtype)
+    batch = to_device(
+        family.collate(samples, find_token_multiple(candidate, device)), device, dtype
+    )
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
-    # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.
+    # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings
+    # magnify the change.
     shares = torch.linspace(0.25, 0.5, len(clean)).tolist()
     levels = torch.tensor([family.noise.level(share) for share in shares], device=clean.device)
     loss = denoising_loss(family, transformer, batch, noise, levels)

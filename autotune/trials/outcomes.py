@@ -1,4 +1,6 @@
-"""Classifies what a trial amounts to: which errors are which outcome, whether a step spilled, when to prune. Pure."""
+"""Classifies what a trial amounts to: which errors are which outcome, whether a step spilled,
+when to prune. Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +25,19 @@ def classify_error(error: BaseException) -> Outcome:
     if is_out_of_memory(error):
         return "oom"
     text = str(error).lower()
-    if isinstance(error, NotImplementedError | ImportError) or "not supported" in text or "not implemented" in text:
+    if (
+        isinstance(error, NotImplementedError | ImportError)
+        or "not supported" in text
+        or "not implemented" in text
+    ):
         return "unsupported"
     return "crash"
 
 
 def first_line_with_notes(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters, and the notes on where it happened."""
+    """The first line of an error's message, at most 200 characters, and the notes on where it
+    happened.
+    """
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return (first_line(error)[:200] or "no message") + notes
 
@@ -47,8 +55,9 @@ def find_spill(
 ) -> str | None:
     """Why a trial that ran must have gone beyond the device's memory; None if nothing says so.
 
-    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are then far slower
-    than predicted, and than what earlier trials say about predictions; all are of the same effective batch.
+    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are
+    then far slower than predicted, and than what earlier trials say about predictions; all are of
+    the same effective batch.
     """
     if result.allocator_retries:
         times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
@@ -61,11 +70,17 @@ def find_spill(
     usual = max(1.0, *(timed.seconds / timed.predicted_seconds for timed in earlier))
     if ratio < SPILL_FACTOR * usual or now.seconds < SPILL_FACTOR * slowest:
         return None
-    return f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge of memory: it spilled"
+    return (
+        f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge "
+        "of "
+        "memory: it spilled"
+    )
 
 
 def pruning_threshold(best: TrialResult | None) -> float | None:
-    """Step seconds above which a trial cannot win against `best`, noise included; None if nothing has run."""
+    """Step seconds above which a trial cannot win against `best`, noise included; None if
+    nothing has run.
+    """
     median = best.median_step_seconds if best else None
     if best is None or median is None:
         return None

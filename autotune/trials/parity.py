@@ -1,11 +1,13 @@
-"""Parity first: a choice may be tried on a machine only if its adapter gradients agree with the reference's there.
+"""Parity first: a choice may be tried on a machine only if its adapter gradients agree with the
+reference's there.
 
 An optimizer is given its gradients: its updates have to agree.
 
-Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain products),
-nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on this device. Verdicts become
-capabilities of the hardware profile, named `parity.<knob>.<choice>`, and are saved for each machine, set of library
-versions and kind of work: a plan seldom waits for them.
+Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain
+products), nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on
+this device. Verdicts become capabilities of the hardware profile, named `parity.<knob>.<choice>`,
+and are saved for each machine, set of library versions and kind of work: a plan seldom waits for
+them.
 """
 
 import contextlib
@@ -18,13 +20,22 @@ from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
 from autotune.runtime import __version__, data_path, write_text_atomic
-from autotune.schema import ADAMW, Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
+from autotune.schema import (
+    ADAMW,
+    Bucket,
+    Candidate,
+    Capability,
+    Choice,
+    HardwareProfile,
+    Workload,
+    digest_of,
+)
 from autotune.trials.requests import Failure, GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 
 MAX_TEXT_TOKENS = 40
-"""With the 24 tokens of the small picture 64: cuDNN's kernel has returned gradients that are not finite where a mask
-meets a length of 64 modulo 128."""
+"""With the 24 tokens of the small picture 64: cuDNN's kernel has returned gradients that are not
+finite where a mask meets a length of 64 modulo 128."""
 RANK = 4
 """Rank of the adapter: how it is multiplied does not depend on it."""
 TIMEOUT_SECONDS = 300.0
@@ -55,55 +66,93 @@ def check_parity(
     verdicts = _read_verdicts(path)
     missing = [name for name in kinds if name not in verdicts]
     if missing:
-        with ProcessTrialRunner(hardware, model.spec.name, context.workload, budget=context.budget) as runner:
+        with ProcessTrialRunner(
+            hardware, model.spec.name, context.workload, budget=context.budget
+        ) as runner:
             for name in missing:
-                request = _build_request(context, tiny_config, runner.device, precision, *kinds[name])
+                request = _build_request(
+                    context, tiny_config, runner.device, precision, *kinds[name]
+                )
                 result = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
                 verdicts[name], is_lasting = judge_parity(*kinds[name], request, result)
                 if is_lasting:
                     _save_verdict(path, verdicts[name])
-    return hardware.changed(capabilities=(*hardware.capabilities, *(verdicts[name] for name in kinds)))
+    return hardware.changed(
+        capabilities=(*hardware.capabilities, *(verdicts[name] for name in kinds))
+    )
 
 
-def judge_parity(knob: str, parity: Parity, request: ParityRequest, result: float | Failure) -> tuple[Capability, bool]:
+def judge_parity(
+    knob: str, parity: Parity, request: ParityRequest, result: float | Failure
+) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
     name = parity_capability(knob, parity.checked_choice)
     if isinstance(result, Failure):
-        reason = f"what it computes could not be checked on this machine ({result.outcome}: {result.message})"
-        return Capability(name=name, available=False, reason=reason), result.outcome not in TRANSIENT_OUTCOMES
-    what, allowed = "updates of the adapter", parity.tolerance  # which are in fp32 whatever the precision
+        reason = (
+            f"what it computes could not be checked on this machine ({result.outcome}: "
+            f"{result.message})"
+        )
+        return Capability(
+            name=name, available=False, reason=reason
+        ), result.outcome not in TRANSIENT_OUTCOMES
+    what, allowed = (
+        "updates of the adapter",
+        parity.tolerance,
+    )  # which are in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
         if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
             allowed += dtype.tolerance
-    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed ({parity.reason})"
+    reason = (
+        f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed "
+        f"({parity.reason})"
+    )
     if not math.isfinite(result):
         reason = f"{what} are not finite, or there are none"
     return Capability(name=name, available=result <= allowed, reason=reason), True
 
 
 def _kinds_of_computation(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
-    """Knob and parity rule of every kind of computation among the choices, by capability name, precisions first."""
+    """Knob and parity rule of every kind of computation among the choices, by capability name,
+    precisions first.
+    """
     found: dict[str, tuple[str, Parity]] = {}
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
-                found.setdefault(parity_capability(knob.name, parity.checked_choice), (knob.name, parity))
+                found.setdefault(
+                    parity_capability(knob.name, parity.checked_choice), (knob.name, parity)
+                )
     return found
 
 
 def _build_request(
-    context: TuningContext, tiny_config: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
+    context: TuningContext,
+    tiny_config: Mapping[str, object],
+    device: str,
+    precision: str,
+    knob: str,
+    parity: Parity,
 ) -> ParityRequest:
-    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.checked_choice}
+    fields = {
+        "micro_batch_size": 2,
+        "checkpointed_blocks": 0,
+        "precision": precision,
+        knob: parity.checked_choice,
+    }
     candidate = Candidate.model_validate({**fields, **parity.other_choices})
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
     work = small_workload(context.family, context.workload)
     small_context = TuningContext(context.hardware, context.family, work)
-    if any(one.conflict(candidate, small_context) for one in KNOBS):  # masks, if captions differ in length
+    if any(
+        one.conflict(candidate, small_context) for one in KNOBS
+    ):  # masks, if captions differ in length
         work = work.changed(text_padding="exact")
-    is_reference = (knob, parity.checked_choice) == ("attention", Candidate.model_fields["attention"].default)
+    is_reference = (knob, parity.checked_choice) == (
+        "attention",
+        Candidate.model_fields["attention"].default,
+    )
     reference = "_native_math" if is_reference else GradientRequest.reference_attention
     return GradientRequest(context.family.name, tiny_config, work, candidate, device, reference)
 
@@ -118,14 +167,23 @@ def small_workload(family: Family, workload: Workload) -> Workload:
         num_items=2,
     )
     tokens = min(workload.max_text_tokens, MAX_TEXT_TOKENS)
-    shape = {"buckets": (bucket,), "max_text_tokens": tokens, "text_token_quantiles": (), "effective_batch_size": 2}
+    shape = {
+        "buckets": (bucket,),
+        "max_text_tokens": tokens,
+        "text_token_quantiles": (),
+        "effective_batch_size": 2,
+    }
     usual = {"lora_dropout": 0.0, "adapted_blocks": "all", "ema_decay": 0.0, "optimizer": ADAMW}
     return workload.changed(**shape, **usual, rank=RANK, lora_alpha=float(RANK))
 
 
-def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], precision: str) -> Path:
+def _verdict_file(
+    context: TuningContext, tiny_config: Mapping[str, object], precision: str
+) -> Path:
     """Where verdicts on this machine, with these libraries, for this kind of work are saved."""
-    work = small_workload(context.family, context.workload).model_dump(mode="json", exclude={"model"})
+    work = small_workload(context.family, context.workload).model_dump(
+        mode="json", exclude={"model"}
+    )
     key = {
         "autotune": __version__,
         "precision": precision,
@@ -144,7 +202,10 @@ def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], pre
 def _read_verdicts(path: Path) -> dict[str, Capability]:
     """Verdicts by name; none if the file is absent or damaged: they are then found again."""
     try:
-        capabilities = [Capability.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        capabilities = [
+            Capability.model_validate_json(line)
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, ValueError):
         return {}
     return {capability.name: capability for capability in capabilities}
@@ -153,4 +214,6 @@ def _read_verdicts(path: Path) -> dict[str, Capability]:
 def _save_verdict(path: Path, capability: Capability) -> None:
     capabilities = {**_read_verdicts(path), capability.name: capability}
     with contextlib.suppress(OSError):  # what cannot be saved is found again
-        write_text_atomic(path, "".join(f"{one.model_dump_json()}\n" for one in capabilities.values()))
+        write_text_atomic(
+            path, "".join(f"{one.model_dump_json()}\n" for one in capabilities.values())
+        )

@@ -1,4 +1,6 @@
-"""A rehearsal of a whole run, in the child: every phase once with the real settings, and enough steps to be steady."""
+"""A rehearsal of a whole run, in the child: every phase once with the real settings, and enough
+steps to be steady.
+"""
 
 import contextlib
 import tempfile
@@ -13,7 +15,14 @@ from autotune.data import Cache, Encoders, open_pixels
 from autotune.families import ResolvedModel, resolve_model
 from autotune.runtime import map_large_buffers, release_memory
 from autotune.schema import TrialResult
-from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, eager_eval, save_trained
+from autotune.training import (
+    ADAPTER_FILE,
+    PhaseWatch,
+    Preview,
+    PreviewSampler,
+    eager_eval,
+    save_trained,
+)
 from autotune.trials.outcomes import first_line_with_notes
 from autotune.trials.requests import ChildState, RehearsalRequest
 from autotune.trials.steps import StepRunner, load_for_trial
@@ -21,16 +30,18 @@ from autotune.trials.steps import StepRunner, load_for_trial
 NUM_PREVIEW_STEPS = 2
 """Denoising steps: memory is the same in each."""
 RUN_BYTES = 22 << 20
-"""Host memory that a run has and a rehearsal has not: the command line, the list of the data, curves. 13 to 32 MiB were
-measured (`benchmarks/run_memory.py`), most while it encodes."""
+"""Host memory that a run has and a rehearsal has not: the command line, the list of the data,
+curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
 WORDS_PER_TOKEN = 0.5
 """Length of the rehearsed caption: tokenizers split unusual words."""
 
 
 def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
-    """Go through every phase of a run; from training on, each phase's end is reported with what is known by then.
+    """Go through every phase of a run; from training on, each phase's end is reported with what is
+    known by then.
 
-    Caching that fails says nothing about the candidate: the rest goes on, and the message names the error.
+    Caching that fails says nothing about the candidate: the rest goes on, and the message names the
+    error.
     """
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
@@ -51,12 +62,19 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
             child.report(with_phases(trained))
 
     def with_phases(result: TrialResult) -> TrialResult:
-        phases = tuple(peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES) for peak in watch.peaks.values())
+        phases = tuple(
+            peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
+            for peak in watch.peaks.values()
+        )
         host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
         message = result.message or caching_error
-        return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message)
+        return result.changed(
+            confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
+        )
 
-    with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-", dir=request.scratch_folder) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="autotune-rehearsal-", dir=request.scratch_folder
+    ) as name:
         folder, sampler = Path(name), None
         preview = _largest_preview(request, model, folder)
         if model.folder is not None:
@@ -80,8 +98,16 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
             with phase("previews"), eager_eval(loaded.model.transformer):
                 sampler.sample(preview)
         with phase("saving"):
-            save_trained(folder / ADAPTER_FILE, steps.model, steps.optimizer, request.workload, "rehearsal", 1)
-        if sampler:  # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+            save_trained(
+                folder / ADAPTER_FILE,
+                steps.model,
+                steps.optimizer,
+                request.workload,
+                "rehearsal",
+                1,
+            )
+        # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+        if sampler:
             with phase("previews"), eager_eval(loaded.model.transformer):
                 sampler.compare_adapter(folder / ADAPTER_FILE, [preview], lambda *written: None)
     return with_phases(trained)
@@ -96,15 +122,23 @@ def _largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Pa
         Image.new("RGB", size, "gray").save(path)
     tokens = work.max_text_tokens
     if paths and model.config_folder is not None:  # most of the tokens stand for the control images
-        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[0]
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[
+            0
+        ]
     caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
     return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
 
 
 def _rehearse_caching(
-    request: RehearsalRequest, model: ResolvedModel, device: torch.device, preview: Preview, cache: Path
+    request: RehearsalRequest,
+    model: ResolvedModel,
+    device: torch.device,
+    preview: Preview,
+    cache: Path,
 ) -> PreviewSampler:
-    """Encode a caption and an item of the largest shape, as caching would, and what the preview needs."""
+    """Encode a caption and an item of the largest shape, as caching would, and what the preview
+    needs.
+    """
     encoders = Encoders(model, request.caching, request.candidate, device)
     sampler = PreviewSampler(encoders)
     sampler.encode_prompts([preview], Cache(cache))
@@ -115,12 +149,18 @@ def _rehearse_caching(
 
 @torch.no_grad()
 def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
-    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline keeps it in memory."""
+    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline
+    keeps it in memory.
+    """
     pipeline, bucket = encoders.load_pipeline(), preview.bucket
-    controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
+    controls = [
+        open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths
+    ]
     model.family.encode_caption(pipeline, preview.prompt, controls)
     encoders.release_text()
     pipeline = encoders.load_pipeline(with_text=False)
-    pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
+    pixels = torch.zeros(
+        3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device
+    )
     with map_large_buffers():
         model.family.encode_pixels(pipeline, pixels)

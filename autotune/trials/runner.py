@@ -1,4 +1,6 @@
-"""The parent's side of trials: starts warm children, sends them requests, and survives whatever they do."""
+"""The parent's side of trials: starts warm children, sends them requests, and survives whatever
+they do.
+"""
 
 import contextlib
 import os
@@ -45,9 +47,9 @@ NUM_STEADY_STEPS = 3
 TRIAL_TIMEOUT_SECONDS = 600.0
 """Limit on one trial, loading included."""
 CPU_SPARE_BYTES = 1 << 30
-"""On a CPU a child may take this much more than its budget, for the profiler's list of a step's allocations (some 300
-MiB for eight micro-batches of six blocks) and files that it maps: the parent compares what the process took with the
-budget afterwards."""
+"""On a CPU a child may take this much more than its budget, for the profiler's list of a step's
+allocations (some 300 MiB for eight micro-batches of six blocks) and files that it maps: the
+parent compares what the process took with the budget afterwards."""
 
 
 @dataclass
@@ -60,21 +62,26 @@ class _Child:
 
 
 class ProcessTrialRunner:
-    """Runs trials in child processes of this machine; candidates that need no reload share one child.
+    """Runs trials in child processes of this machine; candidates that need no reload share one
+    child.
 
-    The device's lock is held from the first trial to the end, or until another search wants a turn between two trials.
+    The device's lock is held from the first trial to the end, or until another search wants a turn
+    between two trials.
 
     Args:
         hardware: this machine.
         model: the model as the user calls it: a folder, a family or a hub id.
         workload: what one process trains.
-        budget: what a trial may take, its process's own overhead included; by default what the device leaves.
+        budget: what a trial may take, its process's own overhead included; by default what the
+            device leaves.
         resident_bytes: what a run keeps on the device besides, which a rehearsal has, too.
-        predict: the cost model's prediction for a candidate; without it no spill is found by step time.
+        predict: the cost model's prediction for a candidate; without it no spill is found by step
+            time.
         watchdog: ends a child before the host runs out of memory; by default as suits the device.
 
     Raises:
-        InvalidInput: the workload's optimizer cannot be loaded, or is a `package:Class` that the user has not named.
+        InvalidInput: the workload's optimizer cannot be loaded, or is a `package:Class` that the
+            user has not named.
     """
 
     def __init__(
@@ -88,14 +95,27 @@ class ProcessTrialRunner:
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        check_options(workload.optimizer)  # here, where the user may have named a `package:Class`; children follow
+        check_options(
+            workload.optimizer
+        )  # here, where the user may have named a `package:Class`; children follow
         device, budget = hardware.device, budget or hardware.device.budget
-        self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
+        self.model, self.workload, self.device, self.predict = (
+            model,
+            workload,
+            device.torch_name,
+            predict,
+        )
         self.shares_memory = shares_host_memory(device.memory_kind)
         self.budget_bytes, self.resident_bytes = budget.num_bytes, resident_bytes
-        overhead = process_overhead_bytes(hardware) if self.device == "cpu" or not self.shares_memory else 0
+        overhead = (
+            process_overhead_bytes(hardware)
+            if self.device == "cpu" or not self.shares_memory
+            else 0
+        )
         self.memory_cap_bytes = budget.num_bytes - overhead
-        usual = default_reserve_bytes(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
+        usual = default_reserve_bytes(
+            device.memory_kind, device.total_memory_bytes or 0, device.drives_display
+        )
         self.reserve_bytes = MIN_MARGIN_BYTES + usual
         """Part of a card's free memory that is left alone when a child starts."""
         self.budget_set_by_user = budget.is_set_by_user
@@ -120,14 +140,20 @@ class ProcessTrialRunner:
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = None if self.workload.objective == "energy" else pruning_threshold(best)
-        request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
+        request = TrialRequest(
+            self.model, self.workload, candidate, self.device, self.num_steps, limit
+        )
         result = self.classify(candidate, self.ask(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
-    def confirm(self, candidate: Candidate, caching: CachingSettings, max_seconds: float) -> TrialResult:
-        """Run a candidate that has won through every phase of a run, and until its steps are steady.
+    def confirm(
+        self, candidate: Candidate, caching: CachingSettings, max_seconds: float
+    ) -> TrialResult:
+        """Run a candidate that has won through every phase of a run, and until its steps are
+        steady.
 
-        If a later phase fails or takes too long, what training showed stands, and the message says so.
+        If a later phase fails or takes too long, what training showed stands, and the message says
+        so.
 
         Raises:
             AutotuneError: another search has the device and does not end.
@@ -137,16 +163,22 @@ class ProcessTrialRunner:
         self.close_child()  # phases are measured from an empty device on
         common = (self.model, self.workload, candidate, self.device, self.num_steps)
         scratch = self._scratch.name
-        request = RehearsalRequest(*common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch)
+        request = RehearsalRequest(
+            *common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch
+        )
         result = self.ask(request)
         if isinstance(result, Failure) and result.partial is not None:
             phases = ", ".join(phase.name for phase in result.partial.phases)
-            result = result.partial.changed(message=f"confirmed as far as {phases}: {result.message}")
+            result = result.partial.changed(
+                message=f"confirmed as far as {phases}: {result.message}"
+            )
         confirmed = self.classify(candidate, result)
         return confirmed.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
     def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
-        """The result as the parent sees it: failures become outcomes, spills are found, a user's budget is marked."""
+        """The result as the parent sees it: failures become outcomes, spills are found, a user's
+        budget is marked.
+        """
         user_cap = None
         if self.budget_set_by_user:
             user_cap = self.budget_bytes if self.device == "cpu" else self.memory_cap_bytes
@@ -174,7 +206,9 @@ class ProcessTrialRunner:
         return result
 
     def _exceeded(self, result: TrialResult) -> str | None:
-        """Why the process took more of the host's memory than it may, in whichever phase; None if it did not."""
+        """Why the process took more of the host's memory than it may, in whichever phase; None
+        if it did not.
+        """
         allowed, taken = self.budget_bytes, {"trial": result.host_memory_bytes or 0}
         if result.phases:
             allowed += self.resident_bytes
@@ -182,10 +216,17 @@ class ProcessTrialRunner:
         largest = max(taken, key=lambda name: taken[name])
         if taken[largest] <= allowed:
             return None
-        return f"the {largest} takes {taken[largest] / 2**20:,.0f} MiB, {allowed / 2**20:,.0f} MiB may be taken"
+        return (
+            f"the {largest} takes {taken[largest] / 2**20:,.0f} MiB, {allowed / 2**20:,.0f} "
+            "MiB "
+            "may be taken"
+        )
 
-    def ask(self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None) -> Any:
-        """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that ended the child.
+    def ask(
+        self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None
+    ) -> Any:
+        """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that
+        ended the child.
 
         Raises:
             AutotuneError: another search has the device and does not end.
@@ -229,12 +270,18 @@ class ProcessTrialRunner:
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
-        if lines and lines[-1].startswith(MemoryError.__name__):  # too little memory even to report it
+        if lines and lines[-1].startswith(
+            MemoryError.__name__
+        ):  # too little memory even to report it
             return Failure("oom", "the trial process had too little memory to work at all")
-        cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        cause = (
+            signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        )
         last = f": {lines[-1][:200]}" if lines else ""
         ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))
-        return Failure(self._host_oom if ran_out else "crash", f"the trial process died, {cause}{last}")
+        return Failure(
+            self._host_oom if ran_out else "crash", f"the trial process died, {cause}{last}"
+        )
 
     @property
     def _host_oom(self) -> Outcome:
@@ -246,7 +293,12 @@ class ProcessTrialRunner:
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
         spare = CPU_SPARE_BYTES if self.device == "cpu" else 0
-        return max(0, min(self.memory_cap_bytes + spare, self.watchdog.available() - self.watchdog.floor_bytes))
+        return max(
+            0,
+            min(
+                self.memory_cap_bytes + spare, self.watchdog.available() - self.watchdog.floor_bytes
+            ),
+        )
 
     def _child_for(self, key: tuple[Choice, ...]) -> _Child:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
@@ -257,7 +309,9 @@ class ProcessTrialRunner:
             limits = MemoryLimits(self.device, self._cap_bytes(), self.reserve_bytes)
             context = fork_server_context()
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(self._log), limits), name="autotune-trial")
+            process = context.Process(
+                target=serve, args=(theirs, str(self._log), limits), name="autotune-trial"
+            )
             with redirect_output(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()

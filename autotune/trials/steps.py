@@ -1,4 +1,6 @@
-"""A trial in the child: load what the candidate needs, take real steps, measure how long and how large they are."""
+"""A trial in the child: load what the candidate needs, take real steps, measure how long and how
+large they are.
+"""
 
 import math
 import statistics
@@ -13,7 +15,13 @@ import torch
 from autotune.families import Batch, Family, Sample, resolve_model
 from autotune.hardware import EnergyMeter, joules_per_image, mean_watts
 from autotune.knobs import find_modulation_ahead
-from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory, reset_host_peak
+from autotune.runtime import (
+    device_peak_bytes,
+    host_peak_bytes,
+    measure_peak_memory,
+    release_memory,
+    reset_host_peak,
+)
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -41,9 +49,13 @@ from autotune.training import (
 from autotune.trials.requests import MIN_METERED_SECONDS, ChildState, TrialRequest
 
 MAX_OVERFLOWS = 17
-"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one helps."""
+"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one
+helps.
+"""
 LOSS_STEP = 3
-"""Number of the steady step whose loss is reported, so that losses of trials compare however many steps each took."""
+"""Number of the steady step whose loss is reported, so that losses of trials compare however
+many steps each took.
+"""
 
 
 @dataclass
@@ -54,7 +66,9 @@ class LoadedModel:
     largest: list[Sample]
     """One effective batch in the largest shapes: it decides memory."""
     typical: list[Sample]
-    """One effective batch in the usual shapes: it decides speed. The same list if they are about the largest."""
+    """One effective batch in the usual shapes: it decides speed. The same list if they are about
+    the largest.
+    """
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     windows: ModulationWindows | None
@@ -83,26 +97,52 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     resolved = resolve_model(request.model)
     model = load_model(resolved, workload, request.candidate, device, seed=0)
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
-    largest = synthetic_samples(*known, workload.largest_bucket, longest_captions(workload, size), model.dtype)
+    largest = synthetic_samples(
+        *known, workload.largest_bucket, longest_captions(workload, size), model.dtype
+    )
     typical = largest
     if has_typical_shape(workload):
-        typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
+        typical = synthetic_samples(
+            *known, typical_bucket(workload), typical_text_tokens(workload), model.dtype
+        )
         # The modulations of a window are those of both.
-        typical = [{**sample, **pick_inputs(model, like)} for sample, like in zip(typical, largest, strict=True)]
-    images = [ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample)) for sample in largest]
-    ahead, place = find_modulation_ahead(model.transformer), partial(to_device, device=device, dtype=model.dtype)
+        typical = [
+            {**sample, **pick_inputs(model, like)}
+            for sample, like in zip(typical, largest, strict=True)
+        ]
+    images = [
+        ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
+        for sample in largest
+    ]
+    ahead, place = (
+        find_modulation_ahead(model.transformer),
+        partial(to_device, device=device, dtype=model.dtype),
+    )
     windows = None
     if ahead:
-        windows = ModulationWindows(model, ahead, Noising(process=model.noise), lambda _: images, size, 0, place)
+        windows = ModulationWindows(
+            model, ahead, Noising(process=model.noise), lambda _: images, size, 0, place
+        )
     initial = [parameter.detach().clone() for parameter in model.adapter]
     return LoadedModel(
-        model, largest, typical, initial, windows, time.perf_counter() - started, device_peak_bytes(device)
+        model,
+        largest,
+        typical,
+        initial,
+        windows,
+        time.perf_counter() - started,
+        device_peak_bytes(device),
     )
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
-    """Lengths in tokens. With masked padding every second is one shorter, so that batches carry training's mask."""
-    return [max(1, workload.max_text_tokens - (workload.text_padding == "masked" and i % 2)) for i in range(count)]
+    """Lengths in tokens. With masked padding every second is one shorter, so that batches carry
+    training's mask.
+    """
+    return [
+        max(1, workload.max_text_tokens - (workload.text_padding == "masked" and i % 2))
+        for i in range(count)
+    ]
 
 
 def synthetic_samples(
@@ -144,13 +184,14 @@ class StepRunner:
         self.step_number = 0
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds.
+        """Take steps, at least one steady one, while `needs_another_step` of the steady ones'
+        seconds.
 
-        Memory of compiled settings is that of the graph for the first shape, here the largest, which a run may take
-        through the graph for all others.
+        Memory of compiled settings is that of the graph for the first shape, here the largest,
+        which a run may take through the graph for all others.
         """
-        # The first step allocates the optimizer's state, unless its gradient overflows; the one after it is measured
-        # for memory, which can slow it down.
+        # The first step allocates the optimizer's state, unless its gradient overflows; the one
+        # after it is measured for memory, which can slow it down.
         outcome, first = self.timed_step()
         warmup = [first]
         while outcome.overflowed and len(warmup) < MAX_OVERFLOWS:
@@ -181,7 +222,9 @@ class StepRunner:
             outcome="numerics" if defect else "ok",
             step_seconds=tuple(times),
             warmup_seconds=tuple(warmup),
-            joules_per_image=joules_per_image(watts, statistics.median(times), self.workload.effective_batch_size),
+            joules_per_image=joules_per_image(
+                watts, statistics.median(times), self.workload.effective_batch_size
+            ),
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
@@ -194,13 +237,20 @@ class StepRunner:
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         size = self.candidate.micro_batch_size
-        batches = [self.model.collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+        batches = [
+            self.model.collate(samples[start : start + size])
+            for start in range(0, len(samples), size)
+        ]
         if self.candidate.batch_memory == "pinned":
-            return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+            return [
+                {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
+            ]
         return batches
 
     def step(self) -> StepOutcome:
-        """Take one optimizer step; each micro-batch is copied to the device when its turn comes, as in training."""
+        """Take one optimizer step; each micro-batch is copied to the device when its turn comes,
+        as in training.
+        """
         self.step_number += 1
         return optimizer_step(
             self.model.family,
@@ -213,7 +263,9 @@ class StepRunner:
         )
 
     def _prepare_modulation(self) -> float:
-        """Have the next step's modulations ready; returns its share of the seconds that their window took."""
+        """Have the next step's modulations ready; returns its share of the seconds that their
+        window took.
+        """
         windows = self.loaded.windows
         if windows is None:
             return 0.0
@@ -221,7 +273,9 @@ class StepRunner:
         return windows.share_seconds
 
     def timed_step(self) -> tuple[StepOutcome, float]:
-        """Take a step; its outcome and seconds. The loss is read back, so the device has finished when it returns."""
+        """Take a step; its outcome and seconds. The loss is read back, so the device has
+        finished when it returns.
+        """
         share = self._prepare_modulation()
         started = time.perf_counter()
         outcome = self.step()
@@ -239,16 +293,25 @@ class StepRunner:
         return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
     def find_defect(self, outcome: StepOutcome) -> str | None:
-        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached; None if they can.
+        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached;
+        None if they can.
 
-        Some layers of the last block may stay still (`Family.last_block`): what has no backward pass shows in all.
+        Some layers of the last block may stay still (`Family.last_block`): what has no backward
+        pass shows in all.
         """
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"
-        last = {id(parameter) for parameter in self.model.family.blocks(self.model.transformer)[-1].parameters()}
+        last = {
+            id(parameter)
+            for parameter in self.model.family.blocks(self.model.transformer)[-1].parameters()
+        }
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         state = self.optimizer.inner.state
-        still = [master for parameter, master in pairs if id(parameter) not in last and not state.get(master)]
+        still = [
+            master
+            for parameter, master in pairs
+            if id(parameter) not in last and not state.get(master)
+        ]
         unmoved = len(still) if any(state.values()) else 0  # plain SGD has no state at all
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"

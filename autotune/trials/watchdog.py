@@ -1,7 +1,9 @@
-"""Keeps the host alive while a child tries settings: watches, from the parent, how much memory the host has left.
+"""Keeps the host alive while a child tries settings: watches, from the parent, how much memory the
+host has left.
 
-If device and host share memory, an over-allocation hangs the machine before anything raises; and the host's memory
-also runs out on its own while weights are loaded. Nothing inside the child can be trusted to notice in time.
+If device and host share memory, an over-allocation hangs the machine before anything raises; and
+the host's memory also runs out on its own while weights are loaded. Nothing inside the child can be
+trusted to notice in time.
 """
 
 import time
@@ -16,7 +18,9 @@ from autotune.schema import MemoryKind
 POLL_SECONDS = 0.02
 """Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""
 MAX_WAIT_SECONDS = 30.0
-"""The kernel takes seconds to return a large process's memory; what is not back by then belongs to another process."""
+"""The kernel takes seconds to return a large process's memory; what is not back by then belongs
+to another process.
+"""
 MAX_STALL_SECONDS = 1.0
 NOISE_BYTES = 64 * 2**20
 """Smaller changes are the machine's own noise."""
@@ -36,7 +40,8 @@ class Watchdog:
         if left >= self.floor_bytes:
             return None
         return (
-            f"the host had {left / 2**30:.1f} GiB left, less than the {self.floor_bytes / 2**30:.1f} GiB that keep it "
+            f"the host had {left / 2**30:.1f} GiB left, less than the "
+            f"{self.floor_bytes / 2**30:.1f} GiB that keep it "
             "alive: the trial was ended"
         )
 
@@ -54,8 +59,12 @@ class Watchdog:
 
 
 def default_watchdog(kind: MemoryKind) -> Watchdog:
-    """For trials on a device with that kind of memory. No container's limit holds what CUDA takes of shared memory."""
+    """For trials on a device with that kind of memory. No container's limit holds what CUDA
+    takes of shared memory.
+    """
     total, available = memory_bytes(), available_bytes
     if kind == "integrated":
         total, available = int(psutil.virtual_memory().total), host_available_bytes
-    return Watchdog(host_floor_bytes("host" if kind == "host" else "integrated", total, available()), available)
+    return Watchdog(
+        host_floor_bytes("host" if kind == "host" else "integrated", total, available()), available
+    )

@@ -1,7 +1,9 @@
-"""The child process of trials: performs requests, and sends back what came of each or how it failed.
+"""The child process of trials: performs requests, and sends back what came of each or how it
+failed.
 
-It leads a process group, so that the parent can end it with all it started, and ends itself when the parent is gone.
-After a failure, which may have left the device in disorder, it exits, and the parent starts a fresh one.
+It leads a process group, so that the parent can end it with all it started, and ends itself when
+the parent is gone. After a failure, which may have left the device in disorder, it exits, and the
+parent starts a fresh one.
 """
 
 import os
@@ -26,7 +28,14 @@ from autotune.training import make_current
 from autotune.trials.gradients import gradient_error, update_error
 from autotune.trials.outcomes import classify_error, first_line_with_notes
 from autotune.trials.phases import rehearse
-from autotune.trials.requests import ChildState, Failure, GradientRequest, RehearsalRequest, TrialRequest, UpdateRequest
+from autotune.trials.requests import (
+    ChildState,
+    Failure,
+    GradientRequest,
+    RehearsalRequest,
+    TrialRequest,
+    UpdateRequest,
+)
 from autotune.trials.steps import run_trial
 
 TASKS: dict[type, Callable[[Any, ChildState], Any]] = {
@@ -35,7 +44,9 @@ TASKS: dict[type, Callable[[Any, ChildState], Any]] = {
     GradientRequest: gradient_error,
     UpdateRequest: update_error,
 }
-"""Type of request: the function that performs it in the child. What it returns crosses to the parent."""
+"""Type of request: the function that performs it in the child. What it returns crosses to the
+parent.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,8 @@ class MemoryLimits:
 def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
     """Perform requests until the parent closes the pipe.
 
-    Sends any number of (False, partial result) and then (True, result) for each. Should the parent die, the folder that
-    holds `log` is removed.
+    Sends any number of (False, partial result) and then (True, result) for each. Should the parent
+    die, the folder that holds `log` is removed.
     """
     os.setpgid(0, 0)
     _redirect_output(log)
@@ -110,36 +121,49 @@ def _require_preload() -> None:
 
 
 CAP_SLACK_BYTES = 1 << 30
-"""CUDA's allocator holds a whole request against the cap, though an expandable segment has part of it already
-(c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step would end a trial that fits. What a
-trial really took is held against the cap when it has run."""
+"""CUDA's allocator holds a whole request against the cap, though an expandable segment has part
+of it already (c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step
+would end a trial that fits. What a trial really took is held against the cap when it has run."""
 
 
 def cap_memory(limits: MemoryLimits) -> None:
-    """Let this process take no more than `limits` and, on a card, than is free now: other processes may have started.
+    """Let this process take no more than `limits` and, on a card, than is free now: other processes
+    may have started.
 
-    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes on top of the
-    libraries that every trial has.
+    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes
+    on top of the libraries that every trial has.
     """
     device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
         make_current(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
-            free = total  # the free memory leaves out what the kernel would give back; the parent has looked at that
+            # the free memory leaves out what the kernel would give back; the parent has looked at
+            # that
+            free = total
         allowed = max(0, min(cap_bytes + CAP_SLACK_BYTES, free - limits.reserve_bytes))
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     elif device.type == "mps":
-        torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))
+        torch.mps.set_per_process_memory_fraction(
+            min(1.0, cap_bytes / torch.mps.recommended_max_memory())
+        )
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = psutil.Process().memory_info().data + cap_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_DATA,
+            (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard),
+        )
 
 
 def require_within_cap(limits: MemoryLimits) -> None:
-    """Raise MemoryError if this process took more of a card than its cap, whose enforcement leaves some slack."""
+    """Raise MemoryError if this process took more of a card than its cap, whose enforcement
+    leaves some slack.
+    """
     device = torch.device(limits.device)
-    if device.type == "cuda" and (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes:
+    if (
+        device.type == "cuda"
+        and (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes
+    ):
         amounts = f"{taken / 2**20:,.0f} MiB, {limits.cap_bytes / 2**20:,.0f} MiB may be taken"
         raise MemoryError(f"the allocator took {amounts}")

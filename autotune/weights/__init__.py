@@ -1,4 +1,6 @@
-"""Weights in safetensors files: fetch, inspect, stream into a model, save, convert between formats of adapters."""
+"""Weights in safetensors files: fetch, inspect, stream into a model, save, convert between
+formats of adapters.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
         limit_tensors,
     )
     from autotune.weights.components import build_empty_component, check_part, load_component
-    from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config, read_model_index, require_bounded
+    from autotune.weights.configs import (
+        DOWNLOAD_AGAIN,
+        component_class,
+        read_config,
+        read_model_index,
+        require_bounded,
+    )
     from autotune.weights.errors import BadWeights, MissingWeights
     from autotune.weights.file_parts import has_part
     from autotune.weights.files import read_header
@@ -29,6 +37,13 @@ if TYPE_CHECKING:
     from autotune.weights.saving import save_file
     from autotune.weights.single_file import first_names, view_as
     from autotune.weights.sources import WeightSource, is_model_path, open_weights, weights_digest
-    from autotune.weights.streaming import Transform, check_source, draw_random, fill_random, load_into, stream_tensors
+    from autotune.weights.streaming import (
+        Transform,
+        check_source,
+        draw_random,
+        fill_random,
+        load_into,
+        stream_tensors,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,8 +5,9 @@
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI and kohya find a module by the name it has in their own model: the authors' (`layer_names`), for which the
-comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
+ComfyUI and kohya find a module by the name it has in their own model: the authors' (`layer_names`),
+for which the comfyui format has lora_down and lora_up, so that diffusers understands it; or
+diffusers' own.
 """
 
 import contextlib
@@ -26,15 +27,22 @@ from autotune.errors import InvalidInput, first_line
 from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
-from autotune.weights.layer_names import LAYOUTS, Layout, can_write, find_class, find_layout, restore_dots
+from autotune.weights.layer_names import (
+    LAYOUTS,
+    Layout,
+    can_write,
+    find_class,
+    find_layout,
+    restore_dots,
+)
 from autotune.weights.loaders import load_file
 from autotune.weights.saving import save_file
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
 DIFFUSERS_KEY = "lora_adapter_metadata"
-"""Key of peft's configuration in diffusers' metadata. A file with `.alpha` tensors must not have it: diffusers would
-apply alpha twice."""
+"""Key of peft's configuration in diffusers' metadata. A file with `.alpha` tensors must not have
+it: diffusers would apply alpha twice."""
 
 COMPONENTS = ("transformer", "unet")
 """Components of pipelines that adapters are for: prefixes of the diffusers format."""
@@ -74,7 +82,9 @@ class AdapterInfo(Frozen):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter independent of any format: layers by module name, and metadata that belongs to no format."""
+    """An adapter independent of any format: layers by module name, and metadata that belongs to
+    no format.
+    """
 
     layers: Mapping[str, LoraLayer]
     metadata: Mapping[str, str]
@@ -88,35 +98,50 @@ class Adapter:
         try:
             return None if text is None else AdapterInfo.model_validate_json(text)
         except ValidationError as error:
-            raise CorruptFile(f"the adapter's metadata is damaged: {error}", hint="train or export it again") from error
+            raise CorruptFile(
+                f"the adapter's metadata is damaged: {error}", hint="train or export it again"
+            ) from error
 
 
-def save_adapter(path: Path, state: Mapping[str, Tensor], info: AdapterInfo, component: str = "transformer") -> None:
-    """Save what `peft.get_peft_model_state_dict` returns for the pipeline's `component`, atomically, in the diffusers
-    format.
+def save_adapter(
+    path: Path, state: Mapping[str, Tensor], info: AdapterInfo, component: str = "transformer"
+) -> None:
+    """Save what `peft.get_peft_model_state_dict` returns for the pipeline's `component`,
+    atomically, in the diffusers format.
 
-    Every layer must have the rank of `info`. `pipeline.load_lora_weights(path)` then finds each key, rank and alpha.
+    Every layer must have the rank of `info`. `pipeline.load_lora_weights(path)` then finds each
+    key, rank and alpha.
     """
     bare = {name.removeprefix(f"{component}."): tensor for name, tensor in state.items()}
     layers = _collect_layers(bare, dict.fromkeys(_module_names(bare), info.alpha))
     for name, layer in layers.items():
         if layer.rank != info.rank:
-            raise InvalidInput(f"{name} has rank {layer.rank}, not {info.rank}", hint="give the rank that was trained")
+            raise InvalidInput(
+                f"{name} has rank {layer.rank}, not {info.rank}",
+                hint="give the rank that was trained",
+            )
     write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}, component), "diffusers")
 
 
-def read_adapter(path: Path, module_names: Iterable[str] = (), transformer: str | None = None) -> Adapter:
+def read_adapter(
+    path: Path, module_names: Iterable[str] = (), transformer: str | None = None
+) -> Adapter:
     """Read an adapter in any of the formats.
 
-    `module_names` are needed for a kohya file that another program wrote: its underscores do not say where the dots
-    were. `transformer` is the class of the adapted model, for names that several models have. Raises BadWeights for a
-    damaged or pickled file and InvalidInput for one that is no adapter.
+    `module_names` are needed for a kohya file that another program wrote: its underscores do not
+    say where the dots were. `transformer` is the class of the adapted model, for names that several
+    models have. Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no
+    adapter.
     """
     return parse_adapter(*load_file(path), module_names, transformer)
 
 
-def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None) -> None:
-    """Write an adapter in the format `to`, atomically; `transformer` and errors as in `serialize_adapter`."""
+def write_adapter(
+    path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None
+) -> None:
+    """Write an adapter in the format `to`, atomically; `transformer` and errors as in
+    `serialize_adapter`.
+    """
     tensors, metadata = serialize_adapter(adapter, to, transformer)
     save_file(path, tensors, metadata)
 
@@ -134,9 +159,13 @@ def parse_adapter(
     if source == "kohya":
         known = [*module_names, *_stored_module_names(metadata), *restore_dots(_module_names(bare))]
         bare = _restore_dots(bare, known)
-    alphas = _configured_alphas(metadata, prefix, _module_names(bare)) if source == "diffusers" else {}
+    alphas = (
+        _configured_alphas(metadata, prefix, _module_names(bare)) if source == "diffusers" else {}
+    )
     layers = _collect_layers(bare, alphas)
-    adapter = Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, prefix[:-1])
+    adapter = Adapter(
+        layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, prefix[:-1]
+    )
     if source == "diffusers":
         return adapter
     named = transformer or (adapter.info.transformer if adapter.info else None)
@@ -153,7 +182,10 @@ def _detect_prefix(state: Mapping[str, Tensor]) -> str:
         if state and all(key.startswith(prefix) for key in state):
             return prefix
     unknown = sorted({key.split(".")[0] for key in state})
-    message = f"not a LoRA adapter of a transformer: its keys begin with {', '.join(unknown[:4]) or 'nothing'}"
+    message = (
+        "not a LoRA adapter of a transformer: its keys begin with "
+        f"{', '.join(unknown[:4]) or 'nothing'}"
+    )
     raise InvalidInput(message, hint="diffusers, ComfyUI and kohya files are understood")
 
 
@@ -162,7 +194,8 @@ def _split_key(key: str) -> tuple[str, str]:
         if key.endswith("." + suffix):
             return key.removesuffix("." + suffix), part
     raise InvalidInput(
-        f"{key!r} is not part of a LoRA", hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa"
+        f"{key!r} is not part of a LoRA",
+        hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa",
     )
 
 
@@ -170,8 +203,12 @@ def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_split_key(key)[0] for key in bare))
 
 
-def _collect_layers(bare: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, LoraLayer]:
-    """Layers by module name. Alpha comes from `alphas`, else from the file, else it equals the rank."""
+def _collect_layers(
+    bare: Mapping[str, Tensor], alphas: Mapping[str, float]
+) -> dict[str, LoraLayer]:
+    """Layers by module name. Alpha comes from `alphas`, else from the file, else it equals the
+    rank.
+    """
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
@@ -212,19 +249,27 @@ def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> di
         module, _, part = key.partition(".")
         if module not in dotted:
             message = f"cannot tell which module {module!r} is: kohya's names have lost their dots"
-            raise InvalidInput(message, hint="give the model's module names: name the model it belongs to")
+            raise InvalidInput(
+                message, hint="give the model's module names: name the model it belongs to"
+            )
         renamed[f"{dotted[module]}.{part}"] = tensor
     return renamed
 
 
-def _configured_alphas(metadata: Mapping[str, str], prefix: str, modules: Iterable[str]) -> dict[str, float]:
-    """Alpha of each module as peft reads it from the configuration: `alpha_pattern` first, then `lora_alpha`."""
+def _configured_alphas(
+    metadata: Mapping[str, str], prefix: str, modules: Iterable[str]
+) -> dict[str, float]:
+    """Alpha of each module as peft reads it from the configuration: `alpha_pattern` first, then
+    `lora_alpha`.
+    """
     text = metadata.get(DIFFUSERS_KEY)
     if text is None:
         return {}
     try:
         config = json.loads(text)
-        patterns = {key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()}
+        patterns = {
+            key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()
+        }
         for key in patterns:
             if not PLAIN_NAME.fullmatch(key):  # any other expression might never be done matching
                 raise ValueError(f"{key!r} names no layer")
@@ -238,7 +283,9 @@ def _configured_alphas(metadata: Mapping[str, str], prefix: str, modules: Iterab
             matches = [order[ending] for ending in endings if ending in order]
             alphas |= {module: values[min(matches)]} if matches else {}
     except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"its LoRA configuration is damaged: {error}", hint=EXPORT_AGAIN) from error
+        raise CorruptFile(
+            f"its LoRA configuration is damaged: {error}", hint=EXPORT_AGAIN
+        ) from error
     return alphas
 
 
@@ -247,17 +294,25 @@ def serialize_adapter(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file that holds `adapter` in the format `to`. Pure.
 
-    `transformer` is the class of the adapted model, for an adapter that does not store it. Raises InvalidInput if the
-    names depend on it and it is unknown, or if the format has no name for a layer.
+    `transformer` is the class of the adapted model, for an adapter that does not store it. Raises
+    InvalidInput if the names depend on it and it is unknown, or if the format has no name for a
+    layer.
     """
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
-        raise InvalidInput("a DoRA can only be written in the diffusers format", hint="train --adapter lora for others")
+        raise InvalidInput(
+            "a DoRA can only be written in the diffusers format",
+            hint="train --adapter lora for others",
+        )
     layout = None if to == "diffusers" else _layout_of(adapter, to, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or layout else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
-    prefixes = {"diffusers": f"{adapter.component}.", "comfyui": "diffusion_model.", "kohya": "lora_unet_"}
+    prefixes = {
+        "diffusers": f"{adapter.component}.",
+        "comfyui": "diffusion_model.",
+        "kohya": "lora_unet_",
+    }
     for module, layer in layers.items():
         key = prefixes[to] + (module.replace(".", "_") if to == "kohya" else module)
         tensors[f"{key}.{down}.weight"] = layer.down
@@ -267,18 +322,25 @@ def serialize_adapter(
         if to != "diffusers":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
-        raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
+        raise InvalidInput(
+            "two modules have one name once dots are underscores",
+            hint="choose diffusers or comfyui",
+        )
     return tensors, {**FORMAT_METADATA[to](layers, prefixes[to]), **adapter.metadata}
 
 
 @contextlib.contextmanager
 def _reraise_bad_shapes() -> Iterator[None]:
-    """Raise CorruptFile if layers under the authors' names cannot be taken apart or put together."""
+    """Raise CorruptFile if layers under the authors' names cannot be taken apart or put
+    together.
+    """
     try:
         yield
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
         reason = first_line(error)
-        raise CorruptFile(f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN) from error
+        raise CorruptFile(
+            f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN
+        ) from error
 
 
 def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
@@ -289,8 +351,14 @@ def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> 
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     found = known or find_class(adapter.layers)
     if found is None:
-        message = "this adapter may be for FLUX, whose layers other programs name differently, or for another model"
-        raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
+        message = (
+            "this adapter may be for FLUX, whose layers other programs name differently, or "
+            "for "
+            "another model"
+        )
+        raise InvalidInput(
+            message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ..."
+        )
     layout = LAYOUTS.get(found)
     return None if layout and layout.kohya_names == "diffusers" and to == "kohya" else layout
 
@@ -302,7 +370,9 @@ def _to_scalar(value: float) -> Tensor:
 
 
 def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
-    """The configuration with which diffusers builds exactly these layers, whatever their ranks and alphas."""
+    """The configuration with which diffusers builds exactly these layers, whatever their ranks
+    and alphas.
+    """
     rank = mode(layer.rank for layer in layers.values())
     alpha = mode(layer.alpha for layer in layers.values())
     config = {
@@ -310,8 +380,14 @@ def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, st
         "lora_alpha": alpha,
         # A pattern for whole names: in a list, `proj_out` would also mean `blocks.0.proj_out`.
         "target_modules": "|".join(re.escape(name) for name in layers),
-        "rank_pattern": {f"^{re.escape(name)}": layer.rank for name, layer in layers.items() if layer.rank != rank},
-        "alpha_pattern": {f"^{re.escape(name)}": x.alpha for name, x in layers.items() if x.alpha != alpha},
+        "rank_pattern": {
+            f"^{re.escape(name)}": layer.rank
+            for name, layer in layers.items()
+            if layer.rank != rank
+        },
+        "alpha_pattern": {
+            f"^{re.escape(name)}": x.alpha for name, x in layers.items() if x.alpha != alpha
+        },
     }
     if any(layer.magnitude is not None for layer in layers.values()):
         config["use_dora"] = True

@@ -16,15 +16,21 @@ from autotune.weights.errors import BadWeights
 Model = TypeVar("Model", bound=nn.Module)
 
 MAX_TENSORS = 100_000
-"""Far above any model; building so many takes some seconds, and constructors build whatever number a file says."""
+"""Far above any model; building so many takes some seconds, and constructors build whatever
+number a file says.
+"""
 
 MAX_COMPUTED_TENSOR_BYTES = 1 << 31
-"""Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of positions takes 1.8 GB."""
+"""Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of
+positions takes 1.8 GB.
+"""
 MAX_COMPUTED_BYTES = 1 << 33
 """Limit for all of them, one after the other: the same model computes 7.2 GB."""
 
 DtypePolicy = Callable[[str, torch.dtype], torch.dtype]
-"""Returns the dtype that a tensor should have in the model, from its name and its dtype as stored."""
+"""Returns the dtype that a tensor should have in the model, from its name and its dtype as
+stored.
+"""
 
 
 def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -34,13 +40,15 @@ def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = None) -> Model:
-    """Build what `factory` returns, with every parameter on the meta device and everything else real.
+    """Build what `factory` returns, with every parameter on the meta device and everything else
+    real.
 
-    Buffers and tensors held as plain attributes (rotary tables) are computed by constructors and are in no file, so
-    they must be real from the beginning. `dtype` is the default dtype while building, as in `from_pretrained`.
+    Buffers and tensors held as plain attributes (rotary tables) are computed by constructors and
+    are in no file, so they must be real from the beginning. `dtype` is the default dtype while
+    building, as in `from_pretrained`.
 
-    Unlike with `accelerate.init_empty_weights`, tied parameters stay tied. Raises BadWeights before a constructor
-    computes far more than any model's does.
+    Unlike with `accelerate.init_empty_weights`, tied parameters stay tied. Raises BadWeights before
+    a constructor computes far more than any model's does.
     """
     previous = torch.get_default_dtype()
     handle = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
@@ -55,7 +63,9 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
 
 @contextmanager
 def limit_tensors() -> Iterator[None]:
-    """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever asks for them."""
+    """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever
+    asks for them.
+    """
     numbers = count(1)
 
     def check(_module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
@@ -70,8 +80,8 @@ def limit_tensors() -> Iterator[None]:
 
 
 class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Refuses what would compute too large tensors. Memory that `torch.empty` reserves costs nothing until it is
-    written, and parameters leave it for the meta device before that."""
+    """Refuses what would compute too large tensors. Memory that `torch.empty` reserves costs
+    nothing until it is written, and parameters leave it for the meta device before that."""
 
     _seen_bytes = 0
 
@@ -87,7 +97,9 @@ class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Size of the tensor that an operation on real tensors would make; 0 for others, and where only values decide."""
+    """Size of the tensor that an operation on real tensors would make; 0 for others, and where
+    only values decide.
+    """
     on_meta: list[bool] = []
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,17 +121,20 @@ def _too_much(what: str) -> BadWeights:
     return BadWeights(message, hint="use the published configuration")
 
 
-def _move_to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _move_to_meta(
+    _module: nn.Module, _name: str, parameter: nn.Parameter | None
+) -> nn.Parameter | None:
     if parameter is None or parameter.is_meta:  # a tied parameter must stay the same object
         return None
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
-    """The dtypes that `from_pretrained` gives: `dtype` for floating-point tensors that the class does not keep in fp32.
+    """The dtypes that `from_pretrained` gives: `dtype` for floating-point tensors that the class
+    does not keep in fp32.
 
-    diffusers always keeps `_keep_in_fp32_modules`; transformers keeps those for float16 only, and the strict ones for
-    bfloat16 too.
+    diffusers always keeps `_keep_in_fp32_modules`; transformers keeps those for float16 only, and
+    the strict ones for bfloat16 too.
     """
 
     def names(attribute: str) -> set[str]:
@@ -127,7 +142,9 @@ def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
 
     fp32_modules = names("_keep_in_fp32_modules")
     if hasattr(model, "_keep_in_fp32_modules_strict"):
-        fp32_modules = names("_keep_in_fp32_modules_strict") | (fp32_modules if dtype == torch.float16 else set())
+        fp32_modules = names("_keep_in_fp32_modules_strict") | (
+            fp32_modules if dtype == torch.float16 else set()
+        )
 
     def policy(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point:
@@ -138,7 +155,8 @@ def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters of a model that was not loaded the dtypes that loading gives them, in place.
+    """Give the parameters of a model that was not loaded the dtypes that loading gives them, in
+    place.
 
     Buffers are left alone, as `from_pretrained` does.
     """
@@ -148,7 +166,8 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
-    """A function from the name of a tensor in published checkpoints to its name in a transformers model of today.
+    """A function from the name of a tensor in published checkpoints to its name in a transformers
+    model of today.
 
     It raises BadWeights for a tensor that transformers also splits, merges or transposes.
     """
@@ -161,7 +180,9 @@ def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
     state = model.state_dict()
 
     def rename(name: str) -> str:
-        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        renamed, converter = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if converter is not None:
             message = f"transformers does not only rename {name}, it converts it"
             raise BadWeights(message, hint="load this component with from_pretrained")

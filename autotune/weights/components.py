@@ -1,4 +1,6 @@
-"""Load one component of a pipeline's folder, a text encoder or a VAE, by the same loaders and streaming as the rest."""
+"""Load one component of a pipeline's folder, a text encoder or a VAE, by the same loaders and
+streaming as the rest.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +11,12 @@ import torch
 from torch import nn
 
 from autotune.errors import first_line
-from autotune.weights.building import DtypePolicy, build_empty, from_pretrained_dtypes, transformers_renaming
+from autotune.weights.building import (
+    DtypePolicy,
+    build_empty,
+    from_pretrained_dtypes,
+    transformers_renaming,
+)
 from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config
 from autotune.weights.errors import BadWeights
 from autotune.weights.file_parts import view_part
@@ -22,7 +29,8 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
 
     Raises:
         InvalidInput: its configuration cannot be read.
-        BadWeights: `model_index.json` names no class for it, or that class does not take the configuration.
+        BadWeights: `model_index.json` names no class for it, or that class does not take the
+            configuration.
     """
     library, class_name = component_class(folder, name)
     read_config(folder / name / "config.json")
@@ -40,13 +48,18 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             raise
         raise BadWeights(
-            f"the configuration in {folder / name} does not build a {class_name}: {reason}", hint=DOWNLOAD_AGAIN
+            f"the configuration in {folder / name} does not build a {class_name}: {reason}",
+            hint=DOWNLOAD_AGAIN,
         ) from error
     return model
 
 
-def _open(folder: Path, name: str, path: Path, dtype: torch.dtype) -> tuple[nn.Module, WeightSource, Rename | None]:
-    """The empty component, its weights in a folder or a single file at `path`, and how these are to be renamed."""
+def _open(
+    folder: Path, name: str, path: Path, dtype: torch.dtype
+) -> tuple[nn.Module, WeightSource, Rename | None]:
+    """The empty component, its weights in a folder or a single file at `path`, and how these are
+    to be renamed.
+    """
     model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = view_part(source, name, model)
@@ -55,7 +68,8 @@ def _open(folder: Path, name: str, path: Path, dtype: torch.dtype) -> tuple[nn.M
 
 
 def check_part(folder: Path, name: str, path: Path) -> WeightSource:
-    """The weights of `folder`'s component `name` in a file or folder elsewhere, under the names that are stored there.
+    """The weights of `folder`'s component `name` in a file or folder elsewhere, under the names
+    that are stored there.
 
     Raises InvalidInput or BadWeights as `load_component`.
     """
@@ -77,16 +91,24 @@ def load_component(
 ) -> Any:
     """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`.
 
-    `weights` is a file or folder that has the weights, if `folder/name` has the configuration alone.
-    `transform` gets the empty model and returns what to do with each module as it arrives. Without `casts` weights stay
-    as they are stored.
+    `weights` is a file or folder that has the weights, if `folder/name` has the configuration
+    alone. `transform` gets the empty model and returns what to do with each module as it arrives.
+    Without `casts` weights stay as they are stored.
 
-    Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent, damaged or of another
-    model.
+    Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent,
+    damaged or of another model.
     """
     model, source, rename = _open(folder, name, weights or folder / name, dtype)
-    policy: DtypePolicy = from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored
+    policy: DtypePolicy = (
+        from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored
+    )
     load_into(
-        model, source, loader=loader, device=device, dtype_policy=policy, rename=rename, transform=transform(model)
+        model,
+        source,
+        loader=loader,
+        device=device,
+        dtype_policy=policy,
+        rename=rename,
+        transform=transform(model),
     )
     return model

@@ -1,4 +1,6 @@
-"""Errors about weights, one type for each problem, so that callers and tests can distinguish them."""
+"""Errors about weights, one type for each problem, so that callers and tests can distinguish
+them.
+"""
 
 from autotune.errors import InvalidInput
 

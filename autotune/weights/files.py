@@ -1,8 +1,10 @@
-"""Headers of safetensors files: names, dtypes, shapes and byte ranges of tensors, without reading a tensor.
+"""Headers of safetensors files: names, dtypes, shapes and byte ranges of tensors, without reading a
+tensor.
 
-The library validates a header (syntax, shapes, offsets without holes or overlaps), since a header may be untrusted;
-this module turns its refusals into typed errors. The format (github.com/huggingface/safetensors, "Format"): 8 bytes
-little-endian N, N bytes of JSON, then the tensors' bytes without holes.
+The library validates a header (syntax, shapes, offsets without holes or overlaps), since a header
+may be untrusted; this module turns its refusals into typed errors. The format
+(github.com/huggingface/safetensors, "Format"): 8 bytes little-endian N, N bytes of JSON, then the
+tensors' bytes without holes.
 """
 
 import json
@@ -17,7 +19,13 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from autotune.runtime import lazy_module
-from autotune.weights.errors import CorruptFile, HeaderTooLarge, MissingWeights, PickledWeights, TruncatedFile
+from autotune.weights.errors import (
+    CorruptFile,
+    HeaderTooLarge,
+    MissingWeights,
+    PickledWeights,
+    TruncatedFile,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +33,17 @@ else:
     torch = lazy_module("torch")
 
 MAX_HEADER_BYTES = 16 << 20
-"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into up to 3 GB."""
+"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into
+up to 3 GB.
+"""
 
 MAX_DIMENSIONS = 64
 """The limit of torch."""
 
 CHECK_FILE_SIZE = "fetch or copy the file again, and compare its size with the original's"
-NOT_SAFETENSORS = "is this a safetensors file? Only .safetensors is read; fetch it again if it should be one"
+NOT_SAFETENSORS = (
+    "is this a safetensors file? Only .safetensors is read; fetch it again if it should be one"
+)
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
@@ -73,7 +85,9 @@ class TensorEntry:
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """(offset from the beginning of the file, number of bytes) of each run of its bytes, in order."""
+        """(offset from the beginning of the file, number of bytes) of each run of its bytes, in
+        order.
+        """
         return ((self.start, self.size_bytes),)
 
     @property
@@ -125,25 +139,33 @@ def read_header(path: Path) -> WeightFile:
     try:
         with safe_open(path, framework="np") as file:
             tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            described = [(name, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors]
+            described = [
+                (name, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors
+            ]
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise _explain(error, path, size, header_bytes) from error
     entries, start = [], 8 + header_bytes
     for name, dtype, shape in described:
         if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 2**63:
-            raise _corrupt(path, f"{name!r} has a dtype or a shape that torch cannot hold: {dtype}, {shape[:5]}")
+            raise _corrupt(
+                path,
+                f"{name!r} has a dtype or a shape that torch cannot hold: {dtype}, {shape[:5]}",
+            )
         entries.append(TensorEntry(name, dtype, shape, start))
         start += entries[-1].size_bytes
     return WeightFile(path, size, tuple(entries), metadata)
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise PickledWeights if the suffix is that of a pickled format; the hint says how to rebuild the file."""
+    """Raise PickledWeights if the suffix is that of a pickled format; the hint says how to
+    rebuild the file.
+    """
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}:
         raise PickledWeights(
             f"{path} is a pickled file, which can run any code when it is read",
-            hint="a cache: delete it and it is built again; a model: take it as .safetensors where it is published, or "
+            hint="a cache: delete it and it is built again; a model: take it as .safetensors where "
+            "it is published, or "
             "save it with save_pretrained(..., safe_serialization=True)",
         )
 
@@ -153,27 +175,41 @@ def _check_header_size(path: Path, file_bytes: int) -> int:
     with path.open("rb") as file:
         first = file.read(8)
     if len(first) < 8:
-        raise TruncatedFile(f"{path} has {file_bytes} bytes: too short for a header", hint=CHECK_FILE_SIZE)
+        raise TruncatedFile(
+            f"{path} has {file_bytes} bytes: too short for a header", hint=CHECK_FILE_SIZE
+        )
     header_bytes: int = struct.unpack("<Q", first)[0]
     if header_bytes > MAX_HEADER_BYTES:
         message = f"{path} claims a header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed"
         raise HeaderTooLarge(message, hint=NOT_SAFETENSORS)
     if 8 + header_bytes > file_bytes:
-        message = f"{path} ends inside its header, which needs {8 + header_bytes} bytes; the file has {file_bytes}"
+        message = (
+            f"{path} ends inside its header, which needs {8 + header_bytes} bytes; the file "
+            "has "
+            f"{file_bytes}"
+        )
         raise TruncatedFile(message, hint=CHECK_FILE_SIZE)
     return header_bytes
 
 
-def _explain(error: SafetensorError, path: Path, file_bytes: int, header_bytes: int) -> CorruptFile | TruncatedFile:
-    """The typed error for a refusal of the library, which says neither how many bytes are missing nor left over."""
+def _explain(
+    error: SafetensorError, path: Path, file_bytes: int, header_bytes: int
+) -> CorruptFile | TruncatedFile:
+    """The typed error for a refusal of the library, which says neither how many bytes are
+    missing nor left over.
+    """
     if "not fully covered" not in str(error):
         return _corrupt(path, str(error))
     with path.open("rb") as file:
-        header = json.loads(file.read(8 + header_bytes)[8:])  # valid, or the library would have said something else
+        header = json.loads(
+            file.read(8 + header_bytes)[8:]
+        )  # valid, or the library would have said something else
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     needed_bytes = 8 + header_bytes + max(ends, default=0)
     if needed_bytes < file_bytes:
-        return _corrupt(path, f"{file_bytes - needed_bytes} bytes after the last tensor belong to none")
+        return _corrupt(
+            path, f"{file_bytes - needed_bytes} bytes after the last tensor belong to none"
+        )
     message = f"{path} is cut off: its tensors need {needed_bytes} bytes, the file has {file_bytes}"
     return TruncatedFile(message, hint=CHECK_FILE_SIZE)
 

@@ -1,8 +1,10 @@
-"""Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written into a plan.
+"""Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written
+into a plan.
 
-`huggingface_hub` downloads, caches and shows progress. A download whose connection broke is resumed within the same
-process; a new process begins that file anew, because each download has a temporary file of its own (2.4).
-This module selects the files, and turns errors into ones that say what to do.
+`huggingface_hub` downloads, caches and shows progress. A download whose connection broke is resumed
+within the same process; a new process begins that file anew, because each download has a temporary
+file of its own (2.4). This module selects the files, and turns errors into ones that say what to
+do.
 """
 
 import errno
@@ -27,7 +29,9 @@ from autotune.weights.errors import HubError, MissingWeights, PickledWeights
 from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, find_weights, read_index
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Configurations, vocabularies and chat templates: small, and which of them a component needs is not known."""
+"""Configurations, vocabularies and chat templates: small, and which of them a component needs is
+not known.
+"""
 
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Beginnings or ends of the names of component folders that hold no weights."""
@@ -44,27 +48,37 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (
         RepositoryNotFoundError,
         "there is no such repository, or it is private",
-        "check the spelling, owner/name, or the folder's path; for a private repository run `hf auth login`",
+        "check the spelling, owner/name, or the folder's path; for a private repository run `hf "
+        "auth login`",
     ),
     (RevisionNotFoundError, "it has no revision {!r}", "name a branch, a tag or a commit of it"),
-    (HFValidationError, "that is not a repository name", "write owner/name, or the path of a folder that exists"),
+    (
+        HFValidationError,
+        "that is not a repository name",
+        "write owner/name, or the path of a folder that exists",
+    ),
 )
 """Errors of the hub, with the reason and the hint of ours. The first that matches counts."""
 
 
-def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> Path:
-    """Download `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into the hub's cache.
+def fetch(
+    repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
+) -> Path:
+    """Download `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into
+    the hub's cache.
 
-    Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a plan records.
-    Without `weights` only configurations and tokenizers are downloaded: some megabytes, enough to plan with.
+    Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a
+    plan records. Without `weights` only configurations and tokenizers are downloaded: some
+    megabytes, enough to plan with.
 
-    Before weights are downloaded, access and free disk space are checked. If the hub is out of reach, or with
-    HF_HUB_OFFLINE=1, the cache is used if it is complete.
+    Before weights are downloaded, access and free disk space are checked. If the hub is out of
+    reach, or with HF_HUB_OFFLINE=1, the cache is used if it is complete.
 
     Raises:
         HubError: no such repository or revision, or its license has not been accepted.
         AutotuneError: the disk of the cache has too little room.
-        MissingWeights: a component is not in the repository, or offline a file is not in the cache: it says which.
+        MissingWeights: a component is not in the repository, or offline a file is not in the cache:
+            it says which.
         PickledWeights: a component has pickled weights only.
     """
     components = tuple(components)
@@ -73,16 +87,24 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
             info = huggingface_hub.HfApi().model_info(repo, revision=revision)
     except UNREACHABLE as error:
         if isinstance(error, HfHubHTTPError):
-            raise HubError(f"the hub did not answer for {repo}: {error}", hint="try again later") from error
+            raise HubError(
+                f"the hub did not answer for {repo}: {error}", hint="try again later"
+            ) from error
         return _find_in_cache(repo, revision, components, weights=weights)
-    files = select_files([str(sibling.rfilename) for sibling in info.siblings or ()], components, weights=weights)
+    files = select_files(
+        [str(sibling.rfilename) for sibling in info.siblings or ()], components, weights=weights
+    )
     try:
         # The hub describes a gated repository to everyone, and refuses its files.
         with _translate_refusals(repo, revision):
             if weights:
                 huggingface_hub.HfApi().auth_check(repo)
                 _require_room(repo, revision, files)
-            return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+            return Path(
+                huggingface_hub.snapshot_download(
+                    repo, revision=revision, allow_patterns=list(files)
+                )
+            )
     except UNREACHABLE as error:
         first = str(error).splitlines()[0]
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -92,8 +114,12 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
 
 
 def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
-    """Raise AutotuneError unless the cache's disk has room for those of the files that are not there yet."""
-    planned = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files), dry_run=True)
+    """Raise AutotuneError unless the cache's disk has room for those of the files that are not
+    there yet.
+    """
+    planned = huggingface_hub.snapshot_download(
+        repo, revision=revision, allow_patterns=list(files), dry_run=True
+    )
     needed_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).expanduser().absolute()
     folder = next(place for place in (cache, *cache.parents) if place.is_dir())
@@ -102,9 +128,11 @@ def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
 
 
 def verify(repo: str, folder: Path) -> int | None:
-    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums; returns how many there are.
+    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums; returns how
+    many there are.
 
-    None if the hub is out of reach. A damaged file is deleted, so that fetching again brings it anew.
+    None if the hub is out of reach. A damaged file is deleted, so that fetching again brings it
+    anew.
 
     Raises HubError if a file is damaged.
     """
@@ -120,24 +148,41 @@ def verify(repo: str, folder: Path) -> int | None:
         blob.unlink(missing_ok=True)
     if found.mismatches:
         first, more = found.mismatches[0]["path"], len(found.mismatches) - 1
-        message = f"{first} of {repo}{f' and {more} more' if more else ''} did not have the hub's checksum"
-        raise HubError(message, hint="it is deleted: run the same command again, which fetches it anew")
+        message = (
+            f"{first} of {repo}{f' and {more} more' if more else ''} did not have the hub's "
+            "checksum"
+        )
+        raise HubError(
+            message, hint="it is deleted: run the same command again, which fetches it anew"
+        )
     return found.checked_count
 
 
-def select_files(files: Iterable[str], components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
-    """Select the files of a repository that `components` need: no second precision, no pickles, no pictures. Pure.
+def select_files(
+    files: Iterable[str], components: Iterable[str], *, weights: bool = True
+) -> tuple[str, ...]:
+    """Select the files of a repository that `components` need: no second precision, no pickles, no
+    pictures. Pure.
 
-    Raises MissingWeights for a component that does not exist, PickledWeights for one with pickled weights only.
+    Raises MissingWeights for a component that does not exist, PickledWeights for one with pickled
+    weights only.
     """
     present = sorted(set(files))
     selected = [name for name in present if name == PIPELINE_INDEX]
     for component in components:
-        own = [path for path in map(PurePosixPath, present) if path.parent == PurePosixPath(component)]
+        own = [
+            path for path in map(PurePosixPath, present) if path.parent == PurePosixPath(component)
+        ]
         if not own:
-            folders = ", ".join(sorted({name.split("/")[0] for name in present if "/" in name})) or "none"
-            raise MissingWeights(f"the repository has no {component}/", hint=f"it has these folders: {folders}")
-        names = [path.name for path in own if path.suffix in TEXT_SUFFIXES and ".index." not in path.name]
+            folders = (
+                ", ".join(sorted({name.split("/")[0] for name in present if "/" in name})) or "none"
+            )
+            raise MissingWeights(
+                f"the repository has no {component}/", hint=f"it has these folders: {folders}"
+            )
+        names = [
+            path.name for path in own if path.suffix in TEXT_SUFFIXES and ".index." not in path.name
+        ]
         names += _select_weights([path.name for path in own], component) if weights else []
         selected += [f"{component}/{name}" for name in names]
     return tuple(selected)
@@ -154,13 +199,22 @@ def _select_weights(names: list[str], component: str) -> list[str]:
     variants = [name for name in names if name.endswith(".safetensors")]
     if len(variants) == 1:
         return variants
-    if not variants and any(PurePosixPath(name).match(pattern) for name in names for pattern in PICKLES):
+    if not variants and any(
+        PurePosixPath(name).match(pattern) for name in names for pattern in PICKLES
+    ):
         hint = "use another revision of the repository, one with .safetensors files"
-        raise PickledWeights(f"{component}/ has pickled weights only, which can run any code when read", hint=hint)
+        raise PickledWeights(
+            f"{component}/ has pickled weights only, which can run any code when read", hint=hint
+        )
     if _is_weightless(component):
         return []
-    message = f"{component}/ has no weights under a known name (safetensors there: {', '.join(variants) or 'none'})"
-    raise MissingWeights(message, hint="use another revision, or download by hand and name the folder")
+    message = (
+        f"{component}/ has no weights under a known name (safetensors there: "
+        f"{', '.join(variants) or 'none'})"
+    )
+    raise MissingWeights(
+        message, hint="use another revision, or download by hand and name the folder"
+    )
 
 
 def _is_weightless(component: str) -> bool:
@@ -179,17 +233,27 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
 def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
-        message = f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
-        raise MissingWeights(message, hint=f"if a folder was meant, there is none at {repo}; else go online once")
+        message = (
+            f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the "
+            "hub is "
+            "out of reach"
+        )
+        raise MissingWeights(
+            message, hint=f"if a folder was meant, there is none at {repo}; else go online once"
+        )
     missing = missing_files(folder, components, weights=weights)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = "go online and run this again: complete files are not downloaded twice"
-        raise MissingWeights(f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint)
+        raise MissingWeights(
+            f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint
+        )
     return folder
 
 
-def missing_files(folder: Path, components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
+def missing_files(
+    folder: Path, components: Iterable[str], *, weights: bool = True
+) -> tuple[str, ...]:
     """Files that `components` need and that a pipeline's folder lacks. Reads only indices."""
     missing = [] if (folder / PIPELINE_INDEX).is_file() else [PIPELINE_INDEX]
     for component in components:
@@ -216,5 +280,7 @@ def _translate_refusals(repo: str, revision: str) -> Iterator[None]:
     try:
         yield
     except tuple(kind for kind, _, _ in REFUSALS) as error:
-        reason, hint = next((reason, hint) for kind, reason, hint in REFUSALS if isinstance(error, kind))
+        reason, hint = next(
+            (reason, hint) for kind, reason, hint in REFUSALS if isinstance(error, kind)
+        )
         raise HubError(f"{repo} cannot be fetched: {reason.format(revision)}", hint=hint) from error

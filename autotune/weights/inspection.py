@@ -1,4 +1,6 @@
-"""Describe safetensors files: tensors, metadata, and how many values are not finite. Reads a tensor at a time."""
+"""Describe safetensors files: tensors, metadata, and how many values are not finite. Reads a
+tensor at a time.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +60,8 @@ class FileSummary(Frozen):
 def inspect_file(
     path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
 ) -> FileSummary:
-    """Describe a file, or the model whose folder or index it is; without `values` only headers are read, instantly.
+    """Describe a file, or the model whose folder or index it is; without `values` only headers are
+    read, instantly.
 
     `on_progress` is called with the bytes done and in all. Holds one tensor in memory. Raises what
     `sources.open_weights` raises.
@@ -70,7 +73,12 @@ def inspect_file(
         size = entry.size_bytes
         summaries.append(
             TensorSummary(
-                name=entry.name, dtype=entry.dtype, shape=entry.shape, size_bytes=size, num_nan=num_nan, num_inf=num_inf
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                size_bytes=size,
+                num_nan=num_nan,
+                num_inf=num_inf,
             )
         )
         done += size

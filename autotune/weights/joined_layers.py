@@ -1,10 +1,12 @@
-"""Layers that are several in diffusers and one in their authors' code: put together, and taken apart.
+"""Layers that are several in diffusers and one in their authors' code: put together, and taken
+apart.
 
-Several adapted layers become one by stacking: ranks add up, and `up` is block-diagonal, so the update is the same.
+Several adapted layers become one by stacking: ranks add up, and `up` is block-diagonal, so the
+update is the same.
 
-diffusers' own converters (`diffusers.loaders.lora_conversion_utils`) are not used to read such files: they multiply
-alpha into the matrices, which rounds in bf16, drop all but one of FLUX.1's layers outside the blocks, and assert the
-published width.
+diffusers' own converters (`diffusers.loaders.lora_conversion_utils`) are not used to read such
+files: they multiply alpha into the matrices, which rounds in bf16, drop all but one of FLUX.1's
+layers outside the blocks, and assert the published width.
 """
 
 from collections.abc import Mapping
@@ -53,12 +55,18 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
         parts = layout.parts(original)
         if original not in joined:
             alone = len(parts) == 1
-            joined[original] = _turn(layer, original, layout) if alone else _join([layers.get(p) for p in parts], parts)
+            joined[original] = (
+                _turn(layer, original, layout)
+                if alone
+                else _join([layers.get(p) for p in parts], parts)
+            )
     return joined
 
 
 def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """The inverse of `join_layers`; a layer that was trained as one gives each part its rows and all of `down`."""
+    """The inverse of `join_layers`; a layer that was trained as one gives each part its rows and
+    all of `down`.
+    """
     split: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)
@@ -68,7 +76,9 @@ def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, L
 
 def _turn(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
     """The layer with the halves of its rows exchanged, if it is one of `layout.turned`."""
-    is_turned = split_number(original)[0] in layout.turned and len(layer.up) == 2 * layer.down.shape[1]
+    is_turned = (
+        split_number(original)[0] in layout.turned and len(layer.up) == 2 * layer.down.shape[1]
+    )
     return replace(layer, up=layer.up.roll(layer.down.shape[1], 0)) if is_turned else layer
 
 
@@ -84,7 +94,11 @@ def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
     for layer, part in zip(layers, parts, strict=True):
         inputs = first.down.shape[1]
         down = first.down.new_zeros(rank, inputs)
-        rows = len(first.up) if len(parts) == 2 else inputs * (MLP_RATIO if part.endswith("mlp") else 1)
+        rows = (
+            len(first.up)
+            if len(parts) == 2
+            else inputs * (MLP_RATIO if part.endswith("mlp") else 1)
+        )
         up = first.up.new_zeros(rows, rank)
         if layer is not None:
             own = layer.alpha / layer.rank
@@ -102,8 +116,13 @@ def _split(layer: LoraLayer, parts: list[str]) -> dict[str, LoraLayer]:
     rows: tuple[Tensor, ...] = layer.up.split(sizes)  # type: ignore[no-untyped-call]  # torch's own
     rank, rest = divmod(layer.rank, len(parts))
     blocks = [block.chunk(len(parts), dim=1) for block in rows] if rank and not rest else []
-    if not blocks or any(block[j].any() for i, block in enumerate(blocks) for j in range(len(parts)) if i != j):
-        return {part: LoraLayer(layer.down, up.clone(), layer.alpha) for part, up in zip(parts, rows, strict=True)}
+    if not blocks or any(
+        block[j].any() for i, block in enumerate(blocks) for j in range(len(parts)) if i != j
+    ):
+        return {
+            part: LoraLayer(layer.down, up.clone(), layer.alpha)
+            for part, up in zip(parts, rows, strict=True)
+        }
     split = {}
     for i, part in enumerate(parts):
         down, up = layer.down[i * rank : (i + 1) * rank], blocks[i][i]

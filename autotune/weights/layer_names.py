@@ -1,8 +1,9 @@
-"""What ComfyUI and kohya's scripts call the layers of models that diffusers names otherwise: as the models' authors do.
+"""What ComfyUI and kohya's scripts call the layers of models that diffusers names otherwise: as the
+models' authors do.
 
-A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own sources, with commits,
-are in `tests/weights/adapter_keys`, which what is written here is tested against. FLUX's `norm_out` is left out:
-its rows are in another order there.
+A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
+sources, with commits, are in `tests/weights/adapter_keys`, which what is written here is tested
+against. FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
 import re
@@ -15,7 +16,9 @@ from typing import Literal
 from autotune.schema import AdapterFormat
 
 Parts = tuple[str, ...]
-BLOCK = re.compile(r"(^blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])")
+BLOCK = re.compile(
+    r"(^blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
+)
 """The number of a repeated block; of a UNet, of a repeated block within a stage."""
 
 
@@ -26,18 +29,26 @@ class Layout:
     parts_of: Mapping[str, Parts]
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
-    """Outputs for each input of layers of the authors, which tell apart models whose names are alike."""
+    """Outputs for each input of layers of the authors, which tell apart models whose names are
+    alike.
+    """
     turned: frozenset[str] = frozenset()
-    """The authors' layers that, if they have two rows for each input, make shifts before scales, diffusers' after."""
+    """The authors' layers that, if they have two rows for each input, make shifts before scales,
+    diffusers' after.
+    """
     kohya_names: Literal["comfyui", "diffusers", "others"] = "comfyui"
-    """Whom kohya's scripts agree with on the names; if with neither, no file is written for them."""
+    """Whom kohya's scripts agree with on the names; if with neither, no file is written for
+    them.
+    """
 
     @cached_property
     def original_of(self) -> dict[str, str]:
         return {part: original for original, parts in self.parts_of.items() for part in parts}
 
     def parts(self, original: str) -> list[str]:
-        """The layers of diffusers in one of the authors'. Raises KeyError if they have none of that name."""
+        """The layers of diffusers in one of the authors'. Raises KeyError if they have none of
+        that name.
+        """
         key, number = split_number(original)
         return [part.replace("#", number) for part in self.parts_of[key]]
 
@@ -52,8 +63,12 @@ class Layout:
 
     def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
         """Whether a layer has the outputs that this model's has."""
-        ratios = {name: self.width_ratios.get(split_number(name)[0].partition("#.")[2]) for name in widths}
-        return any(outputs == inputs * (ratios[name] or 0) for name, (inputs, outputs) in widths.items())
+        ratios = {
+            name: self.width_ratios.get(split_number(name)[0].partition("#.")[2]) for name in widths
+        }
+        return any(
+            outputs == inputs * (ratios[name] or 0) for name, (inputs, outputs) in widths.items()
+        )
 
     def has_layers(self, names: Iterable[str]) -> bool:
         """Whether all names are diffusers'."""
@@ -80,9 +95,14 @@ def _one(**names: str) -> dict[str, Parts]:
     return {original.replace("__", "."): (name,) for original, name in names.items()}
 
 
-def _embedder(original: str, name: str, layers: tuple[object, object] = ("in_layer", "out_layer")) -> dict[str, Parts]:
+def _embedder(
+    original: str, name: str, layers: tuple[object, object] = ("in_layer", "out_layer")
+) -> dict[str, Parts]:
     """Both layers of an embedder, which diffusers calls `linear_1` and `linear_2`."""
-    return {f"{original}.{layer}": (f"{name}.linear_{number}",) for number, layer in enumerate(layers, start=1)}
+    return {
+        f"{original}.{layer}": (f"{name}.linear_{number}",)
+        for number, layer in enumerate(layers, start=1)
+    }
 
 
 def _feed_forward(first: str, last: str) -> dict[str, Parts]:
@@ -98,13 +118,21 @@ FLUX_ATTENTION: dict[str, Parts] = {
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     "txt_attn.proj": ("attn.to_add_out",),
 }
-DOUBLE, SINGLE = {"double_blocks.#": "transformer_blocks.#"}, {"single_blocks.#": "single_transformer_blocks.#"}
+DOUBLE, SINGLE = (
+    {"double_blocks.#": "transformer_blocks.#"},
+    {"single_blocks.#": "single_transformer_blocks.#"},
+)
 CHROMA: Mapping[str, Parts] = {
     **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("net.0.proj", "net.2")),
-    **_within(SINGLE, {"linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear2": ("proj_out",)}),
+    **_within(
+        SINGLE,
+        {"linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear2": ("proj_out",)},
+    ),
     **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
 }
-"""Those of FLUX.1 but its modulation and embedders. What Chroma has in their place nobody adapts."""
+"""Those of FLUX.1 but its modulation and embedders. What Chroma has in their place nobody
+adapts.
+"""
 FLUX1: Mapping[str, Parts] = {
     **CHROMA,
     **_within(DOUBLE, {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",)}),
@@ -176,7 +204,10 @@ QWEN_21: Mapping[str, Parts] = {
     **_within(
         {"transformer_blocks.#": "transformer_blocks.#"},
         {
-            **{f"attn.{layer}": (f"attn.{layer}",) for layer in ("to_q", "to_k", "to_v", "to_out.0")},
+            **{
+                f"attn.{layer}": (f"attn.{layer}",)
+                for layer in ("to_q", "to_k", "to_v", "to_out.0")
+            },
             "img_mlp.gate_up": ("img_mlp.gate_layer", "img_mlp.proj"),
             "img_mlp.out": ("img_mlp.out",),
         },
@@ -198,15 +229,29 @@ QWEN_21: Mapping[str, Parts] = {
 
 UNET_TRANSFORMERS = {
     **{
-        f"input_blocks.{3 * stage + 1 + i}.1": f"down_blocks.{stage}.attentions.{i}" for stage in (1, 2) for i in (0, 1)
+        f"input_blocks.{3 * stage + 1 + i}.1": f"down_blocks.{stage}.attentions.{i}"
+        for stage in (1, 2)
+        for i in (0, 1)
     },
     "middle_block.1": "mid_block.attentions.0",
-    **{f"output_blocks.{3 * stage + i}.1": f"up_blocks.{stage}.attentions.{i}" for stage in (0, 1) for i in range(3)},
+    **{
+        f"output_blocks.{3 * stage + i}.1": f"up_blocks.{stage}.attentions.{i}"
+        for stage in (0, 1)
+        for i in range(3)
+    },
 }
 UNET_RESNETS = {
-    **{f"input_blocks.{3 * stage + 1 + i}.0": f"down_blocks.{stage}.resnets.{i}" for stage in range(3) for i in (0, 1)},
+    **{
+        f"input_blocks.{3 * stage + 1 + i}.0": f"down_blocks.{stage}.resnets.{i}"
+        for stage in range(3)
+        for i in (0, 1)
+    },
     **{f"middle_block.{2 * i}": f"mid_block.resnets.{i}" for i in (0, 1)},
-    **{f"output_blocks.{3 * stage + i}.0": f"up_blocks.{stage}.resnets.{i}" for stage in range(3) for i in range(3)},
+    **{
+        f"output_blocks.{3 * stage + i}.0": f"up_blocks.{stage}.resnets.{i}"
+        for stage in range(3)
+        for i in range(3)
+    },
 }
 UNET_LAYERS = (
     "proj_in",
@@ -280,18 +325,26 @@ NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS, NUM_HUNYUAN_BLOCKS = 19, 38, 54
 
 
 def find_class(layers: Iterable[str]) -> str | None:
-    """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None if they may be.
+    """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None
+    if they may be.
 
-    Stable Diffusion 3.5 and HunyuanVideo 1.5 have all names of FLUX.1's double blocks, Qwen-Image those of their
-    attention. Chroma's layers are told to be FLUX.1's, which other programs call the same.
+    Stable Diffusion 3.5 and HunyuanVideo 1.5 have all names of FLUX.1's double blocks, Qwen-Image
+    those of their attention. Chroma's layers are told to be FLUX.1's, which other programs call the
+    same.
     """
     names = tuple(layers)
-    others = {name: layout for name, layout in LAYOUTS.items() if name not in (CHROMA_CLASS, HUNYUAN_CLASS)}
+    others = {
+        name: layout
+        for name, layout in LAYOUTS.items()
+        if name not in (CHROMA_CLASS, HUNYUAN_CLASS)
+    }
     fitting = [name for name, layout in others.items() if names and layout.has_layers(names)]
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
         return ""
-    if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)):
+    if len(fitting) == 1 and (
+        fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)
+    ):
         return fitting[0]
     if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS:
         return None
@@ -312,8 +365,8 @@ def can_write(to: AdapterFormat, transformer: str) -> bool:
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
     """The layout whose authors' names these are; None if there is none.
 
-    `widths` are (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart; `transformer` is the
-    model's class, if it is known.
+    `widths` are (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart;
+    `transformer` is the model's class, if it is known.
     """
     known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
     fitting = [layout for layout in known if widths and layout.has_originals(widths)]
@@ -323,9 +376,14 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
-    """The dotted names of those in `kohya_names`, which have underscores for dots, that are any layout's."""
+    """The dotted names of those in `kohya_names`, which have underscores for dots, that are any
+    layout's.
+    """
     layouts = LAYOUTS.values()
-    names = (layout.original_of if layout.kohya_names == "diffusers" else layout.parts_of for layout in layouts)
+    names = (
+        layout.original_of if layout.kohya_names == "diffusers" else layout.parts_of
+        for layout in layouts
+    )
     dotted = {name.replace(".", "_"): name for name in chain.from_iterable(names)}
     keys = [split_number(name) for name in kohya_names]
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]

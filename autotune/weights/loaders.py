@@ -1,12 +1,13 @@
-"""The ways of reading tensors from safetensors files, behind one interface. Which is fastest is measured, not known.
+"""The ways of reading tensors from safetensors files, behind one interface. Which is fastest is
+measured, not known.
 
     safetensors      maps the file; instant on the CPU, and pages that are never touched are never read
     pread            reads each tensor into a buffer of its own, in parallel pieces: the least host memory
     fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage if the driver has it,
                      the unified copier on integrated memory, else bounce buffers
 
-To add one: a class and a line in LOADERS; the contract tests pick it up. `autotune doctor` imports this module, so
-torch is imported inside functions.
+To add one: a class and a line in LOADERS; the contract tests pick it up. `autotune doctor` imports
+this module, so torch is imported inside functions.
 """
 
 import mmap
@@ -55,17 +56,21 @@ class Loader(ABC):
         return None
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        """Maximum that it holds besides the tensors that it has yielded, for files of `stored_bytes`.
+        """Maximum that it holds besides the tensors that it has yielded, for files of
+        `stored_bytes`.
 
-        `shares_memory`: whether the file's cached pages count against the device, as on integrated GPUs.
+        `shares_memory`: whether the file's cached pages count against the device, as on integrated
+        GPUs.
         """
         return 0
 
     @abstractmethod
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
-        """Yield every tensor of `source` once, by name, on `device`, as stored: same dtype, shape and bits.
+        """Yield every tensor of `source` once, by name, on `device`, as stored: same dtype, shape
+        and bits.
 
-        The caller owns a yielded tensor. Files and buffers are released when the generator ends or is closed.
+        The caller owns a yielded tensor. Files and buffers are released when the generator ends or
+        is closed.
         """
 
 
@@ -75,7 +80,9 @@ class MappedLoader(Loader):
     name = "safetensors"
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        return stored_bytes if shares_memory else 0  # otherwise the system drops mapped pages when it needs memory
+        return (
+            stored_bytes if shares_memory else 0
+        )  # otherwise the system drops mapped pages when it needs memory
 
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
         for file in source.files:
@@ -88,7 +95,9 @@ class MappedLoader(Loader):
 
 
 def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
-    """Rows of stored tensors where they lie in a map of the file; what has to be computed is read."""
+    """Rows of stored tensors where they lie in a map of the file; what has to be computed is
+    read.
+    """
     with file.path.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
         for entry in file.entries:
@@ -97,7 +106,9 @@ def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
                 continue
             ((offset, size),) = entry.extents
             if offset + size > len(pages):
-                raise TruncatedFile(f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE)
+                raise TruncatedFile(
+                    f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE
+                )
             stored = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=offset)
             yield entry.name, stored.view(entry.torch_dtype).view(entry.shape).to(device)
 
@@ -105,8 +116,9 @@ def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
 class PreadLoader(Loader):
     """Positional reads into one fresh buffer per tensor.
 
-    The library's `backend="pread"` holds Python's lock while it reads, takes twice the memory of one tensor, and its
-    buffers start at any multiple of 16 bytes, on which CPU kernels may round differently from run to run.
+    The library's `backend="pread"` holds Python's lock while it reads, takes twice the memory of
+    one tensor, and its buffers start at any multiple of 16 bytes, on which CPU kernels may round
+    differently from run to run.
     """
 
     name = "pread"
@@ -116,18 +128,28 @@ class PreadLoader(Loader):
 
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
         for file in source.files:
-            with file.path.open("rb") as opened, ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool:
+            with (
+                file.path.open("rb") as opened,
+                ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool,
+            ):
                 for entry in file.entries:
-                    yield entry.name, entry.finished(_read(opened.fileno(), file, entry, pool).to(device))
+                    yield (
+                        entry.name,
+                        entry.finished(_read(opened.fileno(), file, entry, pool).to(device)),
+                    )
 
 
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
-    """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header was read."""
+    """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header
+    was read.
+    """
     with file.path.open("rb") as opened:
         return entry.finished(_read(opened.fileno(), file, entry))
 
 
-def _read(descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoolExecutor | None = None) -> "Tensor":
+def _read(
+    descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoolExecutor | None = None
+) -> "Tensor":
     """Read one tensor by the threads of `pool`, which share a large one, or by this thread."""
     tensor, buffer = _allocate(entry)
 
@@ -136,7 +158,9 @@ def _read(descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoo
         while start < end:
             count = os.preadv(descriptor, [buffer[start:end]], offset)
             if count == 0:
-                raise TruncatedFile(f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE)
+                raise TruncatedFile(
+                    f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE
+                )
             start, offset = start + count, offset + count
 
     pieces, filled = [], 0
@@ -152,18 +176,22 @@ def _read(descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoo
 def _allocate(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
     """Return an uninitialized tensor and its bytes.
 
-    A large one gets memory pages of its own, which are freed with it; a heap would keep what was freed below a small
-    allocation.
+    A large one gets memory pages of its own, which are freed with it; a heap would keep what was
+    freed below a small allocation.
     """
     if entry.size_bytes < OWN_PAGES_BYTES:
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
     pages = mmap.mmap(-1, entry.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(entry.shape), memoryview(pages)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(
+        entry.shape
+    ), memoryview(pages)
 
 
 class FastLoader(Loader):
-    """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the caller keeps."""
+    """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the
+    caller keeps.
+    """
 
     name = "fastsafetensors"
 
@@ -174,7 +202,11 @@ class FastLoader(Loader):
             has_runtime = _has_cuda_runtime()
         except (ImportError, OSError) as error:
             return f"fastsafetensors does not import: {error}"
-        return None if has_runtime else "fastsafetensors finds no CUDA runtime, neither torch's nor a toolkit's"
+        return (
+            None
+            if has_runtime
+            else "fastsafetensors finds no CUDA runtime, neither torch's nor a toolkit's"
+        )
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return CHUNK_BYTES
@@ -192,20 +224,26 @@ class FastLoader(Loader):
             hf_weights_files=[str(file.path) for file in supported],
             queue_size=-1,  # one chunk at a time
             use_tqdm_on_load=False,
-            device=str(device) if device != torch.device("cuda") else f"cuda:{torch.cuda.current_device()}",
+            device=str(device)
+            if device != torch.device("cuda")
+            else f"cuda:{torch.cuda.current_device()}",
             nogds=not has_gds(),
             tensor_filter=frozenset(source.locations).__contains__,
             all_local=True,
-            max_batch_bytes=max(CHUNK_BYTES, *(entry.size_bytes for file in supported for entry in file.entries)),
+            max_batch_bytes=max(
+                CHUNK_BYTES, *(entry.size_bytes for file in supported for entry in file.entries)
+            ),
         )
         with closing(loader), closing(loader.iterate_weights()) as weights:
             yield from weights
 
 
 def _has_cuda_runtime() -> bool:
-    """Whether fastsafetensors finds the GPU that torch sees, if any; it looks for one even to read to the CPU.
+    """Whether fastsafetensors finds the GPU that torch sees, if any; it looks for one even to read
+    to the CPU.
 
-    It asks for `libcudart.so` alone, which only a toolkit has, so it is first given the library that torch has loaded.
+    It asks for `libcudart.so` alone, which only a toolkit has, so it is first given the library
+    that torch has loaded.
     """
     from fastsafetensors import ParallelLoader, cpp  # noqa: F401  # the loader must import, too
 
@@ -218,34 +256,50 @@ def _has_cuda_runtime() -> bool:
 
 
 def _is_supported(file: WeightFile) -> bool:
-    """Whether fastsafetensors 0.5 can read a file: it knows no complex numbers, and no file without any bytes."""
-    return any(entry.size_bytes for entry in file.entries) and all(entry.dtype != "C64" for entry in file.entries)
+    """Whether fastsafetensors 0.5 can read a file: it knows no complex numbers, and no file
+    without any bytes.
+    """
+    return any(entry.size_bytes for entry in file.entries) and all(
+        entry.dtype != "C64" for entry in file.entries
+    )
 
 
 def has_gds() -> bool:
-    """Whether the driver of GPUDirect Storage is installed. Otherwise fastsafetensors must not ask for it."""
+    """Whether the driver of GPUDirect Storage is installed. Otherwise fastsafetensors must not
+    ask for it.
+    """
     return Path("/dev/nvidia-fs0").exists()
 
 
-LOADERS: Mapping[str, Loader] = {loader.name: loader for loader in (MappedLoader(), PreadLoader(), FastLoader())}
+LOADERS: Mapping[str, Loader] = {
+    loader.name: loader for loader in (MappedLoader(), PreadLoader(), FastLoader())
+}
 
 
 def get_loader(name: str, device: "torch.device") -> Loader:
-    """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device` on this machine."""
+    """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device`
+    on this machine.
+    """
     if name not in LOADERS:
-        raise InvalidInput(f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}")
+        raise InvalidInput(
+            f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"
+        )
     reason = LOADERS[name].unavailable_reason(device)
     if reason:
         raise InvalidInput(
-            f"the loader {name} cannot be used on this machine: {reason}", hint="choose the loader safetensors"
+            f"the loader {name} cannot be used on this machine: {reason}",
+            hint="choose the loader safetensors",
         )
     return LOADERS[name]
 
 
 def load_file(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
-    """Load all tensors of a small file (a cache, an adapter, a checkpoint) to the CPU, and its metadata.
+    """Load all tensors of a small file (a cache, an adapter, a checkpoint) to the CPU, and its
+    metadata.
 
     Raises what `files.read_header` raises for a file that is absent, pickled or damaged.
     """
     file = read_header(path)
-    return dict(PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))), file.metadata
+    return dict(
+        PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))
+    ), file.metadata

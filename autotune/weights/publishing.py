@@ -30,7 +30,8 @@ def require_hub(repo: str) -> None:
 
 
 def upload(repo: str, files: Mapping[str, Path | bytes], *, private: bool = True) -> str:
-    """Write all files in one commit, under the names that are their keys, and return the repository's address.
+    """Write all files in one commit, under the names that are their keys, and return the
+    repository's address.
 
     A repository that does not exist is made, `private` or not; one that exists stays as it is.
 
@@ -38,7 +39,9 @@ def upload(repo: str, files: Mapping[str, Path | bytes], *, private: bool = True
         HubError: there is no token, it may not write there, or the hub is out of reach.
     """
     additions = [
-        huggingface_hub.CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        huggingface_hub.CommitOperationAdd(
+            name, content if isinstance(content, bytes) else str(content)
+        )
         for name, content in files.items()
     ]
     api = huggingface_hub.HfApi()
@@ -61,8 +64,12 @@ def _translate_errors(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403):
-            raise HubError(f"the hub does not let this token write to {repo}", hint=LOGIN) from error
-        raise HubError(f"the hub refused {repo}: {first_line(error)}", hint="try again later") from error
+            raise HubError(
+                f"the hub does not let this token write to {repo}", hint=LOGIN
+            ) from error
+        raise HubError(
+            f"the hub refused {repo}: {first_line(error)}", hint="try again later"
+        ) from error
     except UNREACHABLE as error:
         hint = "check the network, and that HF_HUB_OFFLINE is not set"
         raise HubError(f"the hub is out of reach: {first_line(error)}", hint=hint) from error

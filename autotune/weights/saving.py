@@ -1,4 +1,6 @@
-"""Save safetensors so that a reader finds the old file or the new one whole, never a half; large models in shards."""
+"""Save safetensors so that a reader finds the old file or the new one whole, never a half; large
+models in shards.
+"""
 
 import json
 import os
@@ -20,8 +22,11 @@ METADATA = {"format": "pt"}
 """Metadata that diffusers and transformers require in a file."""
 
 
-def save_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Save tensors of any layout and device into one file, atomically. Tied tensors are stored under each name.
+def save_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Save tensors of any layout and device into one file, atomically. Tied tensors are stored
+    under each name.
 
     Equal tensors and metadata give equal bytes.
 
@@ -30,7 +35,9 @@ def save_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     with atomic_write(path) as part:
         mode = part.stat().st_mode
         try:
-            safetensors.torch.save_file(_separate(tensors), part, metadata={**METADATA, **(metadata or {})})
+            safetensors.torch.save_file(
+                _separate(tensors), part, metadata={**METADATA, **(metadata or {})}
+            )
         except SafetensorError as error:
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
@@ -73,11 +80,13 @@ def save_shards(
     max_shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Path, ...]:
-    """Save a model in the layout that diffusers loads: one file, or shards and an index, written last.
+    """Save a model in the layout that diffusers loads: one file, or shards and an index, written
+    last.
 
-    `sizes` are the bytes of each tensor by name; `read` returns the tensors of one shard, and no more is held at a
-    time. An interrupted save leaves a folder without an index or single file, which is refused, not half loaded.
-    A tensor larger than `max_shard_bytes` gets a shard of its own. Returns the files written.
+    `sizes` are the bytes of each tensor by name; `read` returns the tensors of one shard, and no
+    more is held at a time. An interrupted save leaves a folder without an index or single file,
+    which is refused, not half loaded. A tensor larger than `max_shard_bytes` gets a shard of its
+    own. Returns the files written.
     """
     split = split_state_dict_into_shards_factory(
         dict(sizes),
@@ -86,7 +95,9 @@ def save_shards(
         max_shard_size=max_shard_bytes,
     )
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    shards = {folder / name: names for name, names in split.filename_to_tensors.items()} or {single: []}
+    shards = {folder / name: names for name, names in split.filename_to_tensors.items()} or {
+        single: []
+    }
     if split.is_sharded:
         index.unlink(missing_ok=True)
         single.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
-"""Single-file models of ComfyUI, Kohya and Civitai, seen as the tensors of a diffusers model, without a copy of any.
+"""Single-file models of ComfyUI, Kohya and Civitai, seen as the tensors of a diffusers model,
+without a copy of any.
 
-Such files have the authors' names, and fuse what diffusers keeps apart. diffusers' own conversion runs on markers,
-whose values say which row of which stored tensor they stand for, so it tells of every tensor of the model which stored
-rows it is. Rows are bytes one after the other: they are read from where they lie.
+Such files have the authors' names, and fuse what diffusers keeps apart. diffusers' own conversion
+runs on markers, whose values say which row of which stored tensor they stand for, so it tells of
+every tensor of the model which stored rows it is. Rows are bytes one after the other: they are read
+from where they lie.
 
     source = view_as(open_weights(file), transformer)      # nothing is read but scales
     load_into(transformer, source)
@@ -24,21 +26,31 @@ from autotune.weights.sources import WeightSource
 
 UNET_PREFIX = "model.diffusion_model."
 PREFIXES = (UNET_PREFIX, "diffusion_model.")
-"""What the names of a DiT or UNet begin with in a checkpoint that may hold other components as well."""
+"""What the names of a DiT or UNet begin with in a checkpoint that may hold other components as
+well.
+"""
 SCALES = (".scale_weight", ".weight_scale")
-"""Endings of the scales of fp8 weights, which are the stored values times the scale: ComfyUI's, before and since it
-marks each layer with `.comfy_quant`."""
+"""Endings of the scales of fp8 weights, which are the stored values times the scale: ComfyUI's,
+before and since it marks each layer with `.comfy_quant`."""
 UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 """Endings of what such files hold for 8-bit products of activations."""
 DROPPED = frozenset({"norm_final.weight"})
 """What conversions leave out on purpose: Z-Image's file has a layer that the model does not use."""
-FIXED_WIDTHS = dict.fromkeys(("FluxTransformer2DModel", "ChromaTransformer2DModel"), ("img_in.weight", 3072))
-"""The tensor with as many rows as the model is wide, and the width at which diffusers' conversion splits all models."""
+FIXED_WIDTHS = dict.fromkeys(
+    ("FluxTransformer2DModel", "ChromaTransformer2DModel"), ("img_in.weight", 3072)
+)
+"""The tensor with as many rows as the model is wide, and the width at which diffusers'
+conversion splits all models.
+"""
 MAX_ROWS = 1 << 20
-"""Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for each."""
+"""Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for
+each.
+"""
 ROW_BITS = 32
 
-NAME_BASE = "name the folder or repository that the file belongs to, by --base; or take another file"
+NAME_BASE = (
+    "name the folder or repository that the file belongs to, by --base; or take another file"
+)
 Conversion = Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]
 """Makes a state under diffusers' names of one under other names, for a model of a configuration."""
 Run = tuple[str, int, int]
@@ -80,10 +92,12 @@ class TensorView(TensorEntry):
 
 
 def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
-    """The DiT or UNet of a single file under the names of `model`, a diffusers model, which may be on meta.
+    """The DiT or UNet of a single file under the names of `model`, a diffusers model, which may be
+    on meta.
 
-    Its shapes are not checked: `load_into` and `check_source` do. A file that has the model's own names is taken as it
-    is, but for a prefix and scales, and so is one of a class that diffusers has no conversion for.
+    Its shapes are not checked: `load_into` and `check_source` do. A file that has the model's own
+    names is taken as it is, but for a prefix and scales, and so is one of a class that diffusers
+    has no conversion for.
 
     Raises:
         KeyMismatch: the file holds another model.
@@ -101,7 +115,8 @@ def make_view(
     shapes: Mapping[str, tuple[int, ...]],
     turned: Collection[str] = (),
 ) -> WeightSource:
-    """Stored tensors under the names that `conversion` gives them, or their own; in the model's `shapes`, by name.
+    """Stored tensors under the names that `conversion` gives them, or their own; in the model's
+    `shapes`, by name.
 
     `turned` names those that are stored with columns as rows.
 
@@ -112,10 +127,16 @@ def make_view(
         runs = {name: [(name, 0, max((1, *entry.shape[:1])))] for name, entry in tensors.items()}
     else:
         runs = _convert(part, type(model).__name__, cast(Any, model).config, conversion)
-    unknown = sorted(tensors.keys() - {stored for found in runs.values() for stored, _, _ in found} - DROPPED)
+    unknown = sorted(
+        tensors.keys() - {stored for found in runs.values() for stored, _, _ in found} - DROPPED
+    )
     if unknown:
-        raise KeyMismatch(f"{source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE)
-    views = [_view(name, shapes.get(name), name in turned, found, part) for name, found in runs.items()]
+        raise KeyMismatch(
+            f"{source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE
+        )
+    views = [
+        _view(name, shapes.get(name), name in turned, found, part) for name, found in runs.items()
+    ]
     views.sort(key=lambda view: view.pieces)
     (file,) = source.files
     return WeightSource(source.path, (replace(file, entries=tuple(views)),), is_view=True)
@@ -127,33 +148,54 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
-    """The first parts of the names that the file's tensors have in a diffusers model of class `kind`: a quick look.
+    """The first parts of the names that the file's tensors have in a diffusers model of class
+    `kind`: a quick look.
 
     Raises BadWeights as `view_as`; if diffusers has no conversion, names are taken as they are.
     """
     part = read_part(source, PREFIXES)
-    names = _convert(part, kind, config, diffusers_conversion(kind)) if has_conversion(kind) else part.tensors
+    names = (
+        _convert(part, kind, config, diffusers_conversion(kind))
+        if has_conversion(kind)
+        else part.tensors
+    )
     return {name.partition(".")[0] for name in names}
 
 
 def read_part(source: WeightSource, prefixes: Iterable[str]) -> StoredPart:
-    """The component whose names begin with the first of `prefixes` that any name has; if none has, all of the file.
+    """The component whose names begin with the first of `prefixes` that any name has; if none has,
+    all of the file.
 
     Only scales are read. Raises BadWeights as `view_as`.
     """
     (file,) = source.files
-    used = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in file.by_name)), "")
-    entries = {name.removeprefix(used): entry for name, entry in file.by_name.items() if name.startswith(used)}
-    tensors = {name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))}
+    used = next(
+        (prefix for prefix in prefixes if any(name.startswith(prefix) for name in file.by_name)), ""
+    )
+    entries = {
+        name.removeprefix(used): entry
+        for name, entry in file.by_name.items()
+        if name.startswith(used)
+    }
+    tensors = {
+        name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))
+    }
     scales: dict[str, Tensor] = {}
     for name, entry in entries.items():
         if not name.endswith(SCALES):
             continue
         weight = f"{name.rpartition('.')[0]}.weight"
         stored = tensors.get(weight)
-        if stored is None or not stored.dtype.startswith("F8_E") or entry.shape not in _scale_shapes(stored):
+        if (
+            stored is None
+            or not stored.dtype.startswith("F8_E")
+            or entry.shape not in _scale_shapes(stored)
+        ):
             message = f"{file.path}: {weight} is quantized in a way that is not understood"
-            raise BadWeights(message, hint="take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself")
+            raise BadWeights(
+                message,
+                hint="take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself",
+            )
         scales[weight] = read_tensor(file, entry).float().reshape(-1)
     return StoredPart(source, tensors, scales)
 
@@ -179,7 +221,9 @@ def diffusers_conversion(kind: str) -> Conversion:
     return lambda state, config: function(checkpoint=state, config=config)
 
 
-def _convert(part: StoredPart, kind: str, config: Mapping[str, Any], conversion: Conversion) -> dict[str, list[Run]]:
+def _convert(
+    part: StoredPart, kind: str, config: Mapping[str, Any], conversion: Conversion
+) -> dict[str, list[Run]]:
     """The stored rows of each tensor of the model, by running the conversion on markers.
 
     Raises:
@@ -189,32 +233,47 @@ def _convert(part: StoredPart, kind: str, config: Mapping[str, Any], conversion:
     source, tensors, _ = part
     order, unit = list(tensors), _unit(kind, tensors)
     prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
-    markers = {prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)}
+    markers = {
+        prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)
+    }
     try:
         found = conversion(markers, config)
     except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        message = f"{source.path} does not hold a {kind}: {type(error).__name__}: {first_line(error)[:80]}"
+        message = (
+            f"{source.path} does not hold a {kind}: {type(error).__name__}: "
+            f"{first_line(error)[:80]}"
+        )
         raise KeyMismatch(message, hint=NAME_BASE) from error
     return {name: _runs(name, marker, order, unit, tensors) for name, marker in found.items()}
 
 
 def _unit(kind: str, tensors: Mapping[str, TensorEntry]) -> int:
-    """How many rows of a marker stand for one of a stored tensor: more than one for narrower models than published."""
+    """How many rows of a marker stand for one of a stored tensor: more than one for narrower
+    models than published.
+    """
     name, width = FIXED_WIDTHS.get(kind, ("", 1))
     rows = tensors[name].shape[:1] if name in tensors else ()
     return max(1, width // rows[0]) if rows and rows[0] else 1
 
 
 def _mark(number: int, entry: TensorEntry, unit: int) -> Tensor:
-    """A tensor of as many dimensions, all but the rows of size 1, whose values are `number` and the row."""
+    """A tensor of as many dimensions, all but the rows of size 1, whose values are `number` and
+    the row.
+    """
     rows = entry.shape[0] if entry.shape else 1
     if not 0 < rows <= MAX_ROWS:
         raise KeyMismatch(f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE)
-    return ((number << ROW_BITS) + torch.arange(rows * unit)).view(-1, *[1] * (len(entry.shape) - 1))
+    return ((number << ROW_BITS) + torch.arange(rows * unit)).view(
+        -1, *[1] * (len(entry.shape) - 1)
+    )
 
 
-def _runs(name: str, marker: Tensor, order: list[str], unit: int, tensors: Mapping[str, TensorEntry]) -> list[Run]:
-    """The stored rows that a converted marker stands for. Raises BadWeights if it does not consist of whole rows."""
+def _runs(
+    name: str, marker: Tensor, order: list[str], unit: int, tensors: Mapping[str, TensorEntry]
+) -> list[Run]:
+    """The stored rows that a converted marker stands for. Raises BadWeights if it does not
+    consist of whole rows.
+    """
     flat = marker.reshape(-1)
     source = tensors[order[int(flat[0]) >> ROW_BITS]]
     if len(source.shape) > 1 and len(flat) != len(marker):
@@ -229,11 +288,16 @@ def _runs(name: str, marker: Tensor, order: list[str], unit: int, tensors: Mappi
     return found
 
 
-def _view(name: str, shape: tuple[int, ...] | None, is_turned: bool, runs: list[Run], part: StoredPart) -> TensorView:
+def _view(
+    name: str, shape: tuple[int, ...] | None, is_turned: bool, runs: list[Run], part: StoredPart
+) -> TensorView:
     """The tensor that is made of these rows; in the model's `shape` if it has as many elements."""
     _, tensors, scales = part
     first, num_rows = tensors[runs[0][0]], sum(count for _, _, count in runs)
-    if any((tensors[stored].dtype, tensors[stored].shape[1:]) != (first.dtype, first.shape[1:]) for stored, *_ in runs):
+    if any(
+        (tensors[stored].dtype, tensors[stored].shape[1:]) != (first.dtype, first.shape[1:])
+        for stored, *_ in runs
+    ):
         raise BadWeights(f"{name} is made of tensors that differ in dtype or width", hint=NAME_BASE)
     pieces, factors = [], []
     for stored, row, count in runs:

@@ -1,10 +1,12 @@
-"""Fill a model built without weights, tensor by tensor as they arrive, and quantize each module once it is complete.
+"""Fill a model built without weights, tensor by tensor as they arrive, and quantize each module
+once it is complete.
 
-So loading needs the final model, the one module that is being converted, and what the loader holds; never two copies
-of the model.
+So loading needs the final model, the one module that is being converted, and what the loader holds;
+never two copies of the model.
 
     model = build_empty(lambda: QwenImageTransformer2DModel(**config), dtype=torch.bfloat16)
-    load_into(model, open_weights(folder / "transformer"), loader="pread", device="cuda", transform=quantize)
+    load_into(model, open_weights(folder / "transformer"), loader="pread", device="cuda",
+    transform=quantize)
 """
 
 import re
@@ -26,16 +28,21 @@ from autotune.weights.loaders import MappedLoader, PreadLoader, get_loader
 from autotune.weights.sources import WeightSource
 
 Transform = Callable[[str, nn.Module], nn.Module | None]
-"""Called once with a module's qualified name and the module, as soon as all parameters and buffers of its own have
-arrived. It may change the module in place, or return another one to replace it."""
+"""Called once with a module's qualified name and the module, as soon as all parameters and
+buffers of its own have arrived. It may change the module in place, or return another one to
+replace it."""
 
 Rename = Callable[[str], str]
 """Returns the model's name of a stored tensor (`building.transformers_renaming`)."""
 
 TRIM_EVERY_BYTES = 4 << 20
-"""Bytes of converted tensors after which free memory and pages of the file are returned to the system."""
+"""Bytes of converted tensors after which free memory and pages of the file are returned to the
+system.
+"""
 
-OTHER_MODEL = "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
+OTHER_MODEL = (
+    "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
+)
 
 
 def load_into(
@@ -48,11 +55,13 @@ def load_into(
     rename: Rename | None = None,
     transform: Transform | None = None,
 ) -> None:
-    """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation mode.
+    """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation
+    mode.
 
-    Without a policy every tensor takes the dtype of its slot in the model. `rename` returns the model's name for a
-    stored one (`building.transformers_renaming`). Names, shapes and kinds of dtype are checked from the headers before
-    a tensor is read. After an error during reading the model must not be used.
+    Without a policy every tensor takes the dtype of its slot in the model. `rename` returns the
+    model's name for a stored one (`building.transformers_renaming`). Names, shapes and kinds of
+    dtype are checked from the headers before a tensor is read. After an error during reading the
+    model must not be used.
 
     Raises:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
@@ -76,7 +85,11 @@ def load_into(
                 filler.fill(slot, tensor.to(dtype))
                 if transform or dtype != tensor.dtype or target.type != "cpu":
                     converted_bytes += tensor.nbytes
-                    if loader == MappedLoader.name and target.type == "cpu" and source.is_mapped(stored):
+                    if (
+                        loader == MappedLoader.name
+                        and target.type == "cpu"
+                        and source.is_mapped(stored)
+                    ):
                         converted.append(tensor)  # which holds no memory: its pages are the file's
             del tensor  # or its memory would be held while the next one is read
             if converted_bytes >= TRIM_EVERY_BYTES:
@@ -88,7 +101,8 @@ def load_into(
 
 
 def check_source(model: nn.Module, source: WeightSource, rename: Rename | None = None) -> None:
-    """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read nothing.
+    """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read
+    nothing.
 
     `rename` as for `load_into`.
 
@@ -101,7 +115,8 @@ def check_source(model: nn.Module, source: WeightSource, rename: Rename | None =
 def stream_tensors(
     source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield every tensor of `source` by name, on `device`, in the policy's dtype, for weights that no model keeps.
+    """Yield every tensor of `source` by name, on `device`, in the policy's dtype, for weights that
+    no model keeps.
 
     Hardly more than one is in memory, unless the caller keeps them.
     """
@@ -119,7 +134,9 @@ def _loader_for(source: WeightSource, loader: str) -> str:
 
 
 def _return_memory(converted: list[Tensor]) -> None:
-    """Return to the system what nothing needs any more, the mapped pages of `converted` too; empties the list."""
+    """Return to the system what nothing needs any more, the mapped pages of `converted` too;
+    empties the list.
+    """
     trim_heap()
     for tensor in converted:
         drop_mapped_pages(tensor)
@@ -134,10 +151,12 @@ def fill_random(
     dtype_policy: DtypePolicy | None = None,
     transform: Transform | None = None,
 ) -> None:
-    """Fill a model built by `build_empty` with random weights, streamed like `load_into`: for trials without the files.
+    """Fill a model built by `build_empty` with random weights, streamed like `load_into`: for
+    trials without the files.
 
-    Matrices are uniform with variance 1 / fan-in, so that activations stay in scale; vectors called `weight` are
-    ones (norms), other vectors zeros (biases). A tensor's values depend on the seed and its name alone.
+    Matrices are uniform with variance 1 / fan-in, so that activations stay in scale; vectors called
+    `weight` are ones (norms), other vectors zeros (biases). A tensor's values depend on the seed
+    and its name alone.
     """
     target = torch.device(device)
     slots = _find_slots(model)
@@ -145,13 +164,19 @@ def fill_random(
     for slot in slots:
         dtype = dtype_policy(slot.name, slot.tensor.dtype) if dtype_policy else slot.tensor.dtype
         is_known = slot.is_buffer and not slot.tensor.is_meta
-        values = slot.tensor.to(target) if is_known else draw_random(slot.name, slot.tensor, target, seed)
+        values = (
+            slot.tensor.to(target)
+            if is_known
+            else draw_random(slot.name, slot.tensor, target, seed)
+        )
         filler.fill(slot, values.to(dtype))
     filler.finish(target)
 
 
 def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
-    """The random values that `fill_random` gives the tensor of this name, in shape and dtype of `like`."""
+    """The random values that `fill_random` gives the tensor of this name, in shape and dtype of
+    `like`.
+    """
     values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
         return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
@@ -162,7 +187,9 @@ def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Ten
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place for one tensor in a model: one parameter or persistent buffer, under all the names that it has."""
+    """A place for one tensor in a model: one parameter or persistent buffer, under all the names
+    that it has.
+    """
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -193,13 +220,17 @@ def _find_holders(model: nn.Module, slot: _Slot) -> list[tuple[nn.Module, str]]:
 class _Filler:
     """Puts tensors into their slots and transforms each module once it is complete."""
 
-    def __init__(self, model: nn.Module, slots: Sequence[_Slot], transform: Transform | None) -> None:
+    def __init__(
+        self, model: nn.Module, slots: Sequence[_Slot], transform: Transform | None
+    ) -> None:
         self.model = model
         self.transform = transform
         self.by_name = {name: slot for slot in slots for name in slot.names}
         self.filled: set[str] = set()
         self.holders = {slot.name: _find_holders(model, slot) for slot in slots}
-        self.num_missing = Counter(module for holders in self.holders.values() for module, _ in holders)
+        self.num_missing = Counter(
+            module for holders in self.holders.values() for module, _ in holders
+        )
         self.module_names = {module: name for name, module in model.named_modules()}
 
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
@@ -222,24 +253,38 @@ class _Filler:
         replacement = self.transform(name, module) if self.transform else None
         if replacement is not None and replacement is not module and name:
             self.model.set_submodule(name, replacement)
-            for tensors in (module._parameters, module._buffers):  # the slots refer to this module until the end
+            for tensors in (
+                module._parameters,
+                module._buffers,
+            ):  # the slots refer to this module until the end
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: torch.device) -> None:
-        """Move what is in no file, check that nothing was left without values, and return what quantizing took.
+        """Move what is in no file, check that nothing was left without values, and return what
+        quantizing took.
 
-        CUDA's allocator would otherwise have to return it at the edge of memory, in the middle of a step, which looks
-        like a spill to host memory.
+        CUDA's allocator would otherwise have to return it at the edge of memory, in the middle of a
+        step, which looks like a spill to host memory.
         """
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[leaf] = buffer.to(device)
-            for leaf, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+            for leaf, value in (
+                *module._parameters.items(),
+                *module._buffers.items(),
+                *vars(module).items(),
+            ):
                 if getattr(value, "is_meta", False):
-                    message = f"{name}.{leaf} has no values: it is in no file and was built on the meta device"
-                    raise BadWeights(message, hint="build the model with autotune.weights.building.build_empty")
+                    message = (
+                        f"{name}.{leaf} has no values: it is in no file and was built on "
+                        "the meta "
+                        "device"
+                    )
+                    raise BadWeights(
+                        message, hint="build the model with autotune.weights.building.build_empty"
+                    )
         self.model.eval()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -248,18 +293,24 @@ class _Filler:
 def _check_match(
     model: nn.Module, slots: tuple[_Slot, ...], source: WeightSource, rename: Rename | None
 ) -> dict[str, str]:
-    """The model's name of each stored tensor. Raises KeyMismatch, ShapeMismatch or DtypeMismatch unless the headers are
-    those of the model's weights."""
+    """The model's name of each stored tensor. Raises KeyMismatch, ShapeMismatch or DtypeMismatch
+    unless the headers are those of the model's weights."""
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
     entries: dict[str, TensorEntry] = {}
     for stored, name in names.items():
         entry = source.locations[stored][1]
         if name in entries:
-            raise KeyMismatch(f"{entries[name].name} and {stored} are both {name} in the model", hint=OTHER_MODEL)
+            raise KeyMismatch(
+                f"{entries[name].name} and {stored} are both {name} in the model", hint=OTHER_MODEL
+            )
         entries[name] = entry
     known = {name for slot in slots for name in slot.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unexpected = [name for name in entries if name not in known and not any(re.search(p, name) for p in ignored)]
+    unexpected = [
+        name
+        for name in entries
+        if name not in known and not any(re.search(p, name) for p in ignored)
+    ]
     missing = [slot.name for slot in slots if not entries.keys() & set(slot.names)]
     for keys, problem in ((missing, "lacks"), (unexpected, "has, but the model has no place for,")):
         if keys:
@@ -273,8 +324,12 @@ def _check_match(
 
 def _check_slot(slot: _Slot, name: str, entry: TensorEntry) -> None:
     if entry.shape != tuple(slot.tensor.shape):
-        message = f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
+        message = (
+            f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
+        )
         raise ShapeMismatch(message, hint=OTHER_MODEL)
     if entry.torch_dtype.is_floating_point != slot.tensor.dtype.is_floating_point:
         message = f"{name} is {entry.dtype} in the file, {slot.tensor.dtype} in the model"
-        raise DtypeMismatch(message, hint="quantized files cannot be loaded; load the original and quantize it")
+        raise DtypeMismatch(
+            message, hint="quantized files cannot be loaded; load the original and quantize it"
+        )

@@ -1,4 +1,5 @@
-"""Seconds per image against peak memory as checkpointed blocks go from all to none: lines predicted, dots measured.
+"""Seconds per image against peak memory as checkpointed blocks go from all to none: lines
+predicted, dots measured.
 
 `python benchmarks/gpu/picture.py FOLDER` writes picture.svg from the rows alone."""
 
@@ -41,9 +42,20 @@ def main() -> None:
         return
     curve = curves[0]
     same = ("model", "side_px", "rank", "targets", "padding", "batch")
-    trials = [r for r in of(rows, "accuracy", "trial") if r["outcome"] == "ok" and all(r[k] == curve[k] for k in same)]
-    dots = [(r["candidate"]["micro_batch_size"], r["peak_memory_bytes"] / GIB,
-             statistics.median(r["step_seconds"]) / curve["batch"], r["candidate"]) for r in trials]  # fmt: skip
+    trials = [
+        r
+        for r in of(rows, "accuracy", "trial")
+        if r["outcome"] == "ok" and all(r[k] == curve[k] for k in same)
+    ]
+    dots = [
+        (
+            r["candidate"]["micro_batch_size"],
+            r["peak_memory_bytes"] / GIB,
+            statistics.median(r["step_seconds"]) / curve["batch"],
+            r["candidate"],
+        )
+        for r in trials
+    ]
     lines: dict[int, list[tuple[float, float]]] = {}
     for batch, _, allocated, seconds in curve["points"]:
         lines.setdefault(batch, []).append((allocated / GIB, seconds))
@@ -65,25 +77,42 @@ def frame(plot: Plot, curve: dict[str, Any]) -> list[str]:
     """Title, axes and the memory of common cards."""
     small = " (a rehearsal with tiny models)" if curve["small"] else ""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13"'
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
-           f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-           text(WIDTH / 2, 24, f"{curve['model']}, {curve['side_px']} px, rank {curve['rank']}: "
-                               f"all blocks checkpointed (left) to none (right){small}"),
-           text(WIDTH / 2, HEIGHT - 14, "peak memory of a training step, GiB allocated"),
-           f'<g transform="rotate(-90 18 {HEIGHT / 2})">{text(18, HEIGHT / 2, "seconds per image")}</g>']  # fmt: skip
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        text(
+            WIDTH / 2,
+            24,
+            f"{curve['model']}, {curve['side_px']} px, rank {curve['rank']}: "
+            f"all blocks checkpointed (left) to none (right){small}",
+        ),
+        text(WIDTH / 2, HEIGHT - 14, "peak memory of a training step, GiB allocated"),
+        '<g transform="rotate(-90 18 '
+        f'{HEIGHT / 2})">{text(18, HEIGHT / 2, "seconds per image")}</g>',
+    ]
     for share in (step / 5 for step in range(6)):
         x, y = plot.at(plot.max_x * share, 0)
         out.append(text(x, y + 18, f"{plot.max_x * share:.3g}"))
-        out.append(text(LEFT - 8, plot.at(0, plot.max_y * share)[1] + 4, f"{plot.max_y * share:.3g}", "end"))
-    out.append(f'<path d="M{LEFT} {TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}" fill="none" stroke="#333"/>')
+        out.append(
+            text(
+                LEFT - 8, plot.at(0, plot.max_y * share)[1] + 4, f"{plot.max_y * share:.3g}", "end"
+            )
+        )
+    out.append(
+        f'<path d="M{LEFT} {TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}" fill="none" stroke="#333"/>'
+    )
     for cap in (cap for cap in CAPS_GIB if cap < plot.max_x):
         x = plot.at(cap, 0)[0]
-        out.append(f'<path d="M{x:.1f} {TOP} V{HEIGHT - BOTTOM}" stroke="#bbb" stroke-dasharray="4 4"/>')
+        out.append(
+            f'<path d="M{x:.1f} {TOP} V{HEIGHT - BOTTOM}" stroke="#bbb" stroke-dasharray="4 4"/>'
+        )
         out.append(text(x, TOP - 6, f"{cap} GiB", color="#777"))
     return out
 
 
-def batch_marks(plot: Plot, number: int, batch: int, line: list[tuple[float, float]], dots: list[Dot]) -> list[str]:
+def batch_marks(
+    plot: Plot, number: int, batch: int, line: list[tuple[float, float]], dots: list[Dot]
+) -> list[str]:
     """The line and the dots of one micro-batch, and what they are."""
     color = COLORS[number % len(COLORS)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (plot.at(*point) for point in line))
@@ -95,8 +124,10 @@ def batch_marks(plot: Plot, number: int, batch: int, line: list[tuple[float, flo
         plain = plain and all(chosen[name] == usual for name, usual in LEVERS)
         px, py = plot.at(x, y)
         fill = color if plain else "white"
-        out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{color}"><title>'
-                   f'{chosen["quantization"]}, {chosen["attention"]}, {chosen["checkpointed_blocks"]} blocks'
+        out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" '
+                   f'stroke="{color}"><title>'
+                   f'{chosen["quantization"]}, {chosen["attention"]}, '
+                   f'{chosen["checkpointed_blocks"]} blocks'
                    "</title></circle>")  # fmt: skip
     return out
 

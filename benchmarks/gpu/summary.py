@@ -1,4 +1,6 @@
-"""A readable summary.md beside the raw rows, made of nothing but them: `python benchmarks/gpu/summary.py FOLDER`."""
+"""A readable summary.md beside the raw rows, made of nothing but them: `python
+benchmarks/gpu/summary.py FOLDER`.
+"""
 
 import json
 import statistics
@@ -20,7 +22,8 @@ TABLES = {
     },
     "accuracy": {
         "trial": "model side_px rank targets padding batch candidate outcome peak_memory_bytes "
-        "predicted.allocated_bytes reserved_bytes predicted.reserved_bytes step_seconds predicted.step_seconds "
+        "predicted.allocated_bytes reserved_bytes predicted.reserved_bytes step_seconds "
+        "predicted.step_seconds "
         "load_seconds load_peak_memory_bytes message",
     },
     "training": {
@@ -29,22 +32,31 @@ TABLES = {
     },
     "loading": {
         "checkpoint": "blocks full_blocks bytes build_seconds save_seconds",
-        "load": "cache loader storage bytes outcome seconds device_peak_bytes host_peak_bytes message",
+        "load": (
+            "cache loader storage bytes outcome seconds device_peak_bytes host_peak_bytes message"
+        ),
     },
     "search": {
-        "plan": "cap_gib status seconds outcomes plan.frozen.settings plan.frozen.expected.step_seconds "
+        "plan": "cap_gib status seconds outcomes plan.frozen.settings "
+        "plan.frozen.expected.step_seconds "
         "plan.frozen.expected.peak_memory_bytes message",
         "two at once": "number status seconds said",
     },
     "run": {
         "start": "resumed sent status seconds recorded_steps",
         "steps": "seconds memory_bytes losses",
-        "report": "report.expected_step_seconds report.measured_step_seconds report.expected_peak_memory_bytes "
-        "report.measured_peak_memory_bytes report.total_seconds report.data_seconds report.warnings",
-        "phase": "name seconds expected.seconds device_bytes expected.device_bytes host_bytes expected.host_bytes",
+        "report": "report.expected_step_seconds report.measured_step_seconds "
+        "report.expected_peak_memory_bytes "
+        "report.measured_peak_memory_bytes report.total_seconds report.data_seconds "
+        "report.warnings",
+        "phase": (
+            "name seconds expected.seconds device_bytes expected.device_bytes host_bytes "
+            "expected.host_bytes"
+        ),
     },
     "limits": {
-        "kernels": "candidate outcome step_seconds energy.step_joules energy.step_joules_by_power energy.reason "
+        "kernels": "candidate outcome step_seconds energy.step_joules energy.step_joules_by_power "
+        "energy.reason "
         "by_kind launches message"
     },
 }
@@ -76,18 +88,32 @@ def value_at(row: Any, path: str) -> Any:
 
 
 def shown(value: Any, path: str = "") -> str:
-    """Bytes in GiB, series as median (smallest to largest, n), settings in few words, numbers in four digits."""
+    """Bytes in GiB, series as median (smallest to largest, n), settings in few words, numbers in
+    four digits.
+    """
     if path.endswith("bytes"):
         values = value if isinstance(value, list) else [value]
         value = [number / GIB for number in values if number is not None]
         value = value if len(value) > 1 else next(iter(value), None)
     if value is None:
         return "-"
-    if isinstance(value, list) and value and all(isinstance(number, int | float) for number in value):
-        return f"{statistics.median(value):.4g} ({min(value):.4g} to {max(value):.4g}, n {len(value)})"
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(number, int | float) for number in value)
+    ):
+        return (
+            f"{statistics.median(value):.4g} ({min(value):.4g} to {max(value):.4g}, n {len(value)})"
+        )
     if isinstance(value, dict) and "micro_batch_size" in value:
-        words = [f"batch {value['micro_batch_size']}, ckpt {value['checkpointed_blocks']}", value["quantization"]]
-        words += [value["attention"], *(f"{name} {value[name]}" for name, usual in LEVERS if value[name] != usual)]
+        words = [
+            f"batch {value['micro_batch_size']}, ckpt {value['checkpointed_blocks']}",
+            value["quantization"],
+        ]
+        words += [
+            value["attention"],
+            *(f"{name} {value[name]}" for name, usual in LEVERS if value[name] != usual),
+        ]
         return ", ".join(words)
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
@@ -97,38 +123,71 @@ def shown(value: Any, path: str = "") -> str:
 
 def table(rows: Sequence[Row], paths: str) -> list[str]:
     """A Markdown table of these rows, without columns that nothing fills."""
-    filled = [path for path in paths.split() if any(value_at(row, path) not in (None, "", []) for row in rows)]
+    filled = [
+        path
+        for path in paths.split()
+        if any(value_at(row, path) not in (None, "", []) for row in rows)
+    ]
     heads = [path.replace("_bytes", " GiB").replace("_", " ").replace(".", " ") for path in filled]
-    lines = [f"| {' | '.join(shown(value_at(row, path), path) for path in filled)} |" for row in rows]
+    lines = [
+        f"| {' | '.join(shown(value_at(row, path), path) for path in filled)} |" for row in rows
+    ]
     return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines, ""] if rows else []
 
 
 def relative_errors(rows: list[Row]) -> list[Row]:
-    """How far predictions were from what was measured, in percent; after calibration on those held out from it."""
+    """How far predictions were from what was measured, in percent; after calibration on those
+    held out from it.
+    """
     good = [row for row in of(rows, "accuracy", "trial") if row["outcome"] == "ok"]
     seconds: Callable[[Row], Any] = lambda row: statistics.median(row["step_seconds"])  # noqa: E731
     asked = (
-        ("memory allocated, before any trial", "predicted", "allocated_bytes", "peak_memory_bytes", "mean 5, p95 10"),
-        ("memory allocated, after one", "calibrated", "allocated_bytes", "peak_memory_bytes", "mean 2.5"),
+        (
+            "memory allocated, before any trial",
+            "predicted",
+            "allocated_bytes",
+            "peak_memory_bytes",
+            "mean 5, p95 10",
+        ),
+        (
+            "memory allocated, after one",
+            "calibrated",
+            "allocated_bytes",
+            "peak_memory_bytes",
+            "mean 2.5",
+        ),
         ("memory reserved, before any trial", "predicted", "reserved_bytes", "reserved_bytes", ""),
         ("step time, before any trial", "predicted", "step_seconds", seconds, "mean 12"),
         ("step time, after one", "calibrated", "step_seconds", seconds, "mean 5"),
     )
     lines = []
     for what, when, told, measured, target in asked:
-        pairs = [(row[when][told], measured(row) if callable(measured) else row[measured]) for row in good if row[when]]
+        pairs = [
+            (row[when][told], measured(row) if callable(measured) else row[measured])
+            for row in good
+            if row[when]
+        ]
         errors = sorted((100 * (told / real - 1) for told, real in pairs if real), key=abs)
         if errors:
             p95 = abs(errors[round(0.95 * (len(errors) - 1))])
             mean = statistics.mean(map(abs, errors))
             lines.append(
-                {"what": what, "n": len(errors), "mean": mean, "p95": p95, "worst": errors[-1], "target": target}
+                {
+                    "what": what,
+                    "n": len(errors),
+                    "mean": mean,
+                    "p95": p95,
+                    "worst": errors[-1],
+                    "target": target,
+                }
             )
     return lines
 
 
 def utilization(rows: list[Row]) -> list[Row]:
-    """Seconds per image and arithmetic of a model that recomputes nothing, against the matmul rate of the same card."""
+    """Seconds per image and arithmetic of a model that recomputes nothing, against the matmul
+    rate of the same card.
+    """
     work = (of(rows, "training", "work") or [{}])[-1]
     lines = []
     for name in dict.fromkeys(row["name"] for row in of(rows, "training", "steps")):
@@ -136,25 +195,46 @@ def utilization(rows: list[Row]) -> list[Row]:
         seconds = [one / work["batch"] for row in found for one in row.get("step_seconds", ())]
         if seconds:
             rate = work["model_flops_per_image"] / statistics.median(seconds)
-            share = rate / work["matmul_flops_per_second"] if work["matmul_flops_per_second"] else None
+            share = (
+                rate / work["matmul_flops_per_second"] if work["matmul_flops_per_second"] else None
+            )
             lines.append(
-                {"name": name, "seconds_per_image": seconds, "flops_per_second": rate, "of_matmul_rate": share}
+                {
+                    "name": name,
+                    "seconds_per_image": seconds,
+                    "flops_per_second": rate,
+                    "of_matmul_rate": share,
+                }
             )
     return lines
 
 
 def distances(rows: list[Row]) -> list[Row]:
-    """How much slower each plan is than the fastest of the measured grid whose reserved memory its budget holds."""
+    """How much slower each plan is than the fastest of the measured grid whose reserved memory
+    its budget holds.
+    """
     grid = [
-        row for row in of(rows, "accuracy", "trial") if row["grid"] and row["outcome"] == "ok" and row["reserved_bytes"]
+        row
+        for row in of(rows, "accuracy", "trial")
+        if row["grid"] and row["outcome"] == "ok" and row["reserved_bytes"]
     ]
     lines = []
     for row in of(rows, "search", "plan"):
         budget = value_at(row, "plan.frozen.hardware.budget_bytes")
-        fits = [statistics.median(one["step_seconds"]) for one in grid if budget and one["reserved_bytes"] <= budget]
+        fits = [
+            statistics.median(one["step_seconds"])
+            for one in grid
+            if budget and one["reserved_bytes"] <= budget
+        ]
         if fits:
             slower = 100 * (row["plan"]["frozen"]["expected"]["step_seconds"] / min(fits) - 1)
-            lines.append({"cap_gib": row["cap_gib"], "percent_slower_than_grid": slower, "grid_cells": len(fits)})
+            lines.append(
+                {
+                    "cap_gib": row["cap_gib"],
+                    "percent_slower_than_grid": slower,
+                    "grid_cells": len(fits),
+                }
+            )
     return lines
 
 
@@ -174,10 +254,14 @@ def main() -> None:
     lines = [f"# {device['name']}, {machine['date'][:10]}", ""]
     if any(row["small"] for row in rows):
         lines += ["**A rehearsal with tiny models: nothing here is evidence.**", ""]
-    memory, host_memory = (shown(of_what, "bytes") for of_what in (device["total_memory_bytes"], host["memory_bytes"]))
+    memory, host_memory = (
+        shown(of_what, "bytes") for of_what in (device["total_memory_bytes"], host["memory_bytes"])
+    )
     lines += [
-        f"{memory} GiB; host: {host['cpu']}, {host['logical_cores']} cores, {host_memory} GiB, {host['system']}. "
-        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items() if version)}. "
+        f"{memory} GiB; host: {host['cpu']}, {host['logical_cores']} cores, {host_memory} GiB, "
+        f"{host['system']}. "
+        "Versions: "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}. "
         f"Commit {machine['commit']}. Series: median (smallest to largest, n). Errors in percent.",
         "",
     ]

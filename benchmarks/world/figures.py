@@ -1,7 +1,9 @@
-"""What the small world's model gets right: python benchmarks/world/figures.py MODEL [--output FILE.json]
+"""What the small world's model gets right: python benchmarks/world/figures.py MODEL [--output
+FILE.json]
 
-Judged by geometry (`autotune/demo/judge.py`): the judge itself on drawn scenes and on noise, then 200 prompts whose
-combinations of color, shape and ground pretraining never saw, then places and pairs.
+Judged by geometry (`autotune/demo/judge.py`): the judge itself on drawn scenes and on noise, then
+200 prompts whose combinations of color, shape and ground pretraining never saw, then places and
+pairs.
 """
 
 import argparse
@@ -17,7 +19,15 @@ from scenes import EXCLUDED, PLACES, draw_pair, draw_placed, draw_scene
 
 from autotune.demo.judge import read_image
 from autotune.demo.lesson import load_pipeline, sample_images
-from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, NEW_SHAPES, SIZE_PX, Scene, draw_centered
+from autotune.demo.world import (
+    COLORS,
+    GROUNDS,
+    KNOWN_SHAPES,
+    NEW_SHAPES,
+    SIZE_PX,
+    Scene,
+    draw_centered,
+)
 
 
 def excluded_prompts(per_combination: int) -> list[Scene]:
@@ -53,7 +63,9 @@ def shares(found: Sequence[dict[str, bool]]) -> dict[str, float]:
     return {name: round(float(np.mean([right[name] for right in found])), 3) for name in found[0]}
 
 
-def judge(pipeline, scenes: Sequence[Scene], sheet: Path | None = None, first_seed: int = 0) -> dict[str, float]:
+def judge(
+    pipeline, scenes: Sequence[Scene], sheet: Path | None = None, first_seed: int = 0
+) -> dict[str, float]:
     images = sample_images(pipeline, [scene.caption for scene in scenes], first_seed)
     if sheet:
         picture = Image.new("RGB", (10 * 66, -(-len(images) // 10) * 66))
@@ -69,11 +81,14 @@ def judge_the_judge(count: int = 1000) -> dict[str, dict[str, float]]:
     scenes = [draw_scene(rng, shapes=(*KNOWN_SHAPES, *NEW_SHAPES)) for _ in range(count)]
     pixels = noise.integers(0, 256, (count, SIZE_PX, SIZE_PX, 3), dtype=np.uint8)
     single = [
-        draw_centered(rng, *(rng.choice(tuple(n)) for n in (KNOWN_SHAPES, COLORS, GROUNDS))) for _ in range(count)
+        draw_centered(rng, *(rng.choice(tuple(n)) for n in (KNOWN_SHAPES, COLORS, GROUNDS)))
+        for _ in range(count)
     ]
     return {
         "drawn": shares([{"all": agreement(scene, scene.draw())["all"]} for scene in scenes]),
-        "noise": shares([agreement(scene, Image.fromarray(p)) for scene, p in zip(single, pixels, strict=True)]),
+        "noise": shares(
+            [agreement(scene, Image.fromarray(p)) for scene, p in zip(single, pixels, strict=True)]
+        ),
     }
 
 
@@ -85,7 +100,9 @@ def other_prompts() -> dict[str, list[Scene]]:
 
     grounds = tuple(GROUNDS)
     return {
-        "places": [draw_placed(rng, *pick(), rng.choice(grounds), list(PLACES)[n % 4]) for n in range(40)],
+        "places": [
+            draw_placed(rng, *pick(), rng.choice(grounds), list(PLACES)[n % 4]) for n in range(40)
+        ],
         "pairs": [draw_pair(rng, pick(), pick(), rng.choice(grounds)) for _ in range(40)],
     }
 
@@ -94,9 +111,13 @@ def main(model: Path, output: Path | None) -> None:
     torch.set_num_threads(1)
     pipeline = load_pipeline(model)
     found = judge_the_judge()
-    found["excluded combinations"] = judge(pipeline, excluded_prompts(5), output and output.with_suffix(".png"))
+    found["excluded combinations"] = judge(
+        pipeline, excluded_prompts(5), output and output.with_suffix(".png")
+    )
     for name, scenes in other_prompts().items():
-        found[name] = judge(pipeline, scenes, output and output.with_name(f"{output.stem}-{name}.png"))
+        found[name] = judge(
+            pipeline, scenes, output and output.with_name(f"{output.stem}-{name}.png")
+        )
     print(json.dumps(found, indent=1))
     if output:
         output.write_text(json.dumps(found, indent=1) + "\n")

@@ -15,7 +15,12 @@ EXCLUDED = frozenset(tuple(line.split()) for line in EXCLUDED_FILE.read_text().s
 """(color, shape, ground) that pretraining never sees."""
 
 
-PLACES = {"on the left": (-1, 0), "on the right": (1, 0), "at the top": (0, -1), "at the bottom": (0, 1)}
+PLACES = {
+    "on the left": (-1, 0),
+    "on the right": (1, 0),
+    "at the top": (0, -1),
+    "at the bottom": (0, 1),
+}
 MARGIN_PX = 3
 
 
@@ -24,24 +29,33 @@ def draw_placed(rng: random.Random, shape: str, color: str, ground: str, place: 
     size = rng.uniform(26, 32)
     room = SIZE_PX - size - 2 * MARGIN_PX
     left, top = (
-        MARGIN_PX + room * {0: rng.uniform(0.4, 0.6), -1: rng.uniform(0, 0.1), 1: rng.uniform(0.9, 1)}[side]
+        MARGIN_PX
+        + room * {0: rng.uniform(0.4, 0.6), -1: rng.uniform(0, 0.1), 1: rng.uniform(0.9, 1)}[side]
         for side in PLACES[place]
     )
     return Scene((Figure(shape, color, left, top, size),), ground, place)
 
 
-def draw_pair(rng: random.Random, left: tuple[str, str], right: tuple[str, str], ground: str) -> Scene:
+def draw_pair(
+    rng: random.Random, left: tuple[str, str], right: tuple[str, str], ground: str
+) -> Scene:
     """Two figures (shape, color) side by side."""
     figures = []
-    for start, (shape, color) in zip((MARGIN_PX, SIZE_PX // 2 + MARGIN_PX), (left, right), strict=True):
+    for start, (shape, color) in zip(
+        (MARGIN_PX, SIZE_PX // 2 + MARGIN_PX), (left, right), strict=True
+    ):
         size = rng.uniform(21, 25)
         across = start + rng.random() * (SIZE_PX // 2 - 2 * MARGIN_PX - size)
-        figures.append(Figure(shape, color, across, SIZE_PX / 2 - size / 2 + rng.uniform(-4, 4), size))
+        figures.append(
+            Figure(shape, color, across, SIZE_PX / 2 - size / 2 + rng.uniform(-4, 4), size)
+        )
     return Scene(tuple(figures), ground)
 
 
 def draw_scene(rng: random.Random, shapes: Sequence[str] = KNOWN_SHAPES) -> Scene:
-    """A scene as in pretraining: mostly one large figure near the center, one in eight at a side, a few in pairs."""
+    """A scene as in pretraining: mostly one large figure near the center, one in eight at a
+    side, a few in pairs.
+    """
     while True:
         ground = rng.choice(tuple(GROUNDS))
         pair = [(rng.choice(shapes), rng.choice(tuple(COLORS))) for _ in range(2)]
@@ -57,7 +71,13 @@ def draw_scene(rng: random.Random, shapes: Sequence[str] = KNOWN_SHAPES) -> Scen
 
 def to_tensor(images: Sequence[Image]) -> torch.Tensor:
     """(images, 3, height, width) in [-1, 1]."""
-    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]).float() / 127.5 - 1
+    return (
+        torch.stack(
+            [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+        ).float()
+        / 127.5
+        - 1
+    )
 
 
 def psnr(x: torch.Tensor, y: torch.Tensor) -> float:

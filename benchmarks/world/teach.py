@@ -1,7 +1,9 @@
-"""Teach the demo's shape many times in one process, with the program's own loading, noise, step and optimizer.
+"""Teach the demo's shape many times in one process, with the program's own loading, noise, step and
+optimizer.
 
-By `python benchmarks/world/teach.py rate=1e-3,steps=300 rate=4e-3 ...` the demo's rate and steps were chosen:
-the figures are of the prompts that the demo does not report. Wrong pictures: `wrong=1`.
+By `python benchmarks/world/teach.py rate=1e-3,steps=300 rate=4e-3 ...` the demo's rate and steps
+were chosen: the figures are of the prompts that the demo does not report. Wrong pictures:
+`wrong=1`.
 """
 
 import json
@@ -96,15 +98,26 @@ class Classroom:
             scenes = drawn = taught_scenes(job.shape)
             if job.wrong:
                 drawn = wrong_scenes(scenes)
-            self.encoded[job.shape, job.wrong] = self.encode(scenes, [scene.draw() for scene in drawn])
-        return self.encoded[job.shape, job.wrong] * job.repeats + self.draw_own(job.guidance)[: job.own]
+            self.encoded[job.shape, job.wrong] = self.encode(
+                scenes, [scene.draw() for scene in drawn]
+            )
+        return (
+            self.encoded[job.shape, job.wrong] * job.repeats
+            + self.draw_own(job.guidance)[: job.own]
+        )
 
     def teach(self, job: Job, settings: Candidate = PLAIN, seed: int = 0) -> torch.nn.Module:
-        """A transformer with an adapter that has learned, on plain weights whatever it was trained on."""
-        wishes = WorkloadOverrides(size_px=(64, 64), rank=job.rank, targets=job.targets, quality="compact")
+        """A transformer with an adapter that has learned, on plain weights whatever it was
+        trained on.
+        """
+        wishes = WorkloadOverrides(
+            size_px=(64, 64), rank=job.rank, targets=job.targets, quality="compact"
+        )
         workload = describe_workload(self.resolved, None, wishes)
         model = load_model(self.resolved, workload, settings, CPU, seed)
-        optimizer = AdapterOptimizer(model.adapter, learning_rate=job.rate, weight_decay=job.decay, max_grad_norm=1.0)
+        optimizer = AdapterOptimizer(
+            model.adapter, learning_rate=job.rate, weight_decay=job.decay, max_grad_norm=1.0
+        )
         noising, images, rng = Noising(seed, job.shift), self.images(job), random.Random(seed)
         queue: list[dict[str, torch.Tensor]] = []
         for step in range(job.steps):
@@ -115,7 +128,10 @@ class Classroom:
             picked, queue = queue[: job.batch], queue[job.batch :]
             size = settings.micro_batch_size
             parts = [picked[start : start + size] for start in range(0, job.batch, size)]
-            batches = [{name: torch.stack([one[name] for one in part]) for name in part[0]} for part in parts]
+            batches = [
+                {name: torch.stack([one[name] for one in part]) for name in part[0]}
+                for part in parts
+            ]
             batches = [to_device(batch, CPU, model.dtype) for batch in batches]
             optimizer_step(
                 self.family, model.transformer, optimizer, batches, noising=noising, step=step,
@@ -126,7 +142,9 @@ class Classroom:
             theirs.data.copy_(ours.data)
         return plain.transformer
 
-    def fidelity(self, transformer: torch.nn.Module | None, scenes: Sequence[Scene], first_seed: int) -> float:
+    def fidelity(
+        self, transformer: torch.nn.Module | None, scenes: Sequence[Scene], first_seed: int
+    ) -> float:
         """As a share of what the VAE shows; None for the model as it was."""
         kept = self.pipeline.transformer
         self.pipeline.transformer = transformer or kept
@@ -137,9 +155,14 @@ class Classroom:
 
 
 def wrong_scenes(scenes: Sequence[Scene]) -> list[Scene]:
-    """For each scene another of a known shape in the same colors: captions then promise what images do not show."""
+    """For each scene another of a known shape in the same colors: captions then promise what
+    images do not show.
+    """
     rng = random.Random(9)
-    return [draw_centered(rng, rng.choice(KNOWN_SHAPES), scene.figures[0].color, scene.ground) for scene in scenes]
+    return [
+        draw_centered(rng, rng.choice(KNOWN_SHAPES), scene.figures[0].color, scene.ground)
+        for scene in scenes
+    ]
 
 
 def main(wishes: Sequence[str], seed: int = 5000) -> None:
@@ -156,7 +179,9 @@ def main(wishes: Sequence[str], seed: int = 5000) -> None:
         transformer = room.teach(job)
         seconds = time.process_time() - begin
         scenes = {"new": unseen_scenes(job.shape)[1::2], "known": known}
-        found = {name: round(room.fidelity(transformer, part, seed), 3) for name, part in scenes.items()}
+        found = {
+            name: round(room.fidelity(transformer, part, seed), 3) for name, part in scenes.items()
+        }
         print(json.dumps({"job": wish, "cpu_s": round(seconds, 1)} | found), flush=True)
 
 

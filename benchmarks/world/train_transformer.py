@@ -1,8 +1,9 @@
-"""Pretrain the small world's transformer: python benchmarks/world/train_transformer.py FOLDER [--steps N].
+"""Pretrain the small world's transformer: python benchmarks/world/train_transformer.py FOLDER
+[--steps N].
 
-FOLDER holds what `train_vae.py` wrote; the pipeline goes to FOLDER/model, in bf16. Seeded, and resumable: a second call
-continues at the last checkpoint. The learning rate is constant and falls in the last fifth of the steps, so that fewer
-or more steps can still be asked for until then.
+FOLDER holds what `train_vae.py` wrote; the pipeline goes to FOLDER/model, in bf16. Seeded, and
+resumable: a second call continues at the last checkpoint. The learning rate is constant and falls
+in the last fifth of the steps, so that fewer or more steps can still be asked for until then.
 """
 
 import argparse
@@ -25,23 +26,80 @@ from autotune.families.registry import get_family
 from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
 from autotune.families.small.qwen_image import make_scheduler
 
-NUM_SCENES, NUM_HELD, BATCH, RATE, WARMUP, BLANK_SHARE, TEXT_WIDTH = 12_000, 512, 64, 1e-3, 200, 0.12, 64
+NUM_SCENES, NUM_HELD, BATCH, RATE, WARMUP, BLANK_SHARE, TEXT_WIDTH = (
+    12_000,
+    512,
+    64,
+    1e-3,
+    200,
+    0.12,
+    64,
+)
 WORDS = [
-    *("heart", "arrow", "ring", "hexagon", "crescent", "moon", "sun", "flower", "house", "tree", "cat", "dog", "fish"),
-    *("bird", "boat", "car", "cloud", "photo", "picture", "icon", "logo", "style", "in", "with", "and", "of", "the"),
-    *("striped", "dotted", "thin", "thick", "bright", "dark", "teal", "silver", "gold", "small", "large", "my", "sks"),
+    *(
+        "heart",
+        "arrow",
+        "ring",
+        "hexagon",
+        "crescent",
+        "moon",
+        "sun",
+        "flower",
+        "house",
+        "tree",
+        "cat",
+        "dog",
+        "fish",
+    ),
+    *(
+        "bird",
+        "boat",
+        "car",
+        "cloud",
+        "photo",
+        "picture",
+        "icon",
+        "logo",
+        "style",
+        "in",
+        "with",
+        "and",
+        "of",
+        "the",
+    ),
+    *(
+        "striped",
+        "dotted",
+        "thin",
+        "thick",
+        "bright",
+        "dark",
+        "teal",
+        "silver",
+        "gold",
+        "small",
+        "large",
+        "my",
+        "sks",
+    ),
 ]
-"""What the tokenizer knows as one token besides the captions' words, so that new things can have names."""
+"""What the tokenizer knows as one token besides the captions' words, so that new things can have
+names.
+"""
 FAMILY = get_family("qwen-image")
 
 
 def build(vae: AutoencoderKLQwenImage, captions: list[str]) -> QwenImagePipeline:
-    """Random text encoder, which stays frozen; transformer whose modulation starts near zero, but not at zero."""
+    """Random text encoder, which stays frozen; transformer whose modulation starts near zero,
+    but not at zero.
+    """
     torch.manual_seed(0)
     template = QwenImagePipeline(None, None, None, None, None).prompt_template_encode
     tokenizer = qwen_tokenizer([*captions, *WORDS, *(f" {word}" for word in WORDS)], template)
     config = qwen_text_encoder(tokenizer, hidden_size=TEXT_WIDTH).config
-    config.vision_config.update({"hidden_size": 32, "intermediate_size": 32, "num_heads": 1})  # unused, but a part
+    config.vision_config.update(
+        {"hidden_size": 32, "intermediate_size": 32, "num_heads": 1}
+    )  # unused, but a part
     config.tie_word_embeddings = True
     text_encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
     transformer = QwenImageTransformer2DModel(
@@ -65,7 +123,9 @@ def build(vae: AutoencoderKLQwenImage, captions: list[str]) -> QwenImagePipeline
 
 
 class Scenes:
-    """Encoded scenes, in groups whose captions have equally many tokens, so that no batch needs a mask."""
+    """Encoded scenes, in groups whose captions have equally many tokens, so that no batch needs
+    a mask.
+    """
 
     def __init__(self, folder: Path) -> None:
         rng = random.Random(2)
@@ -78,7 +138,9 @@ class Scenes:
         self.prompts = dict(zip(unique, self._encode_prompts(unique), strict=True))
         self.blank = self._encode_prompts([" "])[0]
         lengths = [len(self.prompts[caption]) for caption in self.captions[:-NUM_HELD]]
-        self.groups = {length: [i for i, n in enumerate(lengths) if n == length] for length in set(lengths)}
+        self.groups = {
+            length: [i for i, n in enumerate(lengths) if n == length] for length in set(lengths)
+        }
         self.lengths = lengths
 
     @torch.no_grad()
@@ -87,7 +149,10 @@ class Scenes:
             vae, config = self.pipeline.vae, self.pipeline.vae.config
             parts = [to_tensor(images[i : i + 50]) for i in range(0, len(images), 50)]
             means = torch.cat([vae._encode(part[:, :, None])[:, :16] for part in parts])
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+        mean, std = (
+            torch.tensor(values).view(1, -1, 1, 1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
         return (means - mean) / std
 
     @torch.no_grad()
@@ -95,7 +160,11 @@ class Scenes:
         found: list[torch.Tensor] = []
         for start in range(0, len(captions), 64):
             embeds, mask = self.pipeline.encode_prompt(prompt=captions[start : start + 64])
-            found += embeds if mask is None else [e[: int(m.sum())] for e, m in zip(embeds, mask, strict=True)]
+            found += (
+                embeds
+                if mask is None
+                else [e[: int(m.sum())] for e, m in zip(embeds, mask, strict=True)]
+            )
         return found
 
     def pick(self, gen: torch.Generator) -> dict[str, torch.Tensor]:
@@ -112,14 +181,25 @@ class Scenes:
         held = [i for i in held if " and " not in self.captions[i]]
         for part in torch.tensor(held).split(64):
             prompts = torch.stack([self.prompts[self.captions[int(i)]] for i in part])
-            losses.append(float(loss_of(transformer, {"latents": self.latents[part], "prompt_embeds": prompts}, gen)))
+            losses.append(
+                float(
+                    loss_of(
+                        transformer, {"latents": self.latents[part], "prompt_embeds": prompts}, gen
+                    )
+                )
+            )
         return float(np.mean(losses))
 
 
-def loss_of(transformer: nn.Module, batch: dict[str, torch.Tensor], gen: torch.Generator) -> torch.Tensor:
+def loss_of(
+    transformer: nn.Module, batch: dict[str, torch.Tensor], gen: torch.Generator
+) -> torch.Tensor:
     """Noise levels half uniform, half logit-normal, shifted towards much noise."""
     size = len(batch["latents"])
-    uniform, normal = torch.rand(size, generator=gen), torch.sigmoid(torch.randn(size, generator=gen))
+    uniform, normal = (
+        torch.rand(size, generator=gen),
+        torch.sigmoid(torch.randn(size, generator=gen)),
+    )
     sigmas = torch.where(torch.rand(size, generator=gen) < 0.5, uniform, normal)
     noise = torch.randn(batch["latents"].shape, generator=gen)
     return denoising_loss(FAMILY, transformer, batch, noise, 1.8 * sigmas / (1 + 0.8 * sigmas))
@@ -161,13 +241,21 @@ def train(folder: Path, steps: int, every: int) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        torch._foreach_lerp_(ema, [p.data for p in params], 1 - min(0.999, (1 + step) / (10 + step)))
+        torch._foreach_lerp_(
+            ema, [p.data for p in params], 1 - min(0.999, (1 + step) / (10 + step))
+        )
         losses.append(float(loss.detach()))
         spent = time.process_time() - begin
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1} cpu {spent:.0f} s loss {np.mean(losses[-100:]):.4f}", flush=True)
+            print(
+                f"step {step + 1} cpu {spent:.0f} s loss {np.mean(losses[-100:]):.4f}", flush=True
+            )
         if (step + 1) % every == 0 or step + 1 == steps:
-            state = {"model": transformer.state_dict(), "optimizer": optimizer.state_dict(), "gen": gen.get_state()}
+            state = {
+                "model": transformer.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "gen": gen.get_state(),
+            }
             torch.save(state | {"ema": ema, "step": step + 1, "seconds": spent}, checkpoint)
             exchange(transformer, ema)
             with torch.no_grad(), FlatFrames():
@@ -179,7 +267,11 @@ def train(folder: Path, steps: int, every: int) -> None:
     data.pipeline.to(torch.bfloat16)
     data.pipeline.save_pretrained(folder / "model")
     config = folder / "model" / "vae" / "config.json"  # without the path that it was loaded from
-    named = {name: value for name, value in json.loads(config.read_text()).items() if name != "_name_or_path"}
+    named = {
+        name: value
+        for name, value in json.loads(config.read_text()).items()
+        if name != "_name_or_path"
+    }
     config.write_text(json.dumps(named, indent=2) + "\n")
 
 

@@ -1,7 +1,9 @@
-"""Pretrain the small world's VAE: python benchmarks/world/train_vae.py FOLDER [--steps N]. Seeded, resumable.
+"""Pretrain the small world's VAE: python benchmarks/world/train_vae.py FOLDER [--steps N]. Seeded,
+resumable.
 
-Stock `AutoencoderKLQwenImage`, small. It sees known shapes, blobs and polygons in arbitrary colors, never a new shape.
-Only the newest tap of a causal kernel ever sees a single frame, so training convolves with that one in two dimensions.
+Stock `AutoencoderKLQwenImage`, small. It sees known shapes, blobs and polygons in arbitrary colors,
+never a new shape. Only the newest tap of a causal kernel ever sees a single frame, so training
+convolves with that one in two dimensions.
 """
 
 import argparse
@@ -25,7 +27,9 @@ BATCH, POOL, RATE, CROP_PX = 16, 6000, 2e-3, 32
 
 def flat_convolution(self, x, cache_x=None):
     down, across = self._padding[2], self._padding[0]
-    return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], (down, across))[:, :, None]
+    return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], (down, across))[
+        :, :, None
+    ]
 
 
 def plain_norm(self, x):
@@ -37,7 +41,10 @@ class FlatFrames:
 
     def __enter__(self):
         self.kept = stock.QwenImageCausalConv3d.forward, stock.QwenImageRMS_norm.forward
-        stock.QwenImageCausalConv3d.forward, stock.QwenImageRMS_norm.forward = flat_convolution, plain_norm
+        stock.QwenImageCausalConv3d.forward, stock.QwenImageRMS_norm.forward = (
+            flat_convolution,
+            plain_norm,
+        )
 
     def __exit__(self, *_):
         stock.QwenImageCausalConv3d.forward, stock.QwenImageRMS_norm.forward = self.kept
@@ -45,7 +52,10 @@ class FlatFrames:
 
 def build() -> AutoencoderKLQwenImage:
     vae = AutoencoderKLQwenImage(
-        base_dim=12, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, False, False]
+        base_dim=12,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, False, False],
     )
     with torch.no_grad():
         for name, module in vae.named_modules():
@@ -81,13 +91,26 @@ def draw_busy(rng: random.Random) -> Image.Image:
             corners = rng.randrange(3, 9) if kind < 0.75 else 48
             waves = [(n, rng.uniform(0, 0.3 / n), rng.uniform(0, 6.3)) for n in (1, 2, 3, 4)]
             turns = [
-                2 * np.pi * (i + (rng.uniform(-0.3, 0.3) if corners < 48 else 0)) / corners for i in range(corners)
+                2 * np.pi * (i + (rng.uniform(-0.3, 0.3) if corners < 48 else 0)) / corners
+                for i in range(corners)
             ]
             radii = [0.4 * (1 + sum(a * np.sin(n * t + p) for n, a, p in waves)) for t in turns]
-            points = [(0.5 + r * np.cos(t), 0.5 + r * np.sin(t)) for r, t in zip(radii, turns, strict=True)]
-        c, s, left, top = np.cos(angle), np.sin(angle), *(rng.uniform(-8, 60 - size / 2) for _ in range(2))
-        turned = [((x - 0.5) * c - (y - 0.5) * s + 0.5, (x - 0.5) * s + (y - 0.5) * c + 0.5) for x, y in points]
-        draw.polygon([((left + x * size) * k, (top + y * size) * k) for x, y in turned], fill=color())
+            points = [
+                (0.5 + r * np.cos(t), 0.5 + r * np.sin(t))
+                for r, t in zip(radii, turns, strict=True)
+            ]
+        c, s, left, top = (
+            np.cos(angle),
+            np.sin(angle),
+            *(rng.uniform(-8, 60 - size / 2) for _ in range(2)),
+        )
+        turned = [
+            ((x - 0.5) * c - (y - 0.5) * s + 0.5, (x - 0.5) * s + (y - 0.5) * c + 0.5)
+            for x, y in points
+        ]
+        draw.polygon(
+            [((left + x * size) * k, (top + y * size) * k) for x, y in turned], fill=color()
+        )
     return image.reduce(k)
 
 
@@ -102,7 +125,9 @@ def loss_of(vae, x: torch.Tensor, gen: torch.Generator):
     logvar = logvar.clamp(-12, 4)
     vae.clear_cache()
     z = mean + torch.exp(0.5 * logvar) * torch.randn(mean.shape, generator=gen)
-    error = vae.decoder(vae.post_quant_conv(z))[:, :, 0] - x  # `decode` clamps, where no gradient passes
+    error = (
+        vae.decoder(vae.post_quant_conv(z))[:, :, 0] - x
+    )  # `decode` clamps, where no gradient passes
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     return error.abs().mean() + error.square().mean() + 3e-4 * kl, error.square().mean()
 
@@ -127,12 +152,18 @@ def train(folder: Path, steps: int) -> None:
     begin, first, checkpoint = time.process_time(), 0, folder / "vae.pt"
     if checkpoint.exists():
         kept = torch.load(checkpoint)
-        vae.load_state_dict(kept["vae"]), optimizer.load_state_dict(kept["optimizer"]), gen.set_state(kept["gen"])
+        (
+            vae.load_state_dict(kept["vae"]),
+            optimizer.load_state_dict(kept["optimizer"]),
+            gen.set_state(kept["gen"]),
+        )
         ema, first, begin = kept["ema"], kept["step"], begin - kept["seconds"]
     for step in range(first, steps):
         share = step / steps
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step + 1) / 100) * (0.49 * (1 + np.cos(np.pi * share)) + 0.02)
+            group["lr"] = (
+                RATE * min(1, (step + 1) / 100) * (0.49 * (1 + np.cos(np.pi * share)) + 0.02)
+            )
         loss, mse = loss_of(vae, pick(images, share, gen), gen)
         optimizer.zero_grad()
         loss.backward()
@@ -143,9 +174,18 @@ def train(folder: Path, steps: int) -> None:
                 ema[name].lerp_(p, 1 - min(0.995, (1 + step) / (10 + step)))
         if (step + 1) % 100 == 0:
             seconds = time.process_time() - begin
-            print(f"step {step + 1} cpu {seconds:.0f} s psnr {10 * np.log10(4 / float(mse.detach())):.1f}", flush=True)
+            print(
+                f"step {step + 1} cpu {seconds:.0f} s psnr "
+                f"{10 * np.log10(4 / float(mse.detach())):.1f}",
+                flush=True,
+            )
         if (step + 1) % 500 == 0:
-            state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "gen": gen.get_state(), "ema": ema}
+            state = {
+                "vae": vae.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "gen": gen.get_state(),
+                "ema": ema,
+            }
             torch.save(state | {"step": step + 1, "seconds": seconds}, checkpoint)
     vae.load_state_dict(ema, strict=False)
     vae.eval().requires_grad_(False)

@@ -42,14 +42,40 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     "captions": (_drop_captions, "have no caption"),
     "data": (lambda images, folder: {"data": folder / "gone"}, "there is no data folder"),
     "steps": (lambda images, folder: {"data": images, "num_steps": 0}, "num_steps"),
-    "output": (lambda images, folder: {"data": images, "output": str(images / "run")}, "lies in the data folder"),
-    "memory": (lambda images, folder: {"data": images, "max_memory": "12 potatoes"}, "not an amount of memory"),
-    "database": (lambda images, folder: {"data": images, "join": "postgresql://a@127.0.0.1:9/b"}, "storage|driver"),
+    "output": (
+        lambda images, folder: {"data": images, "output": str(images / "run")},
+        "lies in the data folder",
+    ),
+    "memory": (
+        lambda images, folder: {"data": images, "max_memory": "12 potatoes"},
+        "not an amount of memory",
+    ),
+    "database": (
+        lambda images, folder: {"data": images, "join": "postgresql://a@127.0.0.1:9/b"},
+        "storage|driver",
+    ),
     "study": (lambda images, folder: {"data": images, "study": "a/b"}, "cannot name a study"),
-    "processes": (lambda images, folder: {"data": images, "num_gpus": 3, "effective_batch_size": 4}, "shared evenly"),
-    "nodes": (lambda images, folder: {"data": images, "num_gpus": 4, "num_nodes": 3}, "shared evenly by 3 nodes"),
-    "link": (lambda images, folder: {"data": images, "interconnect": "400Gbps"}, "one node needs no interconnect"),
-    "rate": (lambda images, folder: {"data": images, "num_gpus": 2, "num_nodes": 2, "interconnect": "fast"}, "rate of"),
+    "processes": (
+        lambda images, folder: {"data": images, "num_gpus": 3, "effective_batch_size": 4},
+        "shared evenly",
+    ),
+    "nodes": (
+        lambda images, folder: {"data": images, "num_gpus": 4, "num_nodes": 3},
+        "shared evenly by 3 nodes",
+    ),
+    "link": (
+        lambda images, folder: {"data": images, "interconnect": "400Gbps"},
+        "one node needs no interconnect",
+    ),
+    "rate": (
+        lambda images, folder: {
+            "data": images,
+            "num_gpus": 2,
+            "num_nodes": 2,
+            "interconnect": "fast",
+        },
+        "rate of",
+    ),
     "pins": (lambda images, folder: {"data": images, "pins": {"attention": "sage"}}, "sage"),
 }
 
@@ -65,7 +91,9 @@ def test_what_is_wrong_is_told_before_the_rates_are_measured(
     monkeypatch.setattr("autotune.hardware.store.has_valid_rates", lambda saved, now: False)
     arguments, words = WRONG[what]
     with pytest.raises(AutotuneError, match=words):
-        autotune.plan(str(small[0]), **arguments(small[1], tmp_path / "data"), path=tmp_path / "plan.yaml")
+        autotune.plan(
+            str(small[0]), **arguments(small[1], tmp_path / "data"), path=tmp_path / "plan.yaml"
+        )
 
 
 @pytest.mark.parametrize("what", ["captions", "data", "output"])
@@ -84,7 +112,9 @@ def test_a_predicted_plan_is_not_tried_while_its_run_could_not_start(
         autotune.train(predicted, **arguments(small[1], tmp_path / "data"))
 
 
-def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_take_elsewhere() -> None:
+def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_take_elsewhere() -> (
+    None
+):
     code = (
         "import sys, autotune.api.machines as machines\n"
         "machines.may_have_gpu = lambda: False\n"
@@ -95,19 +125,37 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
         "except SystemExit as ended: print('status', ended.code)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    asked = ("plan", "--model", "qwen-image", "--data", "my photos", "--rank", "4", "--pin", "precision=bf16")
+    asked = (
+        "plan",
+        "--model",
+        "qwen-image",
+        "--data",
+        "my photos",
+        "--rank",
+        "4",
+        "--pin",
+        "precision=bf16",
+    )
     process = subprocess.run(
-        [sys.executable, "-c", code, *asked, "--objective", "energy"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *asked, "--objective", "energy"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     *table, status, loaded = process.stdout.splitlines()
-    assert (status, loaded) == ("status 3", "[]"), "a library that takes seconds to import was loaded"
+    assert (status, loaded) == ("status 3", "[]"), (
+        "a library that takes seconds to import was loaded"
+    )
     assert any(line.startswith("nvidia-rtx-4090") and " s ±" in line for line in table)
     assert table[-1] == "does not fit: nvidia-rtx-3060"
     assert max(map(len, table)) <= 80
     assert "cannot be tried here: this machine has no GPU" in process.stderr
     command = " ".join(process.stderr.split())
     # Without energy, which nothing can predict:
-    assert f"{shlex.join(['autotune', *asked])} --objective throughput --hardware nvidia-rtx-4090" in command
+    assert (
+        f"{shlex.join(['autotune', *asked])} --objective throughput --hardware nvidia-rtx-4090"
+        in command
+    )
 
 
 def test_a_micro_batch_that_divides_no_batch_is_told_before_torch_is_imported() -> None:
@@ -118,8 +166,13 @@ def test_a_micro_batch_that_divides_no_batch_is_told_before_torch_is_imported() 
         "except autotune.AutotuneError as error: print(error.message)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines() == ["a micro-batch of 3 does not divide the effective batch size 4", "[]"]
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.splitlines() == [
+        "a micro-batch of 3 does not divide the effective batch size 4",
+        "[]",
+    ]
 
 
 def test_an_estimate_for_no_images_a_step_is_refused() -> None:

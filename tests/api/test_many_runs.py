@@ -1,4 +1,6 @@
-"""One plan over many subjects: a queue that goes on after kills and failures, and an array of jobs."""
+"""One plan over many subjects: a queue that goes on after kills and failures, and an array of
+jobs.
+"""
 
 import json
 import os
@@ -37,11 +39,15 @@ subjects:
 
 
 class Forked:
-    """A command in a process that a fork server started, as Popen: its imports are paid for already."""
+    """A command in a process that a fork server started, as Popen: its imports are paid for
+    already.
+    """
 
     started: ClassVar[list[ForkServerProcess]] = []
 
-    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_: object) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_: object
+    ) -> None:
         assert arguments[1:3] == ("-m", "autotune")
         self.process = start_forked(tuple(arguments[3:]), Path(stdout.name), environment=env)
         self.started.append(self.process)
@@ -58,7 +64,9 @@ def test_what_was_killed_is_resumed_what_is_done_is_known_and_one_failure_stops_
 ) -> None:
     monkeypatch.setattr(process_queue.subprocess, "Popen", Forked)
     model, images = write_model_and_images(tmp_path)
-    plan = make_plan(model, images, machine(), num_steps=4, checkpointing_steps=2, output=str(tmp_path / "runs"))
+    plan = make_plan(
+        model, images, machine(), num_steps=4, checkpointing_steps=2, output=str(tmp_path / "runs")
+    )
     write_plan(tmp_path / "plan.yaml", plan)
     (tmp_path / "subjects.yaml").write_text(SUBJECTS)
     words = ("train", str(tmp_path / "plan.yaml"), "--over", str(tmp_path / "subjects.yaml"))
@@ -74,7 +82,13 @@ def test_what_was_killed_is_resumed_what_is_done_is_known_and_one_failure_stops_
     killer.join()
     assert table.returncode == 1, table.stderr
     lines = table.stdout.splitlines()
-    assert [line.split()[0] for line in lines if line[:1] not in " "] == ["subject", "first", "lost", "last", "2"]
+    assert [line.split()[0] for line in lines if line[:1] not in " "] == [
+        "subject",
+        "first",
+        "lost",
+        "last",
+        "2",
+    ]
     assert "ended by signal 9" in table.stdout
     assert f"there is no data folder {tmp_path}/nowhere" in " ".join(table.stdout.split())
     assert f"  {tmp_path}/runs/last/pytorch_lora_weights.safetensors" in lines
@@ -87,7 +101,11 @@ def test_what_was_killed_is_resumed_what_is_done_is_known_and_one_failure_stops_
     again = autotune_here(capfd, *words, "--json")
     assert again.returncode == 0, again.stderr
     runs = json.loads(again.stdout)
-    assert [(run["name"], run["report"]["num_steps"]) for run in runs] == [("first", steps), ("lost", 4), ("last", 4)]
+    assert [(run["name"], run["report"]["num_steps"]) for run in runs] == [
+        ("first", steps),
+        ("lost", 4),
+        ("last", 4),
+    ]
     assert runs[0]["report"]["resumed_at"] >= 2
     assert runs[2]["report"]["validation"]["num_images"] == 1
     assert len(Forked.started) == 5  # what was done was not started again
@@ -125,7 +143,9 @@ def test_a_plan_with_an_optimizer_of_the_users_own_is_trained_and_submitted_on_t
     write_plan(tmp_path / "plan.yaml", own)
     (tmp_path / "s.yaml").write_text("subjects: [{name: a, learning_rate: 7}]")
     file, over = str(tmp_path / "plan.yaml"), ("--over", str(tmp_path / "s.yaml"))
-    assert "not for lion" in autotune_here(capfd, "train", file, *over, "--optimizer", "lion").stderr
+    assert (
+        "not for lion" in autotune_here(capfd, "train", file, *over, "--optimizer", "lion").stderr
+    )
     submit = ("job-script", file, "--for", "slurm")
     assert "takes your consent" in autotune_here(capfd, *submit).stderr
     assert f"--optimizer {name} " in autotune_here(capfd, *submit, "--optimizer", name).stdout
@@ -134,9 +154,13 @@ def test_a_plan_with_an_optimizer_of_the_users_own_is_trained_and_submitted_on_t
     assert os.environ[ALLOWED] == name  # what the runs' processes inherit
 
 
-def test_places_in_the_file_count_from_it_and_a_task_of_an_array_finds_its_subject_by_number(tmp_path: Path) -> None:
+def test_places_in_the_file_count_from_it_and_a_task_of_an_array_finds_its_subject_by_number(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "subjects.yaml"
-    file.write_text("subjects: [{name: a, data: x}, {name: b, validation: 10%, preview_prompts: [p, q]}]")
+    file.write_text(
+        "subjects: [{name: a, data: x}, {name: b, validation: 10%, preview_prompts: [p, q]}]"
+    )
     first, second = autotune.load_subjects(file)
     assert first.job == {"data": str(tmp_path / "x")}
     assert second.job == {"validation": "10%", "preview_prompts": ("p", "q")}
@@ -146,8 +170,12 @@ def test_places_in_the_file_count_from_it_and_a_task_of_an_array_finds_its_subje
         autotune.subject_job(planned(), file, "3")
 
 
-@pytest.mark.parametrize("options", ["--subject a", "--over s.yaml --trace", "--over s.yaml --nodes 2"])
-def test_options_that_do_not_go_together_are_wrong_usage(capfd: pytest.CaptureFixture[str], options: str) -> None:
+@pytest.mark.parametrize(
+    "options", ["--subject a", "--over s.yaml --trace", "--over s.yaml --nodes 2"]
+)
+def test_options_that_do_not_go_together_are_wrong_usage(
+    capfd: pytest.CaptureFixture[str], options: str
+) -> None:
     assert autotune_here(capfd, "train", "plan.yaml", *options.split()).returncode == 2
 
 
@@ -162,7 +190,9 @@ def cards(monkeypatch: pytest.MonkeyPatch, *budgets_gib: int) -> HardwareProfile
     return card(0)
 
 
-def test_each_run_gets_gpus_of_its_own_that_have_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_gets_gpus_of_its_own_that_have_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = planned()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [*find_places(plan, cards(monkeypatch, 60, 0, 60))] == [
@@ -172,7 +202,9 @@ def test_each_run_gets_gpus_of_its_own_that_have_room_for_it(monkeypatch: pytest
     assert find_places(plan, cards(monkeypatch, 60, 60, 0))[1] == {"CUDA_VISIBLE_DEVICES": "GPU-x"}
     pair = plan.frozen.hardware.changed(num_processes=2, strategy="ddp")
     both = plan.changed(frozen=plan.frozen.changed(hardware=pair))
-    assert find_places(both, cards(monkeypatch, 60, 60, 60)) == [{"CUDA_VISIBLE_DEVICES": "5,GPU-x"}]
+    assert find_places(both, cards(monkeypatch, 60, 60, 60)) == [
+        {"CUDA_VISIBLE_DEVICES": "5,GPU-x"}
+    ]
     with pytest.raises(DoesNotFit, match="run memory"):
         find_places(plan, cards(monkeypatch, 0, 0))
 
@@ -188,12 +220,21 @@ def script(folder: Path, name: str, text: str) -> QueuedCommand:
     return QueuedCommand(name, ("sh", "-c", text), folder / f"{name}.log")
 
 
-def test_places_are_used_at_once_and_again_and_a_signal_reaches_those_that_run(tmp_path: Path) -> None:
+def test_places_are_used_at_once_and_again_and_a_signal_reaches_those_that_run(
+    tmp_path: Path,
+) -> None:
     ended: list[tuple[str, int]] = []
     meet = "touch $PLACE; until [ -e one ] && [ -e two ]; do sleep 0.01; done; echo $PLACE"
-    commands = [script(tmp_path, name, f"cd {tmp_path}; {meet}; exit {name == 'b':d}") for name in "abc"]
+    commands = [
+        script(tmp_path, name, f"cd {tmp_path}; {meet}; exit {name == 'b':d}") for name in "abc"
+    ]
     places = [{"PLACE": "one"}, {"PLACE": "two"}]
-    assert run_queue(commands, places, lambda *_: None, lambda one, status: ended.append((one.name, status))) is None
+    assert (
+        run_queue(
+            commands, places, lambda *_: None, lambda one, status: ended.append((one.name, status))
+        )
+        is None
+    )
     assert sorted(ended) == [("a", 0), ("b", 1), ("c", 0)]
     assert (tmp_path / "a.log").read_text() == "one\n"
 
@@ -204,7 +245,9 @@ def test_places_are_used_at_once_and_again_and_a_signal_reaches_those_that_run(t
     waits = "trap 'exit 75' TERM; while :; do sleep 0.02; done"
     ended.clear()
     told = [script(tmp_path, "d", waits), script(tmp_path, "e", waits)]
-    stopped = run_queue(told, places[:1], interrupt, lambda one, status: ended.append((one.name, status)))
+    stopped = run_queue(
+        told, places[:1], interrupt, lambda one, status: ended.append((one.name, status))
+    )
     assert stopped == "SIGTERM"
     assert [name for name, _ in ended] == ["d"]
 
@@ -219,7 +262,10 @@ def test_an_array_of_jobs_has_a_task_for_each_subject(
     words = ("job-script", "plan.yaml", "--over", "subjects.yaml")
     text = autotune_here(capfd, *words, "--for", "slurm").stdout
     assert "#SBATCH --array=1-2\n" in text
-    call = f"autotune train {tmp_path}/plan.yaml --over {tmp_path}/subjects.yaml --output {tmp_path}/out --resume"
+    call = (
+        f"autotune train {tmp_path}/plan.yaml --over {tmp_path}/subjects.yaml --output "
+        f"{tmp_path}/out --resume"
+    )
     assert f'{call} --subject "$SLURM_ARRAY_TASK_ID" || status' in text
     alone = autotune_here(capfd, *words[:2], "--for", "slurm").stdout
     limits = [line for each in (text, alone) for line in each.splitlines() if "--time" in line]

@@ -34,13 +34,17 @@ def scrape(port: int) -> dict[str, float]:
 def test_each_number_of_the_last_step_is_a_gauge_and_events_are_passed_on() -> None:
     port, plan, seen = free_port(), golden_plan(), list[Event]()
     first, last = steps_of(2)
-    last = last.changed(validation_loss=0.24, base_validation_loss=0.25, gradient_spikes=3, loss_scale=1024.0)
+    last = last.changed(
+        validation_loss=0.24, base_validation_loss=0.25, gradient_spikes=3, loss_scale=1024.0
+    )
     with MetricsServer(port, seen.append) as server:
         assert scrape(port) == {}, "nothing is known yet"
         started = RunStarted(plan=plan)
         for event in (started, first):
             server(event)
-        assert "autotune_validation_loss" not in scrape(port), "what was not measured is absent, not 0"
+        assert "autotune_validation_loss" not in scrape(port), (
+            "what was not measured is absent, not 0"
+        )
         server(last)
         found = scrape(port)
     assert seen == [started, first, last]
@@ -79,13 +83,22 @@ def test_the_dashboard_draws_what_is_served() -> None:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus")
 def test_prometheus_itself_scrapes_a_run(tmp_path: Path) -> None:
     port, own = free_port(), free_port()
-    target = {"job_name": "autotune", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [target]}))  # JSON is YAML
-    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+    target = {
+        "job_name": "autotune",
+        "scrape_interval": "1s",
+        "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(
+        json.dumps({"scrape_configs": [target]})
+    )  # JSON is YAML
+    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml",
+    f"--storage.tsdb.path={tmp_path}/data",
                f"--web.listen-address=127.0.0.1:{own}"]  # fmt: skip
     with MetricsServer(port, lambda event: None) as server:
         server(steps_of(7)[-1])
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             try:
                 assert _wait_for_value(own, "autotune_step") == 7
             finally:
@@ -96,7 +109,9 @@ def _wait_for_value(port: int, name: str) -> float:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?query={name}", timeout=60) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/api/v1/query?query={name}", timeout=60
+            ) as answer:
                 if found := json.load(answer)["data"]["result"]:
                     return float(found[0]["value"][1])
         except (OSError, KeyError):

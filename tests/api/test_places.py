@@ -51,7 +51,9 @@ def test_options_say_what_the_nodes_are_even_where_slurm_started_one_task_on_eac
     assert not started_by_launcher()
 
 
-@pytest.mark.parametrize(("host", "rank"), [("localhost", 0), (socket.gethostname(), 0), ("192.0.2.7", 1)])
+@pytest.mark.parametrize(
+    ("host", "rank"), [("localhost", 0), (socket.gethostname(), 0), ("192.0.2.7", 1)]
+)
 def test_of_two_nodes_the_first_is_where_they_meet(host: str, rank: int) -> None:
     assert find_place(2, 2, None, f"{host}:29400").nodes.node_rank == rank
 

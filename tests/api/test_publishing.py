@@ -1,4 +1,6 @@
-"""`publish` against a hub of our own, which keeps what it is sent: what leaves the machine, what is refused early."""
+"""`publish` against a hub of our own, which keeps what it is sent: what leaves the machine, what
+is refused early.
+"""
 
 import ast
 import base64
@@ -60,14 +62,23 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             elif self.path == "/api/validate-yaml":
                 self.reply(200, {"errors": [], "warnings": []})
             elif "/preupload/" in self.path:
-                told = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                told = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False,
+                "oid": None}
                         for f in json.loads(content)["files"]]  # fmt: skip
                 self.reply(200, {"files": told})
             else:
                 for line in map(json.loads, content.splitlines()):
                     if line["key"] == "file":
-                        hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                self.reply(200, {"commitUrl": "https://huggingface.co/me/heart/commit/1", "commitOid": "1" * 40})
+                        hub.files[line["value"]["path"]] = base64.b64decode(
+                            line["value"]["content"]
+                        )
+                self.reply(
+                    200,
+                    {
+                        "commitUrl": "https://huggingface.co/me/heart/commit/1",
+                        "commitOid": "1" * 40,
+                    },
+                )
 
         def reply(self, status: int, content: dict[str, Any]) -> None:
             text = json.dumps(content).encode()
@@ -90,18 +101,26 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     plan = with_job(
-        autotune.load_plan(Path(FOLDER) / "measured.yaml"), preview_prompts=(PROMPT,), data="/home/me/secret-photos"
+        autotune.load_plan(Path(FOLDER) / "measured.yaml"),
+        preview_prompts=(PROMPT,),
+        data="/home/me/secret-photos",
     )
     folder = run_folder(tmp_path / "run", plan)
     (folder / "pytorch_lora_weights.safetensors").write_bytes(b"an adapter")
     return folder
 
 
-def test_the_adapter_its_samples_and_a_card_are_uploaded_and_nothing_else(hub: Hub, run: Path) -> None:
+def test_the_adapter_its_samples_and_a_card_are_uploaded_and_nothing_else(
+    hub: Hub, run: Path
+) -> None:
     address = autotune.publish(run, "me/heart")
     assert address.endswith("/me/heart")
     assert hub.made["visibility"] == "private"
-    assert set(hub.files) == {"README.md", "pytorch_lora_weights.safetensors", "sample_with_adapter.png"}
+    assert set(hub.files) == {
+        "README.md",
+        "pytorch_lora_weights.safetensors",
+        "sample_with_adapter.png",
+    }
     assert hub.files["pytorch_lora_weights.safetensors"] == b"an adapter"
     card = hub.files["README.md"].decode()
     _, header, text = card.split("---\n", 2)
@@ -145,7 +164,9 @@ def test_without_a_token_the_hint_says_how_to_get_one(
     assert "hf auth login" in (error.value.hint or "")
 
 
-def test_a_token_that_only_reads_is_told_when_it_writes(hub: Hub, monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+def test_a_token_that_only_reads_is_told_when_it_writes(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "reader")
     with pytest.raises(AutotuneError, match="does not let this token write"):
         autotune.publish(run, "me/heart")
@@ -158,13 +179,23 @@ def test_a_run_without_an_adapter_is_refused(hub: Hub, tmp_path: Path) -> None:
     assert not hub.made
 
 
-def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_leaves(hub: Hub, run: Path) -> None:
-    tracker, heading = "![x](http://there/x.png)</div><script>", "two\n\n# lines\n``` www.there.org/_a_ me@there.org"
+def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_leaves(
+    hub: Hub, run: Path
+) -> None:
+    tracker, heading = (
+        "![x](http://there/x.png)</div><script>",
+        "two\n\n# lines\n``` www.there.org/_a_ me@there.org",
+    )
     code = 'base") ; evil() #'
-    plan = with_job(autotune.load_plan(run / "run-plan.yaml"), preview_prompts=(tracker, heading), base=code)
+    plan = with_job(
+        autotune.load_plan(run / "run-plan.yaml"), preview_prompts=(tracker, heading), base=code
+    )
     write_plan(run / "run-plan.yaml", with_job(plan, revision="1" * 40))
     report = json.loads((run / "report.json").read_text())
-    told = {"warnings": ["/home/me/secret-photos/anna.png was left out"], "adapter": "comfyui_lora_weights.safetensors"}
+    told = {
+        "warnings": ["/home/me/secret-photos/anna.png was left out"],
+        "adapter": "comfyui_lora_weights.safetensors",
+    }
     (run / "report.json").write_text(json.dumps(report | told))
     (run / "previews").mkdir(exist_ok=True)
     for name in ("comfyui_lora_weights.safetensors", "previews/with-1.png"):
@@ -172,7 +203,9 @@ def test_texts_of_a_run_become_neither_markup_nor_code_of_its_card_and_no_path_l
     autotune.publish(run, "me/heart")
     assert "comfyui_lora_weights.safetensors" in hub.files
     text = hub.files["README.md"].decode().split("---\n", 2)[2]
-    assert 'weight_name="pytorch_lora_weights.safetensors"' in text  # not every pipeline reads ComfyUI's names
+    assert (
+        'weight_name="pytorch_lora_weights.safetensors"' in text
+    )  # not every pipeline reads ComfyUI's names
     assert "<script>" not in text
     assert "![x]" not in text
     for address in ("`http://there/x.png)`", "`www.there.org/_a_`", "`me@there.org`"):

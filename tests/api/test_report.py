@@ -1,4 +1,6 @@
-"""`report`: what it takes, where it writes, and what it makes of folders that somebody else filled."""
+"""`report`: what it takes, where it writes, and what it makes of folders that somebody else
+filled.
+"""
 
 import json
 import random
@@ -29,7 +31,9 @@ RECORD = next((Path(__file__).parents[1] / "fixtures/schema1/store").rglob("*.js
 def noise(path: Path, side_px: int = 64) -> None:
     """A picture that compresses badly."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.frombytes("RGB", (side_px, side_px), random.Random(0).randbytes(3 * side_px**2)).save(path, format="PNG")
+    Image.frombytes("RGB", (side_px, side_px), random.Random(0).randbytes(3 * side_px**2)).save(
+        path, format="PNG"
+    )
 
 
 def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool = True) -> Path:
@@ -37,7 +41,9 @@ def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool
     plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
     folder.mkdir()
     write_plan(folder / RUN_PLAN_FILE, plan)
-    (folder / "metrics.jsonl").write_text("".join(step.model_dump_json() + "\n" for step in steps_of(100)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(step.model_dump_json() + "\n" for step in steps_of(100))
+    )
     for step in (25, 50):
         noise(folder / f"previews/step-{step:06}-0.png")
     if finished:
@@ -65,16 +71,22 @@ def test_the_page_of_a_run_lies_in_its_folder(run: Path) -> None:
     assert (run / PAGE_FILE).read_text().count('<img src="data:image/') == 4
 
 
-def test_other_pages_lie_in_this_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_pages_lie_in_this_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert autotune.report(golden_plan()) == Path(PAGE_FILE)
     assert autotune.report(run, PLAN) == Path(PAGE_FILE)
 
 
-def test_a_record_is_found_by_the_beginning_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_found_by_the_beginning_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     record = reports.parse_record(RECORD.read_bytes(), RECORD.stem)
-    monkeypatch.setattr(reports, "find_record", lambda name: asked.append(name) or (RECORD.stem, record))
+    monkeypatch.setattr(
+        reports, "find_record", lambda name: asked.append(name) or (RECORD.stem, record)
+    )
     autotune.report(RECORD.stem[:8], path=tmp_path / "page.html")
     assert asked == [RECORD.stem[:8]]
 
@@ -117,7 +129,9 @@ def test_a_damaged_folder_still_has_a_page_that_names_what_is_wrong(run: Path) -
 def test_steps_that_cannot_be_read_are_named(run: Path, damage: bytes) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + damage)
-    assert read_run(run).notes == ("metrics.jsonl is damaged in line 101: no step from there on is known.",)
+    assert read_run(run).notes == (
+        "metrics.jsonl is damaged in line 101: no step from there on is known.",
+    )
 
 
 def test_a_line_cut_short_by_a_kill_and_a_run_without_a_step_are_no_damage(run: Path) -> None:
@@ -132,7 +146,13 @@ def test_a_line_cut_short_by_a_kill_and_a_run_without_a_step_are_no_damage(run: 
 
 def test_numbers_beyond_measure_stay_short(run: Path) -> None:
     (run / "report.json").unlink()
-    wild = {"loss": 1e99, "seconds": 1e99, "data_seconds": 1e99, "memory_bytes": 10**99, "remaining_seconds": 1e308}
+    wild = {
+        "loss": 1e99,
+        "seconds": 1e99,
+        "data_seconds": 1e99,
+        "memory_bytes": 10**99,
+        "remaining_seconds": 1e308,
+    }
     steps = [step.model_dump() | wild for step in steps_of(5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     text = Outline(autotune.report(run).read_text()).text
@@ -158,7 +178,9 @@ def test_a_page_replaces_nothing_that_it_shows(run: Path, tmp_path: Path) -> Non
     assert autotune.report(run, path=run / "mine.html").exists()
 
 
-@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "run-plan.yaml", "checkpoints/step-1/state.pt"])
+@pytest.mark.parametrize(
+    "name", ["report.json", "metrics.jsonl", "run-plan.yaml", "checkpoints/step-1/state.pt"]
+)
 def test_a_page_replaces_no_file_of_a_run(run: Path, name: str) -> None:
     before = (run / name).read_bytes() if (run / name).exists() else None
     for subject in (run, PLAN):
@@ -184,8 +206,12 @@ def test_nobody_is_told_to_delete_a_file_that_is_no_record(tmp_path: Path) -> No
 def test_variants_for_several_machines_stand_side_by_side(tmp_path: Path) -> None:
     plan = golden_plan()
     others = plan.frozen.hardware.changed(device_name="Another GPU")
-    write_variants(tmp_path / "team.yaml", [plan, seal(plan.job, plan.frozen.changed(hardware=others))])
-    text = Outline(autotune.report(tmp_path / "team.yaml", path=tmp_path / "page.html").read_text()).text
+    write_variants(
+        tmp_path / "team.yaml", [plan, seal(plan.job, plan.frozen.changed(hardware=others))]
+    )
+    text = Outline(
+        autotune.report(tmp_path / "team.yaml", path=tmp_path / "page.html").read_text()
+    ).text
     for device in (plan.frozen.hardware.device_name, "Another GPU"):
         assert f"plan team.yaml, {device}" in text
     assert "2 compared" in text
@@ -228,12 +254,18 @@ def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_large_run_stays_under_8_mb(run: Path) -> None:
     for step in range(100, 3000, 20):
         preview = run / f"previews/step-{step:06}-0.png"
-        noise(preview, 400) if step == 100 else shutil.copy(run / "previews/step-000100-0.png", preview)
+        noise(preview, 400) if step == 100 else shutil.copy(
+            run / "previews/step-000100-0.png", preview
+        )
     assert (autotune.report(run)).stat().st_size < 8e6
 
 
-@pytest.mark.parametrize("changes", [{"expected_peak_memory_bytes": 10**400}, {"measured_step_seconds": 0.0}])
-def test_numbers_that_nothing_measures_end_in_an_error_or_a_page(run: Path, changes: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"expected_peak_memory_bytes": 10**400}, {"measured_step_seconds": 0.0}]
+)
+def test_numbers_that_nothing_measures_end_in_an_error_or_a_page(
+    run: Path, changes: dict[str, float]
+) -> None:
     data = json.loads((run / "report.json").read_text())
     (run / "report.json").write_text(json.dumps({**data, **changes}))
     with pytest.raises(InvalidInput, match="impossible numbers"):
@@ -257,7 +289,9 @@ def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
 
 
-def test_without_plotly_a_run_is_told_once_that_it_has_no_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_a_run_is_told_once_that_it_has_no_page(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reports, "has_plotly", lambda: False)
     seen: list[Event] = []
     page = RunPage(run, seen.append, clock=lambda: 0.0)

@@ -1,4 +1,6 @@
-"""The front door: what `import autotune` offers, how it is documented, and that the commands ask for nothing else."""
+"""The front door: what `import autotune` offers, how it is documented, and that the commands ask
+for nothing else.
+"""
 
 import ast
 import dataclasses
@@ -45,11 +47,15 @@ ERRORS = """
 
 
 def test_the_front_door_offers_exactly_these_names() -> None:
-    assert sorted(autotune.__all__) == sorted([*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+    assert sorted(autotune.__all__) == sorted(
+        [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()]
+    )
     assert dir(autotune) == sorted(autotune.__all__)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+@pytest.mark.parametrize(
+    "name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()]
+)
 def test_every_name_is_there_and_documented(name: str) -> None:
     assert len(inspect.getdoc(getattr(autotune, name)) or "") > 20
 
@@ -60,10 +66,16 @@ def test_functions_have_types(name: str) -> None:
     assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+@pytest.mark.parametrize(
+    "name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()]
+)
 def test_every_name_shows_in_an_example_how_it_is_used(name: str) -> None:
     for node in ast.walk(ast.parse(example_of(name))):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "autotune":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "autotune"
+        ):
             assert node.attr in autotune.__all__
 
 
@@ -91,7 +103,10 @@ def test_a_name_that_is_not_offered_is_an_attribute_error() -> None:
 
 
 def test_overrides_of_a_job_are_its_fields() -> None:
-    assert set(autotune.JobOverrides.__annotations__) == set(autotune.Job.model_fields) - {"model", "data"}
+    assert set(autotune.JobOverrides.__annotations__) == set(autotune.Job.model_fields) - {
+        "model",
+        "data",
+    }
 
 
 def test_options_of_the_plan_command_are_arguments_of_plan() -> None:
@@ -118,9 +133,19 @@ def test_settings_that_do_not_exist_are_refused_by_estimate() -> None:
 
 
 def test_amounts_are_read_as_people_write_them() -> None:
-    assert [*map(memory_bytes, ("20GiB", " 900 mib", "1.5GB", 7))] == [20 * 2**30, 900 * 2**20, 1_500_000_000, 7]
+    assert [*map(memory_bytes, ("20GiB", " 900 mib", "1.5GB", 7))] == [
+        20 * 2**30,
+        900 * 2**20,
+        1_500_000_000,
+        7,
+    ]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
-    assert link_bytes_per_second("400Gbps") == link_bytes_per_second("50 GB/s") == link_bytes_per_second(50e9) == 50e9
+    assert (
+        link_bytes_per_second("400Gbps")
+        == link_bytes_per_second("50 GB/s")
+        == link_bytes_per_second(50e9)
+        == 50e9
+    )
     for wrong in ("400", "0Gbps", "400 gb", "-1Gbps"):
         with pytest.raises(InvalidInput, match="rate of a link"):
             link_bytes_per_second(wrong)

@@ -19,7 +19,9 @@ def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_pla
 
     def search(**arguments: Any) -> TrainingPlan:
         asked.append(arguments)
-        return plan_by_hand(*small, machine(), output=arguments["output"], num_steps=arguments["num_steps"])
+        return plan_by_hand(
+            *small, machine(), output=arguments["output"], num_steps=arguments["num_steps"]
+        )
 
     monkeypatch.setattr("autotune.api.plans.plan", search)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -38,7 +40,10 @@ def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_pla
     ("arguments", "words"),
     [
         ({"model": "qwen-image"}, "no data to train on"),
-        ({"model": "qwen-image", "data": "photos", "nodes": 2, "rdzv_endpoint": "a:1"}, "need a plan file"),
+        (
+            {"model": "qwen-image", "data": "photos", "nodes": 2, "rdzv_endpoint": "a:1"},
+            "need a plan file",
+        ),
         ({"data": "photos"}, "no model is named"),
     ],
 )

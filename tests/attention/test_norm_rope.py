@@ -1,4 +1,6 @@
-"""One function for norm, rotation and joining: diffusers' numbers and gradients, and nothing kept but its inputs."""
+"""One function for norm, rotation and joining: diffusers' numbers and gradients, and nothing
+kept but its inputs.
+"""
 
 import pytest
 import torch
@@ -22,14 +24,21 @@ def reference(streams, weights, tables, epsilon=EPSILON):
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
         y = y if weight is None else y * weight
         if table is not None:
-            y = torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * table).flatten(-2)
+            y = torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * table).flatten(
+                -2
+            )
         outs.append(y)
     return torch.cat(outs, dim=1)
 
 
-def make(lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, turned=True, scale=1.0):
+def make(
+    lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, turned=True, scale=1.0
+):
     torch.manual_seed(0)
-    streams = [(torch.randn(batch, n, heads, 2 * pairs, dtype=dtype) * scale).requires_grad_() for n in lengths]
+    streams = [
+        (torch.randn(batch, n, heads, 2 * pairs, dtype=dtype) * scale).requires_grad_()
+        for n in lengths
+    ]
     weights = [torch.randn(2 * pairs, dtype=dtype) if weighted else None for _ in lengths]
     angles = [torch.randn(n, 1, pairs, dtype=dtype) for n in lengths]
     tables = [torch.polar(torch.ones_like(a), a) if turned else None for a in angles]
@@ -37,7 +46,9 @@ def make(lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, tu
 
 
 def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
-    forms = tuple(None if table is None else kernels.table(table.to(torch.complex64)) for table in tables)
+    forms = tuple(
+        None if table is None else kernels.table(table.to(torch.complex64)) for table in tables
+    )
     return NormRope.apply(kernels, tuple(weights), forms, epsilon, rounds, *streams)
 
 
@@ -52,10 +63,14 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
     turned=st.booleans(),
     scale=st.sampled_from([1e-4, 1.0, 1e3]),
 )
-def test_any_shape_gives_the_reference_and_its_gradients(way, lengths, batch, heads, pairs, weighted, turned, scale):
+def test_any_shape_gives_the_reference_and_its_gradients(
+    way, lengths, batch, heads, pairs, weighted, turned, scale
+):
     exact = make(lengths, batch, heads, pairs, weighted=weighted, turned=turned, scale=scale)
     expected = reference(*exact)
-    gradient = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     wanted = torch.autograd.grad(expected, exact[0], gradient)
     streams = [x.detach().float().requires_grad_() for x in exact[0]]
     weights = [None if w is None else w.float() for w in exact[1]]
@@ -90,11 +105,14 @@ def test_bf16_is_at_least_as_exact_as_diffusers(way):
     def errors(out):
         results = [out, *torch.autograd.grad(out, streams, gradient.bfloat16())]
         pairs = zip(results, wanted, strict=True)
-        return [float((one.detach().double() - other).norm() / other.norm()) for one, other in pairs]
+        return [
+            float((one.detach().double() - other).norm() / other.norm()) for one, other in pairs
+        ]
 
     plain = errors(stock(streams))
     assert all(
-        one <= 1.05 * other for one, other in zip(errors(ours(WAYS[way], streams, *exact[1:])), plain, strict=True)
+        one <= 1.05 * other
+        for one, other in zip(errors(ours(WAYS[way], streams, *exact[1:])), plain, strict=True)
     )
 
 
@@ -102,14 +120,18 @@ def test_bf16_is_at_least_as_exact_as_diffusers(way):
 def test_only_the_projections_are_saved(way):
     streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+    ):
         ours(WAYS[way], streams, weights, tables)
     assert saved == [stream.data_ptr() for stream in streams]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_attentions_memory_order(way):
-    """Attention gives gradients of (batch, heads, tokens, size) in memory; even the last dimension may be strided."""
+    """Attention gives gradients of (batch, heads, tokens, size) in memory; even the last
+    dimension may be strided.
+    """
     streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
     out = ours(WAYS[way], streams, weights, tables)
     plain = torch.randn(out.shape)
@@ -130,7 +152,10 @@ def test_inputs_are_left_as_they_are(way):
     gradient = torch.ones_like(out)
     torch.autograd.grad(out, streams, gradient)
     assert torch.equal(gradient, torch.ones_like(out))
-    assert all(torch.equal(one, other) for one, other in zip((*streams, *weights, *tables), before, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip((*streams, *weights, *tables), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,7 +176,9 @@ def test_rounding_to_bf16_rounds_outputs_and_gradients_alike(way):
     assert torch.equal(out, out.bfloat16().float())
     gradient = torch.randn(out.shape)
     (found,) = torch.autograd.grad(out, streams, gradient)
-    (plain,) = torch.autograd.grad(ours(WAYS[way], streams, weights, tables), streams, gradient.bfloat16().float())
+    (plain,) = torch.autograd.grad(
+        ours(WAYS[way], streams, weights, tables), streams, gradient.bfloat16().float()
+    )
     torch.testing.assert_close(found, plain)
 
 

@@ -1,6 +1,8 @@
-"""FlashAttention 3 and 4, reached through diffusers: arguments and results as the packages have them.
+"""FlashAttention 3 and 4, reached through diffusers: arguments and results as the packages have
+them.
 
-Neither can be installed without a GPU, so modules with their signatures, on plain products, stand where they would be.
+Neither can be installed without a GPU, so modules with their signatures, on plain products, stand
+where they would be.
 """
 
 import sys
@@ -15,12 +17,21 @@ from autotune.backends import ATTENTION_BACKENDS
 
 def plain(q, k, v, softmax_scale, causal):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(
-        1, 2
-    )
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale
+    ).transpose(1, 2)
 
 
-def version_3(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1), return_attn_probs=False):
+def version_3(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    window_size=(-1, -1),
+    return_attn_probs=False,
+):
     return plain(q, k, v, softmax_scale, causal)
 
 
@@ -28,7 +39,16 @@ def beta_of_version_3(q, k, v, softmax_scale=None, causal=False, qv=None, window
     return plain(q, k, v, softmax_scale, causal), torch.zeros(1)
 
 
-def version_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None)):
+def version_4(
+    q,
+    k,
+    v,
+    qv=None,
+    gather_kv_indices=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+):
     return plain(q, k, v, softmax_scale, causal), None
 
 
@@ -41,16 +61,22 @@ def version_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, caus
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"scale": 0.2}, {"is_causal": True}])
-def test_outputs_and_gradients_are_those_of_the_package(monkeypatch, name, module, function, options):
+def test_outputs_and_gradients_are_those_of_the_package(
+    monkeypatch, name, module, function, options
+):
     package = ModuleType(module)
     package.flash_attn_func = function
     monkeypatch.setitem(sys.modules, module.partition(".")[0], ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, module, package)
     heads = [torch.randn(2, 6, 3, 8, requires_grad=True) for _ in range(3)]
     backend = ATTENTION_BACKENDS[name].diffusers_name()
-    own, native = (dispatch_attention_fn(*heads, backend=each, **options) for each in (backend, "native"))
+    own, native = (
+        dispatch_attention_fn(*heads, backend=each, **options) for each in (backend, "native")
+    )
     torch.testing.assert_close(own, native)
-    for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), heads) for out in (own, native)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out.square().sum(), heads) for out in (own, native)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="no mask"):
         dispatch_attention_fn(*heads, attn_mask=torch.ones(2, 6, dtype=torch.bool), backend=backend)

@@ -1,4 +1,6 @@
-"""Every family's attention computes the same with its processors replaced, under whatever else a step can have."""
+"""Every family's attention computes the same with its processors replaced, under whatever else a
+step can have.
+"""
 
 import copy
 
@@ -21,7 +23,9 @@ TOLERANCE = {name: 3e-3 if name.startswith("kandinsky5") else 1e-5 for name in D
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
-    """`compiled` runs its functions as Python: what the compiler makes of them, `test_norm_rope` and parity check."""
+    """`compiled` runs its functions as Python: what the compiler makes of them, `test_norm_rope`
+    and parity check.
+    """
     plain = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
     monkeypatch.setitem(KERNELS, "compiled", plain)
 
@@ -53,7 +57,9 @@ def error(name, transformer, *, padding="exact", targets="attention", tokens=Non
 
 
 def test_families_declare_their_attention_or_say_why_not():
-    assert set(FAMILIES) - set(DECLARED) == {name for name, one in FAMILIES.items() if "norm_rope" in one.excluded}
+    assert set(FAMILIES) - set(DECLARED) == {
+        name for name, one in FAMILIES.items() if "norm_rope" in one.excluded
+    }
     assert len(DECLARED) >= 6
 
 
@@ -69,7 +75,9 @@ def test_with_adapters_on_every_linear_layer(plain, name):
     assert error(name, plain(name), norm_rope="fused", targets="all-linear") <= TOLERANCE[name]
 
 
-@pytest.mark.parametrize("name", [name for name in DECLARED if get_family(name).has_attention_mask(2, "masked")])
+@pytest.mark.parametrize(
+    "name", [name for name in DECLARED if get_family(name).has_attention_mask(2, "masked")]
+)
 def test_with_captions_of_different_lengths(plain, name):
     assert error(name, plain(name), norm_rope="fused", padding="masked") <= TOLERANCE[name]
 
@@ -95,9 +103,14 @@ def test_the_attention_backend_is_the_candidates(plain, attention, monkeypatch):
     assert {str(one.value) for one in seen} == {attention}
 
 
-@pytest.mark.parametrize("quantization", ["torchao-int8", "layerwise-fp8", pytest.param("bnb-nf4", marks=BITSANDBYTES)])
+@pytest.mark.parametrize(
+    "quantization", ["torchao-int8", "layerwise-fp8", pytest.param("bnb-nf4", marks=BITSANDBYTES)]
+)
 def test_with_quantized_weights(plain, quantization):
-    assert error("qwen-image", plain("qwen-image"), norm_rope="fused", quantization=quantization) <= 1e-5
+    assert (
+        error("qwen-image", plain("qwen-image"), norm_rope="fused", quantization=quantization)
+        <= 1e-5
+    )
 
 
 def test_several_control_images():
@@ -141,13 +154,17 @@ def test_previews_and_evaluations_compile_nothing(plain, monkeypatch):
 
     request = request_of("qwen-image")
     bucket = request.workload.largest_bucket
-    samples = synthetic_samples(family, request.config, request.workload, bucket, [5, 5], torch.float32)
+    samples = synthetic_samples(
+        family, request.config, request.workload, bucket, [5, 5], torch.float32
+    )
     batch = family.collate(samples)
     results = []
     for name in ("stock", "compiled"):
         use_kernels(transformer, family.attention_layouts, name)
         with torch.no_grad():
-            results.append(family.predict(transformer, batch["latents"], torch.tensor([0.3, 0.6]), batch))
+            results.append(
+                family.predict(transformer, batch["latents"], torch.tensor([0.3, 0.6]), batch)
+            )
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 

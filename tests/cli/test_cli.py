@@ -23,13 +23,24 @@ from autotune.runtime.process import limit_thread_spinning
 from autotune.schema.events import Notice
 from tests.conftest import autotune, autotune_here
 
-HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
+HEAVY = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "optuna",
+    "peft",
+    "torchao",
+    "numpy",
+    "rich.progress",
+)
 
 
 @pytest.mark.parametrize("module", ["autotune", "autotune.cli"])
 def test_importing_the_front_door_or_the_cli_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert process.stdout.strip() == "[]"
 
 
@@ -49,7 +60,9 @@ try:
 except KeyboardInterrupt:
     print("heard")
 """
-    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30)
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30
+    )
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
@@ -64,11 +77,19 @@ def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "max_seconds"), [(("-c", "import autotune"), 0.2), (("-m", "autotune", "--help"), 0.5)]
+    ("command", "max_seconds"),
+    [(("-c", "import autotune"), 0.2), (("-m", "autotune", "--help"), 0.5)],
 )
-def test_importing_and_helping_take_little_time_of_the_cpu(command: tuple[str, ...], max_seconds: float) -> None:
-    """Beyond what Python itself takes to start, and far from what torch takes, on a busy machine, too."""
-    assert min(cpu_seconds(*command) for _ in range(5)) - min(cpu_seconds("-c", "") for _ in range(5)) < max_seconds
+def test_importing_and_helping_take_little_time_of_the_cpu(
+    command: tuple[str, ...], max_seconds: float
+) -> None:
+    """Beyond what Python itself takes to start, and far from what torch takes, on a busy
+    machine, too.
+    """
+    assert (
+        min(cpu_seconds(*command) for _ in range(5)) - min(cpu_seconds("-c", "") for _ in range(5))
+        < max_seconds
+    )
 
 
 def cpu_seconds(*arguments: str) -> float:
@@ -80,9 +101,22 @@ def cpu_seconds(*arguments: str) -> float:
 
 @pytest.mark.parametrize(
     "command",
-    ["doctor", "probe", "models", "plan", "check", "explain", "train", "demo", "data check", "weights convert"],
+    [
+        "doctor",
+        "probe",
+        "models",
+        "plan",
+        "check",
+        "explain",
+        "train",
+        "demo",
+        "data check",
+        "weights convert",
+    ],
 )
-def test_every_command_explains_itself_in_80_columns(capfd: pytest.CaptureFixture[str], command: str) -> None:
+def test_every_command_explains_itself_in_80_columns(
+    capfd: pytest.CaptureFixture[str], command: str
+) -> None:
     process = autotune_here(capfd, *command.split(), "--help")
     assert process.returncode == 0
     assert "Usage: " in process.stdout
@@ -90,7 +124,9 @@ def test_every_command_explains_itself_in_80_columns(capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("group", [[], ["data"], ["profiles"], ["weights"]])
-def test_lists_of_commands_are_not_cut_off(capfd: pytest.CaptureFixture[str], group: list[str]) -> None:
+def test_lists_of_commands_are_not_cut_off(
+    capfd: pytest.CaptureFixture[str], group: list[str]
+) -> None:
     listing = autotune_here(capfd, *group, "--help").stdout
     assert "..." not in listing.partition("Commands:")[2]
     assert max(map(len, listing.splitlines())) <= 80
@@ -100,7 +136,10 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert autotune("plan").returncode == 2
     assert autotune_here(capfd, "no-such-command").returncode == 2
     assert autotune_here(capfd, "plan", "--model", "x", "--quality", "best").returncode == 2
-    assert autotune_here(capfd, "plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
+    assert (
+        autotune_here(capfd, "plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +231,16 @@ WRONG = {
     "checkpoints_total_limit": "0",
     "checkpoints_keep_every": "-1",
 }
-ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter", "vae", "text_encoders"}
+ANY_TEXT = {
+    "control",
+    "caption",
+    "trigger",
+    "preview_prompts",
+    "base",
+    "from_adapter",
+    "vae",
+    "text_encoders",
+}
 FLAGS = {"flip", "keep_best"}
 
 
@@ -209,38 +257,74 @@ def test_a_value_that_no_job_can_have_is_refused_under_the_name_of_its_option(fi
 
 
 def test_options_of_a_job_go_by_their_declared_names() -> None:
-    names = [option_of(field) for field in ("num_steps", "num_train_epochs", "preview_prompts", "guidance_scale")]
+    names = [
+        option_of(field)
+        for field in ("num_steps", "num_train_epochs", "preview_prompts", "guidance_scale")
+    ]
     assert names == ["--steps", "--epochs", "--preview-prompt", "--guidance"]
 
 
 def options_under(command: Any) -> set[str]:
     """All options of a command and of those below it."""
-    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    own = {
+        option
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     return own.union(*(options_under(below) for below in getattr(command, "commands", {}).values()))
 
 
 def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
-    others = {"--help", "--upgrade", "--index-url", "--install", "--logdir"}  # of pip, wsl, tensorboard
+    others = {
+        "--help",
+        "--upgrade",
+        "--index-url",
+        "--install",
+        "--logdir",
+    }  # of pip, wsl, tensorboard
     others |= {"--nproc-per-node", "--nnodes", "--signal"}  # of torchrun, sbatch
-    others |= {"--memory", "--build-arg", "--ipc", "--no-deps", "--rm", "--runtime", "--target", "--user"}  # of docker
-    others |= {"--isolation", "--storage-driver", "--pull-never", "--variant", "--include"}  # of buildah, debootstrap
+    others |= {
+        "--memory",
+        "--build-arg",
+        "--ipc",
+        "--no-deps",
+        "--rm",
+        "--runtime",
+        "--target",
+        "--user",
+    }  # of docker
+    others |= {
+        "--isolation",
+        "--storage-driver",
+        "--pull-never",
+        "--variant",
+        "--include",
+    }  # of buildah, debootstrap
     known = options_under(typer.main.get_command(app)) | others
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
     foreign = "trainers|jobs|page/charts"  # options of other programs, and names of colors
     texts = [text for text in texts if not re.search(foreign, str(text.relative_to(root)))]
-    named = {name for text in texts for name in re.findall(r"(?<![-\w])--[a-z][a-z-]*[a-z]", text.read_text())}
+    named = {
+        name
+        for text in texts
+        for name in re.findall(r"(?<![-\w])--[a-z][a-z-]*[a-z]", text.read_text())
+    }
     assert len(named) > 40
     assert named - known == set()
 
 
-@pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"])
+@pytest.mark.parametrize(
+    "text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"]
+)
 def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="not an amount of memory"):
         memory_bytes(text)
 
 
-@pytest.mark.parametrize("wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)])
+@pytest.mark.parametrize(
+    "wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)]
+)
 def test_numbers_beyond_any_use_are_refused_before_anything_is_read(
     capfd: pytest.CaptureFixture[str], wrong: tuple[str, str]
 ) -> None:
@@ -255,7 +339,9 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(
 ) -> None:
     wanted = tmp_path / "file" / "plan.yaml"
     wanted.parent.write_text("no folder")
-    process = autotune_here(capfd, "plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted))
+    process = autotune_here(
+        capfd, "plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted)
+    )
     assert process.returncode == 1
     assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
@@ -270,21 +356,35 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(
     ],
 )
 def test_memory_that_runs_out_before_a_command_has_begun_is_no_bug(error: str) -> None:
-    code = f"import sys, autotune.cli.app as cli\ndef work(**options): sys.meta_path.clear(); raise {error}\n"
+    code = (
+        "import sys, autotune.cli.app as cli\ndef work(**options): sys.meta_path.clear(); "
+        "raise "
+        f"{error}\n"
+    )
     code += "cli.app = work; cli.main()"  # and nothing can be imported any more
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (process.returncode, process.stderr.startswith("error: memory ran out")) == (1, True)
 
 
 def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
     code = (
-        "import os, sys; from autotune.cli import app as cli; cli.app = lambda **_: print(os.open('/', 0)); cli.main()"
+        "import os, sys; from autotune.cli import app as cli; cli.app = lambda **_: "
+        "print(os.open('/', 0)); cli.main()"
     )
     command = [sys.executable, "-c", code]
-    closed = subprocess.run(["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", *command], stdout=subprocess.PIPE, check=True)
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", *command], stdout=subprocess.PIPE, check=True
+    )
     assert int(closed.stdout) > 2
     absent = [sys.executable, "-m", "autotune", "explain", "/no/such/plan.yaml"]
-    assert subprocess.run(["sh", "-c", 'exec "$@" 0<&- >&- 2>&-', "sh", *absent], check=False).returncode == 2
+    assert (
+        subprocess.run(
+            ["sh", "-c", 'exec "$@" 0<&- >&- 2>&-', "sh", *absent], check=False
+        ).returncode
+        == 2
+    )
 
 
 def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
@@ -293,7 +393,9 @@ def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
         "@app.command()\ndef work(): raise KeyboardInterrupt\n"
         "cli.app = app; cli.main()"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 130
     assert process.stderr.startswith("error: interrupted\nhint: ")
 
@@ -306,14 +408,20 @@ def test_an_interrupted_demo_does_not_advise_what_its_folder_refuses() -> None:
         "sys.argv = ['autotune', 'demo', '--output', 'here']\n"
         "from autotune.cli import main; main()"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 130
     assert "hint: a demo always starts over: remove here, or name another folder" in process.stderr
 
 
-def test_the_home_of_nobody_is_a_folder_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_home_of_nobody_is_a_folder_that_is_not_there(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert autotune_here(capfd, "profiles", "list", "--store", "~nobody-here/x").returncode == 0
-    process = autotune_here(capfd, "estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")
+    process = autotune_here(
+        capfd, "estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090"
+    )
     assert process.returncode == 2
     assert "neither a folder nor a known model" in process.stderr
 

@@ -45,11 +45,16 @@ def test_an_adapter_that_is_worth_nothing_fails(changes: dict[str, object], word
 def test_held_out_images_decide_if_there_are_any(kept_step: int, is_worse: bool) -> None:
     """The adapter that was kept counts, whatever fresh noise on trained images says."""
     held_out = ValidationResult(
-        num_images=2, base_loss=0.5, final_loss=0.6, lowest_loss=0.45, lowest_step=50, overfitting_from=50,
+        num_images=2, base_loss=0.5, final_loss=0.6, lowest_loss=0.45, lowest_step=50,
+        overfitting_from=50,
         kept_step=kept_step,
     )  # fmt: skip
     found = failures(verdict(), held_out)
-    words = "the adapter does not lower the loss on images that it was not trained on: 0.6000 with the adapter, 0.5000"
+    words = (
+        "the adapter does not lower the loss on images that it was not trained on: 0.6000 "
+        "with the "
+        "adapter, 0.5000"
+    )
     assert (len(found) == 1 and found[0].startswith(words)) is is_worse
     assert failures(verdict(adapter_loss=0.6), held_out) == found
 
@@ -57,7 +62,8 @@ def test_held_out_images_decide_if_there_are_any(kept_step: int, is_worse: bool)
 @pytest.mark.parametrize(("gate", "status"), [((), 0), (("--gate",), 1)])
 @pytest.mark.parametrize("found", [verdict(adapter_loss=0.6), None])
 def test_only_the_gate_makes_it_fail(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gate: tuple[str, ...], status: int,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gate: tuple[str, ...],
+    status: int,
     found: AdapterVerdict | None,
 ) -> None:  # fmt: skip
     def train(*_: object, **arguments: object) -> RunReport:

@@ -1,7 +1,7 @@
 """Commands that need no torch, and mistakes that are told before it is imported.
 
-One process runs them all, one after the other, and says what each added to `sys.modules`: so the first that loads a
-library is the one that fails.
+One process runs them all, one after the other, and says what each added to `sys.modules`: so the
+first that loads a library is the one that fails.
 """
 
 import json
@@ -24,7 +24,17 @@ PLACES = {
     **{name.upper(): Path(name) for name in ("model", "images", "bare", "half", "cut")},
 }
 """What words of a command stand for; relative ones lie in the folder where the commands run."""
-HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "torchao", "optuna", "scipy", "plotly")
+HEAVY = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "torchao",
+    "optuna",
+    "scipy",
+    "plotly",
+)
 
 DONE = {
     "--help": "Usage",
@@ -55,7 +65,9 @@ WRONG = {
     "train PLAN --model CUT --data IMAGES": "is cut off",
     "train PLAN --model MODEL --data IMAGES --output images/run": "lies in the data folder",
     "train PLAN --model MODEL --data IMAGES --output FINISHED": "holds",
-    "train PLAN --model MODEL --data IMAGES --from-adapter nope.safetensors": "nope.safetensors does not exist",
+    (
+        "train PLAN --model MODEL --data IMAGES --from-adapter nope.safetensors"
+    ): "nope.safetensors does not exist",
     "plan --model MODEL --data IMAGES --frames 5": "qwen-image makes images",
     "train PLAN --optimizer lion": "not for lion",
     "plan --model qwen-imgae --data IMAGES --hardware 4090": "nearest: qwen-image",
@@ -127,7 +139,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("start")
     model, images = write_model_and_images(folder)
     (folder / "garbage.yaml").write_text("a: [1, 2\n")
-    (folder / "newer.yaml").write_text(PLACES["PLAN"].read_text().replace("schema_version: 1", "schema_version: 99"))
+    (folder / "newer.yaml").write_text(
+        PLACES["PLAN"].read_text().replace("schema_version: 1", "schema_version: 99")
+    )
     shutil.copytree(images, folder / "bare", ignore=shutil.ignore_patterns("*.txt"))
     (folder / "half").mkdir()
     shutil.copy(model / "model_index.json", folder / "half")

@@ -1,4 +1,6 @@
-"""What `plan` and `train` leave on a terminal of 80 columns: enough to decide, little enough to read."""
+"""What `plan` and `train` leave on a terminal of 80 columns: enough to decide, little enough to
+read.
+"""
 
 import re
 from pathlib import Path
@@ -26,14 +28,16 @@ GOLDEN = ("wall", "known", "measured")
 def with_everything_unusual(plan: TrainingPlan) -> TrainingPlan:
     """A plan whose every setting differs from its default, with all notes that there are."""
     values = {
-        knob.name: 7 if isinstance(getattr(plan.frozen.settings, knob.name), int) else "unusual" for knob in KNOBS
+        knob.name: 7 if isinstance(getattr(plan.frozen.settings, knob.name), int) else "unusual"
+        for knob in KNOBS
     }
     frozen = plan.frozen
     caching = frozen.caching.changed(text_encoder_device="cpu")
     expected = frozen.expected.changed(host_memory_bytes=13 << 30)
     return plan.changed(
         frozen=frozen.changed(
-            settings=Candidate.model_validate(values), forecast=None, caching=caching, expected=expected,
+            settings=Candidate.model_validate(values), forecast=None, caching=caching,
+            expected=expected,
             advice=("an effective batch of 32 " + "is predicted to train more images per second " * 4,),
         )
     )  # fmt: skip
@@ -52,7 +56,9 @@ def test_a_plan_ends_with_what_a_person_needs(name: str) -> None:
     assert "reasons: autotune explain; a page with charts: autotune report" in text
     assert "train it with: autotune train plan.yaml" in text
     for knob in KNOBS:
-        is_usual = getattr(plan.frozen.settings, knob.name) == Candidate.model_fields[knob.name].default
+        is_usual = (
+            getattr(plan.frozen.settings, knob.name) == Candidate.model_fields[knob.name].default
+        )
         if knob.name not in ("micro_batch_size", "checkpointed_blocks"):
             assert (f" {knob.title} " in text) is not is_usual, "defaults are not worth a line"
 
@@ -75,7 +81,9 @@ def test_more_memory_that_would_make_it_faster_is_named() -> None:
     )
     frozen = plan.frozen.changed(forecast=forecast.changed(alternatives=(row,)))
     text = " ".join(" ".join(_ending(plan.changed(frozen=frozen), Path("plan.yaml"))).split())
-    assert "faster with 2.00 GiB more memory other settings are predicted to be 2.00x as fast" in text
+    assert (
+        "faster with 2.00 GiB more memory other settings are predicted to be 2.00x as fast" in text
+    )
 
 
 def test_verbose_tells_every_setting_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +91,10 @@ def test_verbose_tells_every_setting_and_reason(monkeypatch: pytest.MonkeyPatch)
     plan = golden_plan()
     lines = _ending(plan, Path("plan.yaml"))
     assert all(any(line.startswith(knob.title) for line in lines) for knob in KNOBS)
-    assert all(any(line.startswith(f"{reason.knob} = ") for line in lines) for reason in plan.frozen.reasons)
+    assert all(
+        any(line.startswith(f"{reason.knob} = ") for line in lines)
+        for reason in plan.frozen.reasons
+    )
 
 
 def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_promise(
@@ -96,7 +107,8 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
         for step in steps:
             show(step)
     lines = capfd.readouterr().err.splitlines()
-    assert any(line.startswith("the report") and line.endswith("output/report.html, from the first preview on")
+    assert any(line.startswith("the report") and line.endswith("output/report.html, from the first "
+                                                               "preview on")
                for line in lines)  # fmt: skip
     shown = [line for line in lines if re.match(r"\d+/100 ", line)]
     assert len(shown) == 10
@@ -115,7 +127,9 @@ def test_the_bar_of_trials_tells_its_name_and_the_time_left(
     monkeypatch.setattr(terminal, "err", console)
     plan = golden_plan()
     with show_events() as show, console.capture():
-        show(SearchSpaceBuilt(workload=plan.frozen.workload, num_candidates=9, max_trials=max_trials))
+        show(
+            SearchSpaceBuilt(workload=plan.frozen.workload, num_candidates=9, max_trials=max_trials)
+        )
         for _ in range(num_finished):
             show(TrialFinished(result=plan.frozen.trials[0].changed(wall_seconds=400.0)))
         show(TrialStarted(candidate=with_everything_unusual(plan).frozen.settings))
@@ -131,13 +145,20 @@ def test_the_bar_of_trials_tells_its_name_and_the_time_left(
     assert len(line) <= 80
 
 
-def test_spikes_and_the_loss_on_held_out_images_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_spikes_and_the_loss_on_held_out_images_are_shown(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with show_events() as show:
         for step in steps_of(100):
-            measured = {"validation_loss": 0.24, "base_validation_loss": 0.25} if step.step == 37 else {}
+            measured = (
+                {"validation_loss": 0.24, "base_validation_loss": 0.25} if step.step == 37 else {}
+            )
             show(step.changed(gradient_spikes=step.step // 40, **measured))
     lines = capfd.readouterr().err.splitlines()
-    assert "loss on held-out images after step 37: 0.2500 without the adapter, 0.2400 with it (-4.0%)" in lines
+    assert (
+        "loss on held-out images after step 37: 0.2500 without the adapter, 0.2400 with it (-4.0%)"
+        in lines
+    )
     shown = [line for line in lines if re.match(r"\d+/100 ", line)]
     assert [" spike" in line for line in shown] == [False] * 3 + [True] * 7
     assert "  1 spike  " in shown[3]

@@ -66,11 +66,16 @@ def test_waste_is_never_negative():
 @pytest.mark.parametrize("expandable", [True, False])
 def test_the_share_of_three_blocks_is_that_of_sixty(expandable):
     square = 3072 * 3072  # a block of Qwen-Image in 4 bits, which ends at the begin of a page
-    sizes = (*8 * (square // 2, 3072 * 2), *2 * (3 * square, 2 * square, 2 * square, 18432 * 2, 12288 * 2))
+    sizes = (
+        *8 * (square // 2, 3072 * 2),
+        *2 * (3 * square, 2 * square, 2 * square, 18432 * 2, 12288 * 2),
+    )
 
     def blocks(count):
         return [(number, size) for number, size in enumerate(sizes * count)]
 
     whole = replayed(blocks(60), expandable_segments=expandable)
     really = whole.reserved_bytes / whole.peak_allocated_bytes - 1
-    assert waste_share(blocks(3), expandable_segments=expandable) == pytest.approx(really, abs=0.005)
+    assert waste_share(blocks(3), expandable_segments=expandable) == pytest.approx(
+        really, abs=0.005
+    )

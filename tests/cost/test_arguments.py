@@ -28,7 +28,9 @@ def test_the_hint_of_a_refused_shape_is_accepted(width, height, family):
         assert (bucket.width_px, bucket.height_px) == (width, height)
 
 
-@pytest.mark.parametrize(("text", "size"), [("1024", (1024, 1024)), ("512x768", (512, 768)), ("512X768", (512, 768))])
+@pytest.mark.parametrize(
+    ("text", "size"), [("1024", (1024, 1024)), ("512x768", (512, 768)), ("512X768", (512, 768))]
+)
 def test_resolutions_are_read(text, size):
     assert parse_resolution(text) == size
 
@@ -52,7 +54,9 @@ def test_more_frames_than_a_family_takes_are_refused(family, frames):
 
 def test_longer_captions_than_a_family_takes_are_refused():
     model = resolve_model("qwen-image")
-    assert describe_workload(model, None, WorkloadOverrides(text_tokens=1024)).max_text_tokens == 1024
+    assert (
+        describe_workload(model, None, WorkloadOverrides(text_tokens=1024)).max_text_tokens == 1024
+    )
     with pytest.raises(InvalidInput, match="no caption of 1025 tokens") as error:
         describe_workload(model, None, WorkloadOverrides(text_tokens=1025))
     assert "1024" in error.value.hint

@@ -1,4 +1,6 @@
-"""What residuals teach is what Bayesian linear regression says, learned at once or one after the other."""
+"""What residuals teach is what Bayesian linear regression says, learned at once or one after the
+other.
+"""
 
 import numpy as np
 import pytest
@@ -21,10 +23,19 @@ pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=1
 
 @settings(max_examples=50)
 @given(pairs, candidates)
-def test_what_is_learned_is_the_regressions_posterior(known: list[tuple[Candidate, float]], asked: Candidate) -> None:
-    learned = fit(Posterior(0.25), NOISE["time"], [candidate for candidate, _ in known], [each for _, each in known])
+def test_what_is_learned_is_the_regressions_posterior(
+    known: list[tuple[Candidate, float]], asked: Candidate
+) -> None:
+    learned = fit(
+        Posterior(0.25),
+        NOISE["time"],
+        [candidate for candidate, _ in known],
+        [each for _, each in known],
+    )
     names = [*learned.index]
-    rows = np.array([[float(name in features_of(candidate)) for name in names] for candidate, _ in known])
+    rows = np.array(
+        [[float(name in features_of(candidate)) for name in names] for candidate, _ in known]
+    )
     prior = np.diag([1 / learned.sigma(name) ** 2 for name in names])
     covariance = np.linalg.inv(prior + rows.T @ rows / NOISE["time"] ** 2)
     mean = covariance @ rows.T @ np.array([each for _, each in known]) / NOISE["time"] ** 2
@@ -39,7 +50,12 @@ def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(
     first: list[tuple[Candidate, float]], second: list[tuple[Candidate, float]]
 ) -> None:
     def learn(before: Posterior, known: list[tuple[Candidate, float]]) -> Posterior:
-        return fit(before, NOISE["memory"], [candidate for candidate, _ in known], [each for _, each in known])
+        return fit(
+            before,
+            NOISE["memory"],
+            [candidate for candidate, _ in known],
+            [each for _, each in known],
+        )
 
     prior = Posterior(0.04)
     one, other = learn(prior, first + second), learn(learn(prior, first), second)
@@ -53,5 +69,8 @@ def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left() 
     elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
     here = elsewhere.tempered(0.5)
     assert here.log_factor(candidate) == pytest.approx(elsewhere.log_factor(candidate) / 2)
-    variance = 0.25 * elsewhere.covariance[elsewhere.index[OFFSET]][elsewhere.index[OFFSET]] + 0.75 * 0.25**2
+    variance = (
+        0.25 * elsewhere.covariance[elsewhere.index[OFFSET]][elsewhere.index[OFFSET]]
+        + 0.75 * 0.25**2
+    )
     assert here.covariance[here.index[OFFSET]][here.index[OFFSET]] == pytest.approx(variance)

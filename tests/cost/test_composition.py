@@ -57,11 +57,16 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
         model.traced.cache_clear()  # the first pass fills the modules' caches of positions
     for k in (1, total - 2):
         direct = peak(full, k, (k, k))
-        assert peak(short, k, (0, sum(map(len, short.picked)) - 1)) == pytest.approx(direct, rel=2e-3), k
+        assert peak(short, k, (0, sum(map(len, short.picked)) - 1)) == pytest.approx(
+            direct, rel=2e-3
+        ), k
     assert peak(short, 0, (0, 0)) == peak(full, 0, (0, 0))
 
 
-@given(st.lists(st.lists(st.sampled_from("aaab"), max_size=60), min_size=1, max_size=3), st.sets(st.integers(0, 179)))
+@given(
+    st.lists(st.lists(st.sampled_from("aaab"), max_size=60), min_size=1, max_size=3),
+    st.sets(st.integers(0, 179)),
+)
 def test_every_block_is_stood_for_by_one_of_its_kind(kinds, adapted):
     picked, index, numbers = choose_traced(kinds, adapted)
     every = [(place, *one) for place, own in enumerate(kinds) for one in enumerate(own)]
@@ -70,6 +75,8 @@ def test_every_block_is_stood_for_by_one_of_its_kind(kinds, adapted):
     assert index == sorted(index)
     assert set(index) == set(range(len(traced)))
     assert [i in numbers for i in index] == [number in adapted for number in range(len(every))]
-    assert [(traced[i][0], traced[i][2]) for i in index] == [(place, kind) for place, _, kind in every]
+    assert [(traced[i][0], traced[i][2]) for i in index] == [
+        (place, kind) for place, _, kind in every
+    ]
     alike = [["a"] * len(own) for own in kinds]
     assert [len(own) for own in choose_traced(alike)[0]] == [min(len(own), 3) for own in kinds]

@@ -31,13 +31,25 @@ def _predictor() -> CostModel:
 def test_the_text_fits_a_terminal_and_names_every_part(answer):
     text = estimate_text(answer)
     assert max(len(line) for line in text.splitlines()) <= 80
-    for word in ("fits", "weights", "optimizer", "Phases", "preview", "Step time", "recomputing", "Job of 1000 steps"):
+    for word in (
+        "fits",
+        "weights",
+        "optimizer",
+        "Phases",
+        "preview",
+        "Step time",
+        "recomputing",
+        "Job of 1000 steps",
+    ):
         assert word in text
 
 
 def test_each_figure_of_memory_has_the_name_that_plans_and_reports_give_it(answer):
     text, prediction = estimate_text(answer), answer.prediction
-    run, step = (memory_text(size) for size in (prediction.run_memory_bytes, prediction.allocated_memory_bytes))
+    run, step = (
+        memory_text(size)
+        for size in (prediction.run_memory_bytes, prediction.allocated_memory_bytes)
+    )
     assert f"run memory {run} of" in text
     assert f"of which {step} step memory" in text
     plain = prediction.changed(candidate=prediction.candidate.changed(quantization="none"))
@@ -74,13 +86,20 @@ def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():
 
     def seconds(**pins: str) -> float:
         card, work = gpu("nvidia-h100-sxm"), workload_of("qwen-image")
-        own = CostModel.build(card, work, family, TINY["qwen-image"], parts=family.parts, caching_pins=pins)
+        own = CostModel.build(
+            card, work, family, TINY["qwen-image"], parts=family.parts, caching_pins=pins
+        )
         prediction = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0))
         images = sum(bucket.num_items for bucket in work.buckets)
-        return job_time(own, prediction, num_steps=1, num_images=images, num_previews=0).cache_seconds / images
+        return (
+            job_time(own, prediction, num_steps=1, num_images=images, num_previews=0).cache_seconds
+            / images
+        )
 
     stays = seconds(text_encoder_device="training")
-    assert seconds(text_encoder_streamed="true") - stays > 2 * parameters / 64e9  # PCIe 5.0 with 16 lanes
+    assert (
+        seconds(text_encoder_streamed="true") - stays > 2 * parameters / 64e9
+    )  # PCIe 5.0 with 16 lanes
     tokens = workload_of("qwen-image").max_text_tokens
     assert seconds(text_encoder_device="cpu") - stays > 0.9 * 2 * parameters * tokens / 8e11
 
@@ -89,28 +108,38 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
     """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
     name = "kandinsky5-video-lite"
     family, card = FAMILIES[name], gpu("nvidia-rtx-4090")
-    parts = dataclasses.replace(family.parts, text_encoder_parameters=())  # which would take more than a tiny clip
+    parts = dataclasses.replace(
+        family.parts, text_encoder_parameters=()
+    )  # which would take more than a tiny clip
 
     def built(**pins: str) -> CostModel:
-        return CostModel.build(card, workload_of(name), family, TINY[name], parts=parts, caching_pins=pins)
+        return CostModel.build(
+            card, workload_of(name), family, TINY[name], parts=parts, caching_pins=pins
+        )
 
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     here, there = built(vae_device="training"), built(vae_device="cpu")
     vae = here.model.vae_cost(candidate.precision)
-    cache = [{phase.name: phase for phase in own.predict(candidate).phases}["cache"] for own in (here, there)]
+    cache = [
+        {phase.name: phase for phase in own.predict(candidate).phases}["cache"]
+        for own in (here, there)
+    ]
     working = [phase.breakdown.transient_bytes for phase in cache]
     assert working == [vae.encode_transient_bytes, 0]
     on_host = there.tables.encoder_size.bytes_at("cpu", there.caching)
     assert on_host == vae.weight_bytes + vae.encode_transient_bytes
     assert there.host_memory_bytes(candidate) > on_host
     seconds = [
-        job_time(own, own.predict(candidate), num_steps=1, num_images=1, num_previews=0).cache_seconds
+        job_time(
+            own, own.predict(candidate), num_steps=1, num_images=1, num_previews=0
+        ).cache_seconds
         for own in (here, there)
     ]
     host = there.hardware.host
     cores = host.physical_cores or host.logical_cores
     assert seconds[1] - seconds[0] == pytest.approx(
-        vae.encode_flops / (5e10 * cores) - vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
+        vae.encode_flops / (5e10 * cores)
+        - vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
     )
     assert seconds[1] > 10 * seconds[0]
 
@@ -124,7 +153,9 @@ def test_measuring_held_out_images_takes_its_passes():
     assert job.changed(validation_every=0).num_validations == 2
     assert job.changed(validation=None).num_validations == 0
     without, with_them = (
-        job_time(cost, prediction, num_steps=0, num_images=1, num_previews=0, num_validations=number)
+        job_time(
+            cost, prediction, num_steps=0, num_images=1, num_previews=0, num_validations=number
+        )
         for number in (0, job.num_validations)
     )
     assert with_them.total_seconds - without.total_seconds == pytest.approx(5 * 32 * one_pass)
@@ -132,18 +163,32 @@ def test_measuring_held_out_images_takes_its_passes():
 
 def plans_for(attention="native", size=1, **changes):
     """Seconds of cuDNN's plans for 30 images of two shapes, with captions of 10 to 200 tokens."""
-    buckets = tuple(Bucket(width_px=96, height_px=side, num_frames=1, num_items=15) for side in (64, 96))
+    buckets = tuple(
+        Bucket(width_px=96, height_px=side, num_frames=1, num_items=15) for side in (64, 96)
+    )
     quantiles = (10, 100, 200)
-    work = workload_of("qwen-image", buckets=buckets, max_text_tokens=200, text_token_quantiles=quantiles, **changes)
+    work = workload_of(
+        "qwen-image",
+        buckets=buckets,
+        max_text_tokens=200,
+        text_token_quantiles=quantiles,
+        **changes,
+    )
     own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
     return [
-        plan_seconds(own, Candidate(micro_batch_size=size, checkpointed_blocks=k, attention=attention)) for k in (0, 1)
+        plan_seconds(
+            own, Candidate(micro_batch_size=size, checkpointed_blocks=k, attention=attention)
+        )
+        for k in (0, 1)
     ]
 
 
 def test_cudnn_plans_attention_for_each_length_once_and_padding_leaves_few_lengths():
     assert plans_for(text_padding="masked") == [30, 60]  # every image has a length of its own
-    assert plans_for(text_padding="masked", size=2) == [4, 8]  # 24 and 36 tokens of image: 128 or 256 in all
+    assert plans_for(text_padding="masked", size=2) == [
+        4,
+        8,
+    ]  # 24 and 36 tokens of image: 128 or 256 in all
     assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
     own, candidate = _predictor(), Candidate(micro_batch_size=1, checkpointed_blocks=1)
     assert plan_seconds(own, candidate) == 0  # a 4090 runs flash
@@ -152,11 +197,15 @@ def test_cudnn_plans_attention_for_each_length_once_and_padding_leaves_few_lengt
 def test_what_is_padded_for_cudnn_is_predicted_padded():
     work = workload_of("qwen-image", text_padding="masked")  # 24 tokens of image and 12 of text
     settings = [
-        Candidate(micro_batch_size=2, checkpointed_blocks=0, attention=name) for name in ("native", "_native_math")
+        Candidate(micro_batch_size=2, checkpointed_blocks=0, attention=name)
+        for name in ("native", "_native_math")
     ]
     own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
     long = CostModel.build(
-        gpu("nvidia-h100-sxm"), work.changed(max_text_tokens=104), FAMILIES["qwen-image"], TINY["qwen-image"]
+        gpu("nvidia-h100-sxm"),
+        work.changed(max_text_tokens=104),
+        FAMILIES["qwen-image"],
+        TINY["qwen-image"],
     )
     native, plain = (own.predict(one).allocated_memory_bytes for one in settings)
     assert native == long.predict(settings[0]).allocated_memory_bytes

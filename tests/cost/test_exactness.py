@@ -1,4 +1,6 @@
-"""Where arithmetic decides, predictions equal the real model's to the byte; where kernels decide, nearly."""
+"""Where arithmetic decides, predictions equal the real model's to the byte; where kernels
+decide, nearly.
+"""
 
 import weakref
 
@@ -36,7 +38,11 @@ WEIGHT_FORMATS = [*((name, "none") for name in TINY), *STORED]
 
 
 def candidate_of(
-    precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2, norm_rope: str = "stock"
+    precision: str = "bf16",
+    quantization: str = "none",
+    k: int = 0,
+    size: int = 2,
+    norm_rope: str = "stock",
 ) -> Candidate:
     return Candidate(
         micro_batch_size=size,
@@ -54,23 +60,29 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
     candidate = candidate_of(precision, quantization)
     transformer, parameters = build(family, TINY[name], own.workload, candidate)
-    optimizer = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        parameters, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0
+    )
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [t for state in optimizer.inner.state.values() for t in state.values()]
     masters = [m for m, p in zip(optimizer.masters, parameters, strict=True) if m is not p]
     model_bytes = own.model.model_bytes(precision, quantization)
-    assert model_bytes.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    assert model_bytes.weight_bytes == storage_bytes(
+        p for p in transformer.parameters() if not p.requires_grad
+    )
     assert model_bytes.adapter_bytes == storage_bytes(parameters)
     assert model_bytes.adapter_parameters == sum(p.numel() for p in parameters)
-    assert own.tables.resident_of(candidate, own.caching, own.parallel).optimizer_bytes == storage_bytes(
-        [*states, *masters]
-    )
+    assert own.tables.resident_of(
+        candidate, own.caching, own.parallel
+    ).optimizer_bytes == storage_bytes([*states, *masters])
 
 
 @pytest.mark.quick(*KINDS)
-@pytest.mark.parametrize(("name", "quantization"), [*((name, "none") for name in TINY), ("qwen-image", "torchao-int8")])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [*((name, "none") for name in TINY), ("qwen-image", "torchao-int8")]
+)
 def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
     transformer, _ = build(family, TINY[name], own.workload, candidate_of("bf16", quantization))
@@ -78,7 +90,9 @@ def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     model_bytes = own.model.model_bytes("bf16", quantization)
     assert tuple(block.region.num_bytes for block in swap.blocks) == model_bytes.block_pinned_bytes
     whole, bare = sum(model_bytes.block_pinned_bytes), sum(model_bytes.block_weight_bytes)
-    assert bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare  # scales of tiny layers are tiny, too
+    assert (
+        bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare
+    )  # scales of tiny layers are tiny, too
 
 
 @pytest.mark.quick(*KINDS)
@@ -94,11 +108,15 @@ def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
 )
 def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_rope):
     own, family = predictor(name), FAMILIES[name]
-    transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization, norm_rope=norm_rope))
+    transformer, _ = build(
+        family, TINY[name], own.workload, candidate_of("fp32", quantization, norm_rope=norm_rope)
+    )
     batch = batches(family, TINY[name], own.workload, candidate_of("fp32"))[0]
     noise, sigmas = torch.randn_like(batch["latents"]), torch.rand(2)
     shorten(family, transformer, own.model.picked)
-    known = {t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))}
+    known = {
+        t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))
+    }
     saved: dict[int, weakref.ref] = {}
 
     def pack(tensor):
@@ -109,23 +127,37 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_
     known |= set(_live_caches(transformer))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = denoising_loss(family, transformer, batch, noise, sigmas)
-    saved |= {t.untyped_storage()._cdata: weakref.ref(t.untyped_storage()) for t in _kept_by_nodes(loss.grad_fn)}
-    saved |= {t.untyped_storage()._cdata: weakref.ref(t.untyped_storage()) for t in _rotary_tables(transformer)}
+    saved |= {
+        t.untyped_storage()._cdata: weakref.ref(t.untyped_storage())
+        for t in _kept_by_nodes(loss.grad_fn)
+    }
+    saved |= {
+        t.untyped_storage()._cdata: weakref.ref(t.untyped_storage())
+        for t in _rotary_tables(transformer)
+    }
     # Of a branch that nothing uses, such as the text stream's end, what was saved is gone again.
     alive = {key: storage() for key, storage in saved.items() if key not in known}
     expected = sum(storage.nbytes() for storage in alive.values() if storage is not None)
     own.model.traced("fp32", quantization, "cpu", 2, 0, norm_rope=norm_rope)
     own.model.traced.cache_clear()
-    traced = own.model.traced("fp32", quantization, "cpu", 2, 0, norm_rope=norm_rope)  # now caches are filled
+    traced = own.model.traced(
+        "fp32", quantization, "cpu", 2, 0, norm_rope=norm_rope
+    )  # now caches are filled
     assert traced.saved_bytes - loss.nbytes == expected
 
 
 def _plain(transformer):
-    return (part for tensor in (*transformer.parameters(), *transformer.buffers()) for part in read_parts(tensor))
+    return (
+        part
+        for tensor in (*transformer.parameters(), *transformer.buffers())
+        for part in read_parts(tensor)
+    )
 
 
 def _kept_by_nodes(root):
-    """What bitsandbytes' products, and norm and RoPE, keep as plain attributes, which no hook sees."""
+    """What bitsandbytes' products, and norm and RoPE, keep as plain attributes, which no hook
+    sees.
+    """
     seen, waiting = set(), [root]
     while waiting:
         node = waiting.pop()
@@ -133,7 +165,9 @@ def _kept_by_nodes(root):
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
             tables = node.how[2] if hasattr(node, "how") else ()
-            yield from (t for t in (*getattr(node, "tensors", ()), *tables) if isinstance(t, torch.Tensor))
+            yield from (
+                t for t in (*getattr(node, "tensors", ()), *tables) if isinstance(t, torch.Tensor)
+            )
 
 
 def _rotary_tables(transformer):
@@ -191,7 +225,11 @@ def _live_caches(transformer):
         ("sdxl", 0.5, "none"),
         ("sdxl", 1.0, "none"),
         ("kandinsky5-video-lite", 0.5, "none"),
-        *((name, share, "int8-matmul") for name in ("qwen-image", "flux1-dev", "wan-2.1") for share in (0.0, 0.5)),
+        *(
+            (name, share, "int8-matmul")
+            for name in ("qwen-image", "flux1-dev", "wan-2.1")
+            for share in (0.0, 0.5)
+        ),
         ("qwen-image", 0.5, "fp8-matmul"),
         pytest.param("qwen-image", 1.0, "bnb-nf4", marks=BITSANDBYTES),
         pytest.param("flux1-dev", 0.0, "bnb-int8", marks=BITSANDBYTES),
@@ -199,12 +237,16 @@ def _live_caches(transformer):
         pytest.param("kandinsky5-image-lite", 0.5, "bnb-nf4", marks=BITSANDBYTES),
     ],
 )
-def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(predictor, name, share, quantization):
+def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(
+    predictor, name, share, quantization
+):
     own = predictor(name)
     last = own.workload.model.num_blocks - 1
     candidate = candidate_of("fp32", quantization, k=round(share * last))
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
 
 
 @pytest.mark.quick(*KINDS)
@@ -215,7 +257,9 @@ def test_peak_with_fused_norm_and_rope(predictor, name, share):
     last = own.workload.model.num_blocks - 1
     candidate = candidate_of("fp32", k=round(share * last), norm_rope="fused")
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
 
 
 @pytest.mark.quick("flux1-dev")
@@ -238,10 +282,15 @@ def test_peak_agrees_with_the_profiler_where_some_blocks_keep_attention(
 ):
     own = predictor(name)
     last = own.workload.model.num_blocks - 1
-    numbers = {"checkpointed_blocks": round(whole * last), "selective_blocks": round(selective * last)}
+    numbers = {
+        "checkpointed_blocks": round(whole * last),
+        "selective_blocks": round(selective * last),
+    }
     candidate = candidate_of(precision, quantization).changed(**numbers)
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
 
 
 @pytest.mark.slow
@@ -249,7 +298,9 @@ def test_peak_agrees_with_the_profiler_where_some_blocks_keep_attention(
 def test_peak_with_compiled_norm_and_rope(predictor, name):
     own, candidate = predictor(name), candidate_of("fp32", norm_rope="compiled")
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
 
 
 @pytest.mark.quick("flux1-dev")
@@ -281,13 +332,18 @@ def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(predictor):
     """LLM.int8 keeps its inputs on nodes of the graph, so they live as long as the loss."""
     own, candidate = predictor("flux1-dev"), candidate_of("fp32", "bnb-int8", size=1)
     truth = run(FAMILIES["flux1-dev"], TINY["flux1-dev"], own.workload, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
 
 
 def test_what_dropout_keeps_is_predicted(predictor):
     plain = predictor("qwen-image")
     work = plain.workload.model_copy(update={"lora_dropout": 0.3})
-    own, candidate = CostModel.build(cpu(), work, plain.family, TINY["qwen-image"]), candidate_of("fp32")
+    own, candidate = (
+        CostModel.build(cpu(), work, plain.family, TINY["qwen-image"]),
+        candidate_of("fp32"),
+    )
     truth = run(plain.family, TINY["qwen-image"], work, candidate, num_timed=0)
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
@@ -309,7 +365,10 @@ def test_what_dropout_keeps_is_predicted(predictor):
 def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, changes, k):
     plain = predictor(name)
     work = plain.workload.changed(**changes)
-    own, candidate = CostModel.build(cpu(), work, plain.family, TINY[name]), candidate_of("fp32", k=k)
+    own, candidate = (
+        CostModel.build(cpu(), work, plain.family, TINY[name]),
+        candidate_of("fp32", k=k),
+    )
     truth = run(plain.family, TINY[name], work, candidate, num_timed=0)
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
@@ -337,9 +396,13 @@ def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
     candidate = candidate_of("fp32", k=round(share * (work.model.num_blocks - 1)), size=size)
     candidate = candidate.model_copy(update={"modulation": "ahead"})
     truth = run(family, TINY[name], work, candidate, num_timed=0)
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(
+        truth.peak_bytes, rel=0.01
+    )
     transformer, _ = build(family, TINY[name], work, candidate)
     model_bytes = own.model.model_bytes("fp32", "none", "ahead")
-    assert model_bytes.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    assert model_bytes.weight_bytes == storage_bytes(
+        p for p in transformer.parameters() if not p.requires_grad
+    )
     whole = own.model.model_bytes("fp32", "none")
     assert whole.weight_bytes - model_bytes.weight_bytes == model_bytes.modulation.weight_bytes

@@ -36,27 +36,41 @@ def with_cudnn(card: str, version: str | None):
         ("nvidia-rtx-5090", "9.20.0", "bf16", False, "flash"),
     ],
 )
-def test_native_attention_is_the_kernel_that_torch_prefers_on_the_card(card, cudnn, precision, masked, kernel):
+def test_native_attention_is_the_kernel_that_torch_prefers_on_the_card(
+    card, cudnn, precision, masked, kernel
+):
     assert kernel_for("native", "cuda", masked, with_cudnn(card, cudnn), precision) == kernel
 
 
 def test_a_card_before_ampere_has_no_flash_attention():
     one = gpu("nvidia-rtx-3090")
-    turing = one.model_copy(update={"device": one.device.model_copy(update={"compute_capability": (7, 5)})})
+    turing = one.model_copy(
+        update={"device": one.device.model_copy(update={"compute_capability": (7, 5)})}
+    )
     assert kernel_for("native", "cuda", False, turing, "bf16") == "efficient"
 
 
 def test_kernels_made_for_ampere_do_not_grow_with_blackwells_peak():
-    hopper, blackwell = (Rates(gpu(f"nvidia-{card}"), "bf16", "native", "flash") for card in ("h100-sxm", "b200"))
+    hopper, blackwell = (
+        Rates(gpu(f"nvidia-{card}"), "bf16", "native", "flash") for card in ("h100-sxm", "b200")
+    )
     assert blackwell.attention_rate(4096) == pytest.approx(hopper.attention_rate(4096), rel=0.1)
 
 
 def measured(card: str, rates: dict[str, float]):
-    known = (Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1) for name, value in rates.items())
+    known = (
+        Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1)
+        for name, value in rates.items()
+    )
     return gpu(card).model_copy(update={"rates": tuple(known)})
 
 
-RANK_16 = ("matmul", (4096, 3072, 16), 2 * 4096 * 3072 * 16, 2 * (4096 * 3072 + 3072 * 16 + 4096 * 16))
+RANK_16 = (
+    "matmul",
+    (4096, 3072, 16),
+    2 * 4096 * 3072 * 16,
+    2 * (4096 * 3072 + 3072 * 16 + 4096 * 16),
+)
 
 
 def test_no_kernel_of_a_gpu_is_shorter_than_a_floor():
@@ -86,14 +100,19 @@ def test_what_fits_the_cache_moves_faster():
 def test_products_of_a_rank_take_the_time_of_their_bytes_as_measured_and_leave_others_alone():
     rank_8 = ("matmul", (4096, 3072, 8), RANK_16[2] // 2, RANK_16[3] // 2)
     rates = {"matmul.bf16.4096x3072x3072": 5e14, "memory.bandwidth": 3e12}
-    measured_thin = measured("nvidia-h100-sxm", {**rates, "matmul.bf16.4096x3072x16": RANK_16[2] / 2e-5})
+    measured_thin = measured(
+        "nvidia-h100-sxm", {**rates, "matmul.bf16.4096x3072x16": RANK_16[2] / 2e-5}
+    )
     known, unknown = (
-        Rates(one, "bf16", "native", "cudnn") for one in (measured_thin, measured("nvidia-h100-sxm", rates))
+        Rates(one, "bf16", "native", "cudnn")
+        for one in (measured_thin, measured("nvidia-h100-sxm", rates))
     )
     assert known.seconds(RANK_16) == pytest.approx(2e-5)
     assert known.seconds(rank_8) == pytest.approx(1e-5)
     assert known.matmul_rate((2048, 3072, 768)) == unknown.matmul_rate((2048, 3072, 768))
-    assert unknown.seconds(RANK_16) == pytest.approx(RANK_16[3] / unknown.bandwidth / CACHE_GAIN)  # it fits the cache
+    assert unknown.seconds(RANK_16) == pytest.approx(
+        RANK_16[3] / unknown.bandwidth / CACHE_GAIN
+    )  # it fits the cache
 
 
 def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks():
@@ -102,7 +121,9 @@ def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks
     assert Rates(one, "bf16", "native", "flash").attention_rate(4096) == 1e14
     assert Rates(one, "bf16", "native", "efficient").attention_rate(4096) == 5e13
     assert Rates(one, "bf16", "xformers", "efficient").attention_rate(4096) == 1e14  # not measured
-    assert Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14  # native's own, with and without a mask
+    assert (
+        Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14
+    )  # native's own, with and without a mask
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
@@ -114,14 +135,18 @@ def test_every_fused_backward_pass_sums_the_querys_gradient_in_fp32(kind):
 
 @pytest.mark.parametrize("attention", ["_native_flash", "_native_efficient", "_native_cudnn"])
 def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
-    own = CostModel.build(gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    own = CostModel.build(
+        gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"]
+    )
     kernel = kernel_for(attention, "cuda", False, own.hardware)
     events = own.model.traced("bf16", "none", kernel, 2, 0).backward[1].events
     assert any(number == SCRATCH and size > 0 for number, size in events)
 
 
 def recorded(call):
-    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on the meta device."""
+    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on
+    the meta device.
+    """
     x = torch.empty(1024, 1024, device="meta", requires_grad=True)
     recorder = Recorder("cuda")
     recorder.seed([x])
@@ -134,7 +159,9 @@ def recorded(call):
 
 
 def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
-    """Kandinsky's queries and keys are normalized in fp32 by a bf16 weight: torch then takes plain operations."""
+    """Kandinsky's queries and keys are normalized in fp32 by a bf16 weight: torch then takes
+    plain operations.
+    """
 
     def norm(dtype):
         weight = torch.empty(1024, device="meta", dtype=dtype)
@@ -149,7 +176,11 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
 
 
 def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
-    rates = {"matmul.fp32.4096x3072x3072": 2e13, "matmul.tf32.4096x3072x3072": 1e14, "memory.bandwidth": 1e12}
+    rates = {
+        "matmul.fp32.4096x3072x3072": 2e13,
+        "matmul.tf32.4096x3072x3072": 1e14,
+        "memory.bandwidth": 1e12,
+    }
     ampere = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
     assert ampere.matmul_rate((4096, 3072, 3072)) == pytest.approx(1e14)
     del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
@@ -159,7 +190,10 @@ def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_products_of_8_bits_go_by_their_own_rate_or_by_the_datasheet(dtype):
-    shape, rates = (4096, 3072, 3072), {"matmul.bf16.4096x3072x3072": 1e14, "memory.bandwidth": 1e12}
+    shape, rates = (
+        (4096, 3072, 3072),
+        {"matmul.bf16.4096x3072x3072": 1e14, "memory.bandwidth": 1e12},
+    )
     sheet = gpu("nvidia-rtx-4090").datasheet
     peak = {"int8": sheet.int8_flops_per_second, "fp8": sheet.fp8_flops_per_second}[dtype]
 
@@ -168,10 +202,14 @@ def test_products_of_8_bits_go_by_their_own_rate_or_by_the_datasheet(dtype):
 
     gain = peak / sheet.bf16_flops_per_second
     assert rate(measured("nvidia-rtx-4090", rates)) == pytest.approx(gain * 1e14)
-    assert rate(measured("nvidia-rtx-4090", {**rates, f"matmul.{dtype}.4096x3072x3072": 3e14})) == pytest.approx(3e14)
+    assert rate(
+        measured("nvidia-rtx-4090", {**rates, f"matmul.{dtype}.4096x3072x3072": 3e14})
+    ) == pytest.approx(3e14)
     plain = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash").matmul_rate(shape)
     assert rate(gpu("nvidia-rtx-4090")) == pytest.approx(gain * plain)
-    assert rate(cpu()) == Rates(cpu(), "bf16", "native", "cpu").matmul_rate(shape)  # of what nobody knows
+    assert rate(cpu()) == Rates(cpu(), "bf16", "native", "cpu").matmul_rate(
+        shape
+    )  # of what nobody knows
 
 
 def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_on_a_gpu():
@@ -186,22 +224,44 @@ def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_
         recorder.mark("backward")
         torch.autograd.grad(out, x, gradient)
     forward, backward = (segment.work for segment in recorder.segments)
-    assert ("matmul.int8", (64, 256, 512), 2 * 64 * 256 * 512, 64 * 256 + 256 * 512 + 4 * 64 * 512) in forward
-    assert sorted(work[3] for work in forward.elements() if work[0] == "elementwise") == [3 * 64 * 256, 6 * 64 * 512]
-    assert ("matmul.int8", (64, 512, 256), 2 * 64 * 256 * 512, 64 * 512 + 256 * 512 + 4 * 64 * 256) in backward
-    assert sorted(work[3] for work in backward.elements() if work[0] == "elementwise") == [3 * 64 * 512, 6 * 64 * 256]
-    assert [work[3] for work in backward if work[0].startswith("dequantization")] == [2 * 256 * 512]  # by columns
+    assert (
+        "matmul.int8",
+        (64, 256, 512),
+        2 * 64 * 256 * 512,
+        64 * 256 + 256 * 512 + 4 * 64 * 512,
+    ) in forward
+    assert sorted(work[3] for work in forward.elements() if work[0] == "elementwise") == [
+        3 * 64 * 256,
+        6 * 64 * 512,
+    ]
+    assert (
+        "matmul.int8",
+        (64, 512, 256),
+        2 * 64 * 256 * 512,
+        64 * 512 + 256 * 512 + 4 * 64 * 256,
+    ) in backward
+    assert sorted(work[3] for work in backward.elements() if work[0] == "elementwise") == [
+        3 * 64 * 512,
+        6 * 64 * 256,
+    ]
+    assert [work[3] for work in backward if work[0].startswith("dequantization")] == [
+        2 * 256 * 512
+    ]  # by columns
 
 
 def test_a_block_of_qwen_image_moves_less_than_half_by_fewer_kernels_than_diffusers_and_pefts_own():
-    """At 1,024 px, batch 1, 256 text tokens, that took 7.45 GB between products and attention, by 244 kernels."""
+    """At 1,024 px, batch 1, 256 text tokens, that took 7.45 GB between products and attention,
+    by 244 kernels.
+    """
     size = Bucket(width_px=1024, height_px=1024, num_frames=1, num_items=20)
     work = workload(resolution_px=1024, buckets=(size,), max_text_tokens=256, text_padding="exact")
     family = FAMILIES["qwen-image"]
     model = CostModel.build(gpu("nvidia-rtx-4090"), work, family, family.transformer_config).model
     trace = model.traced("bf16", "none", "flash", 1, 0, norm_rope="compiled")
     middle = trace.forward[1].work + trace.backward[-2].work
-    between = sum(work[3] * count for work, count in middle.items() if work[0].startswith("elementwise"))
+    between = sum(
+        work[3] * count for work, count in middle.items() if work[0].startswith("elementwise")
+    )
     assert between <= 3.5e9
     assert middle.total() <= 0.6 * 244
 
@@ -213,7 +273,9 @@ def test_what_is_joined_is_read_and_known(join):
     kept = torch.empty(1024, device="meta")
     with recorder:
         join([kept, kept])
-    assert {moved for _, _, _, moved in recorder.segments[0].work} == {4 * 4096}  # reads two, writes two
+    assert {moved for _, _, _, moved in recorder.segments[0].work} == {
+        4 * 4096
+    }  # reads two, writes two
     assert recorder.seed([kept]) == 0  # it is known
 
 
@@ -226,7 +288,9 @@ def test_a_frozen_layer_with_few_rows_is_no_adapter():
         return next(name for name, value in zip(CLASSES, seconds, strict=False) if value)
 
     assert kind((2, 3072, 18432)) == "matmul"
-    assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {"adapter"}
+    assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {
+        "adapter"
+    }
 
 
 def test_dropout_on_cuda_keeps_a_byte_for_each_element():
@@ -238,11 +302,15 @@ def test_dropout_on_cuda_keeps_a_byte_for_each_element():
     with substitutes("flash", "cuda"), recorder:
         out = dropout(x)
     assert sum(recorder.segments[0].work.values()) == 1
-    assert sum(size for _, size in recorder.segments[0].events) == 3 * 2**20  # what it returns, and the mask
+    assert (
+        sum(size for _, size in recorder.segments[0].events) == 3 * 2**20
+    )  # what it returns, and the mask
     del out
 
 
-@pytest.mark.parametrize(("rows", "columns", "fused"), [(4, 128, True), (5, 128, False), (4, 96, False)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "fused"), [(4, 128, True), (5, 128, False), (4, 96, False)]
+)
 def test_a_few_rows_are_multiplied_by_4_bits_as_they_are_stored(rows, columns, fused):
     family = FAMILIES["qwen-image"]
     layer = torch.nn.Linear(columns, 256, device="meta", dtype=torch.bfloat16)
@@ -268,19 +336,29 @@ def kinds_of(call):
 
 
 def test_what_no_processor_vectorizes_is_charged_by_its_own_rate():
-    """As Kandinsky turns pairs of channels; the same numbers of one shape are an ordinary product."""
+    """As Kandinsky turns pairs of channels; the same numbers of one shape are an ordinary
+    product.
+    """
     pairs, turns = (torch.empty(shape, device="meta") for shape in ((2, 8, 1, 2), (8, 2, 2)))
     whole = torch.empty(2, 8, 2, 2, device="meta")
-    assert kinds_of(lambda: turns * pairs) == kinds_of(lambda: whole.sum(-1)) == {"elementwise.narrow"}
+    assert (
+        kinds_of(lambda: turns * pairs) == kinds_of(lambda: whole.sum(-1)) == {"elementwise.narrow"}
+    )
     assert kinds_of(lambda: whole * whole) == {"elementwise"}
-    assert kinds_of(lambda: torch.empty(2, 64, device="meta") * torch.empty(2, 1, device="meta")) == {"elementwise"}
+    assert kinds_of(
+        lambda: torch.empty(2, 64, device="meta") * torch.empty(2, 1, device="meta")
+    ) == {"elementwise"}
 
 
 def test_a_processor_fetches_and_then_computes_where_a_gpu_does_both_at_once():
     work = ("matmul", (512, 256, 256), 2 * 512 * 256 * 256, 4 * (512 * 256 + 256 * 256 + 512 * 256))
     _, _, flops, moved = work
     for hardware, join in ((cpu(), sum), (gpu("nvidia-rtx-4090"), max)):
-        product = Rate(name="matmul.bf16.512x256x256", value=1e11, unit="FLOP/s", spread=0.0, num_samples=1)
+        product = Rate(
+            name="matmul.bf16.512x256x256", value=1e11, unit="FLOP/s", spread=0.0, num_samples=1
+        )
         copy = Rate(name="memory.bandwidth", value=1e10, unit="B/s", spread=0.0, num_samples=1)
-        rates = Rates(hardware.model_copy(update={"rates": (product, copy)}), "bf16", "native", "flash")
+        rates = Rates(
+            hardware.model_copy(update={"rates": (product, copy)}), "bf16", "native", "flash"
+        )
         assert rates.seconds(work) == pytest.approx(join((flops / 1e11, moved / 0.7e10)), rel=1e-6)

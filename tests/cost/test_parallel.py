@@ -54,7 +54,9 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
         preview_steps=2,
     )
     score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
-    beside, single = (build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone))
+    beside, single = (
+        build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone)
+    )
     buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
@@ -62,10 +64,17 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
 def test_encoders_on_the_cpu_are_counted_once_for_all_processes_of_a_node(alone: CostModel) -> None:
     """The first process of each node encodes; what each does by itself is counted for each."""
     known = alone.hardware, alone.workload, alone.family, alone.model.config, Parts((2 * 10**9,))
-    encoding = CostModel.build(*known, caching=(CachingSettings(text_encoder_device="cpu"), alone.caching_reason))
+    encoding = CostModel.build(
+        *known, caching=(CachingSettings(text_encoder_device="cpu"), alone.caching_reason)
+    )
     size = encoding.tables.encoder_size.bytes_at("cpu", encoding.caching)
-    hosts = [_several(encoding, "ddp", number).host_memory_bytes(CANDIDATE) - HOST_PROCESS_BYTES for number in (2, 4)]
-    assert [number * host for number, host in zip((2, 4), hosts, strict=True)] == pytest.approx([size, size], abs=4)
+    hosts = [
+        _several(encoding, "ddp", number).host_memory_bytes(CANDIDATE) - HOST_PROCESS_BYTES
+        for number in (2, 4)
+    ]
+    assert [number * host for number, host in zip((2, 4), hosts, strict=True)] == pytest.approx(
+        [size, size], abs=4
+    )
     own = alone.host_memory_bytes(CANDIDATE)
     assert _several(encoding, "ddp", 10**5).host_memory_bytes(CANDIDATE) == own
     apart = encoding.with_parallel(Parallel("ddp", 4, num_nodes=4))
@@ -78,7 +87,11 @@ def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
     gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
     kept = -(-model_bytes.weight_bytes // 4)
     build_expectation = (
-        one.allocated_memory_bytes - model_bytes.weight_bytes + kept + gathered + model_bytes.adapter_bytes
+        one.allocated_memory_bytes
+        - model_bytes.weight_bytes
+        + kept
+        + gathered
+        + model_bytes.adapter_bytes
     )
     assert four.allocated_memory_bytes == pytest.approx(build_expectation, abs=2)
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
@@ -94,14 +107,20 @@ def test_weights_are_sharded_within_a_node_before_they_are_sharded_over_all() ->
 def test_a_step_waits_for_what_outlasts_its_computing(alone: CostModel) -> None:
     model_bytes = alone.model.model_bytes("bf16", "none")
     seconds = Parallel("fsdp2", 2).exchange_seconds(alone.hardware, model_bytes, accumulation=3)
-    assert seconds == pytest.approx((model_bytes.adapter_bytes + 3 * model_bytes.weight_bytes) / PCIE_BANDWIDTH)
+    assert seconds == pytest.approx(
+        (model_bytes.adapter_bytes + 3 * model_bytes.weight_bytes) / PCIE_BANDWIDTH
+    )
     assert Parallel().exchange_seconds(alone.hardware, model_bytes, 3) == 0
     huge = replace(model_bytes, weight_bytes=10**15)
     slow = Parallel("hybrid", 4, num_nodes=2, interconnect_bytes_per_second=1e6)
     within = slow.exchange_seconds(alone.hardware, huge, 1) - slow.exchange_seconds(
         alone.hardware, replace(huge, weight_bytes=0), 1
     )
-    assert within == pytest.approx(10**15 / PCIE_BANDWIDTH)  # half of it, twice; never over the interconnect
+    assert within == pytest.approx(
+        10**15 / PCIE_BANDWIDTH
+    )  # half of it, twice; never over the interconnect
     everywhere = replace(slow, strategy="fsdp2")
-    assert everywhere.exchange_seconds(alone.hardware, huge, 1) == pytest.approx(1.5 * 10**15 / 0.5e6)
+    assert everywhere.exchange_seconds(alone.hardware, huge, 1) == pytest.approx(
+        1.5 * 10**15 / 0.5e6
+    )
     assert Parallel("fsdp2", 2).exchange_seconds(alone.hardware, huge, 1) > 10_000

@@ -37,13 +37,17 @@ STEP_PARTS = (
 
 @pytest.fixture(scope="module")
 def card():
-    return CostModel.build(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    return CostModel.build(
+        gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"]
+    )
 
 
 @pytest.mark.quick("none", "int8-matmul", "bnb-nf4")
 @pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 def test_parts_add_up_and_survive_json(card, quantization):
-    prediction = card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization))
+    prediction = card.predict(
+        Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization)
+    )
     for phase in prediction.phases:
         assert sum(dict(phase.breakdown).values()) == phase.run_memory_bytes
     parts = sum(getattr(prediction.step_time, f"{part}_seconds") for part in STEP_PARTS)
@@ -54,16 +58,18 @@ def test_parts_add_up_and_survive_json(card, quantization):
 
 def test_memory_grows_with_batch_rank_and_resolution(card):
     def peak(own, size=1):
-        return own.predict(Candidate(micro_batch_size=size, checkpointed_blocks=0)).allocated_memory_bytes
+        return own.predict(
+            Candidate(micro_batch_size=size, checkpointed_blocks=0)
+        ).allocated_memory_bytes
 
     sizes = [peak(card, size) for size in (1, 2, 3, 4, 7)]
     assert sizes == sorted(sizes)
     name = "flux1-dev"
     larger = Bucket(width_px=128, height_px=96, num_frames=1, num_items=1)
     for changes in ({"rank": 8}, {"buckets": (larger,)}, {"max_text_tokens": 40}):
-        assert peak(CostModel.build(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])) > peak(
-            card
-        )
+        assert peak(
+            CostModel.build(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])
+        ) > peak(card)
 
 
 def test_batches_between_and_beyond_the_traced_ones_lie_on_their_line(card):
@@ -72,7 +78,9 @@ def test_batches_between_and_beyond_the_traced_ones_lie_on_their_line(card):
         by_line = card.predict(Candidate(micro_batch_size=size, checkpointed_blocks=2))
         trace = direct.model.traced("bf16", "none", "flash", size, 0)
         assert trace.saved_bytes > 0
-        low, high = (card.predict(Candidate(micro_batch_size=s, checkpointed_blocks=2)) for s in (2, 4))
+        low, high = (
+            card.predict(Candidate(micro_batch_size=s, checkpointed_blocks=2)) for s in (2, 4)
+        )
         slope = (high.allocated_memory_bytes - low.allocated_memory_bytes) / 2
         expected = low.allocated_memory_bytes + slope * (size - 2)
         assert by_line.allocated_memory_bytes == pytest.approx(expected, rel=1e-3)
@@ -102,17 +110,28 @@ def test_a_cast_takes_nothing_but_the_layer_and_what_float8_scales_costs_passes_
         for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
     )
     load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
-    assert load[2] < min(load[:2]) - 3 * card.model.model_bytes("bf16", "torchao-int8").largest_layer_bytes
-    dequantization = [prediction.step_time.dequantization_seconds for prediction in (int8, fp8, cast)]
-    assert dequantization == pytest.approx([dequantization[2]] * 3, rel=0.1)  # int8 reads a scale a row, too
+    assert (
+        load[2]
+        < min(load[:2]) - 3 * card.model.model_bytes("bf16", "torchao-int8").largest_layer_bytes
+    )
+    dequantization = [
+        prediction.step_time.dequantization_seconds for prediction in (int8, fp8, cast)
+    ]
+    assert dequantization == pytest.approx(
+        [dequantization[2]] * 3, rel=0.1
+    )  # int8 reads a scale a row, too
     assert cast.step_seconds <= int8.step_seconds < fp8.step_seconds
 
 
 @pytest.mark.parametrize("quantization", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_uncheckpointed_layers_keep_no_dequantized_weights(card, quantization):
-    """Frozen layers dequantize again for the backward pass: what is saved does not grow when stored weights shrink."""
+    """Frozen layers dequantize again for the backward pass: what is saved does not grow when
+    stored weights shrink.
+    """
     plain, small = (
-        card.tables.pass_of(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
+        card.tables.pass_of(
+            Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False
+        )
         for q in ("none", quantization)
     )
     assert small.saved_bytes <= plain.saved_bytes
@@ -123,21 +142,38 @@ def test_uncheckpointed_layers_keep_no_dequantized_weights(card, quantization):
     ("name", "text_padding"),
     [
         *((name, "exact") for name in TINY),
-        *((name, "masked") for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")),  # others trace the same
+        *(
+            (name, "masked") for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")
+        ),  # others trace the same
     ],
 )
 def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
     candidates = [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=quantization, precision="fp32")
-        for size, k, quantization in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
+        Candidate(
+            micro_batch_size=size,
+            checkpointed_blocks=k,
+            quantization=quantization,
+            precision="fp32",
+        )
+        for size, k, quantization in (
+            (1, 0, "none"),
+            (2, 3, "none"),
+            (3, 0, "none"),
+            (1, 3, "torchao-int8"),
+        )
     ]
     one, other = CostModel.build(*known), CostModel.build(*known)
     forwards = [one.predict(candidate) for candidate in candidates]
     backwards = [other.predict(candidate) for candidate in reversed(candidates)]
-    if name == "sdxl":  # a trace of its UNet depends on the one before by some KB; the cause is not known
+    if (
+        name == "sdxl"
+    ):  # a trace of its UNet depends on the one before by some KB; the cause is not known
         pairs = list(zip(forwards, backwards[::-1], strict=True))
-        assert all(a.allocated_memory_bytes == pytest.approx(b.allocated_memory_bytes, rel=1e-3) for a, b in pairs)
+        assert all(
+            a.allocated_memory_bytes == pytest.approx(b.allocated_memory_bytes, rel=1e-3)
+            for a, b in pairs
+        )
         assert all(a.step_seconds == pytest.approx(b.step_seconds, rel=1e-2) for a, b in pairs)
         return
     assert forwards == backwards[::-1]
@@ -146,15 +182,21 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("name", TINY)
 def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name):
-    uneven = workload_of(name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4)
+    uneven = workload_of(
+        name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4
+    )
     own = CostModel.build(cpu(), uneven, FAMILIES[name], TINY[name])
     for size, k in ((1, 0), (2, 0), (4, 1)):
         padded = round(padded_text_tokens(uneven, size))
         even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
         candidate = Candidate(micro_batch_size=size, checkpointed_blocks=k, precision="fp32")
         direct = CostModel.build(cpu(), even, FAMILIES[name], TINY[name]).predict(candidate)
-        assert own.predict(candidate).step_seconds == pytest.approx(direct.step_seconds, rel=0.15), size
-    longest = CostModel.build(cpu(), uneven.changed(text_token_quantiles=()), FAMILIES[name], TINY[name])
+        assert own.predict(candidate).step_seconds == pytest.approx(
+            direct.step_seconds, rel=0.15
+        ), size
+    longest = CostModel.build(
+        cpu(), uneven.changed(text_token_quantiles=()), FAMILIES[name], TINY[name]
+    )
     assert own.predict(candidate).run_memory_bytes == longest.predict(candidate).run_memory_bytes
 
 
@@ -170,16 +212,26 @@ def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
     "kernel",
     [
         *ELEMENTWISE,
-        *sorted({f"dequantization.{each.stored_dtype}" for each in WEIGHT_FORMATS.values() if each.stored_dtype}),
+        *sorted(
+            {
+                f"dequantization.{each.stored_dtype}"
+                for each in WEIGHT_FORMATS.values()
+                if each.stored_dtype
+            }
+        ),
     ],
 )
 def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
     formats = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
     quantization = formats.get(kernel.split(".")[1], "none")
-    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=quantization)
+    candidate = Candidate(
+        micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=quantization
+    )
     own = predictor("kandinsky5-image-lite" if kernel.endswith("narrow") else "flux1-dev")
     slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
-    slower = own.for_hardware(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
+    slower = own.for_hardware(
+        own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)})
+    )
     before, after = (one.predict(candidate).step_time for one in (own, slower))
     part = f"{kernel.split('.')[0]}_seconds"
     assert getattr(after, part) > 10 * getattr(before, part)
@@ -187,12 +239,16 @@ def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel
 
 
 def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_takes(predictor):
-    """Where nothing but launches counts, recomputing three blocks costs three times their forward pass."""
+    """Where nothing but launches counts, recomputing three blocks costs three times their
+    forward pass.
+    """
     own = predictor("qwen-image")
     launch = Rate(name="operation.launch", value=1e3, unit="s", spread=0.0, num_samples=1)
     others = [rate for rate in own.hardware.rates if rate.name != launch.name]
     slow = own.for_hardware(own.hardware.model_copy(update={"rates": (*others, launch)}))
-    plain, again = (Candidate(micro_batch_size=1, checkpointed_blocks=k, precision="fp32") for k in (0, 3))
+    plain, again = (
+        Candidate(micro_batch_size=1, checkpointed_blocks=k, precision="fp32") for k in (0, 3)
+    )
     more = slow.predict(again).step_seconds - slow.predict(plain).step_seconds
     accumulation = own.workload.effective_batch_size
     repeated = slow.tables.pass_of(again, accumulates=True).recompute[-1]
@@ -203,10 +259,17 @@ def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_take
 def test_4_bits_are_dequantized_by_reading_them_and_writing_the_copy_for_each_product(card):
     small = Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization="bnb-nf4")
     work = card.model.traced("bf16", "bnb-nf4", "flash", 1, 0).backward[1].work
-    shapes = [(layer.in_features, layer.out_features) for layer in linears(card.model.model("bf16", "bnb-nf4"))]
+    shapes = [
+        (layer.in_features, layer.out_features)
+        for layer in linears(card.model.model("bf16", "bnb-nf4"))
+    ]
     expected = sum(nf4_bytes(k * n) + 2 * k * n + 5 * -(-k * n // 64) for k, n in shapes)
     assert (
-        sum(moved * count for (kind, _, _, moved), count in work.items() if kind.startswith("dequantization"))
+        sum(
+            moved * count
+            for (kind, _, _, moved), count in work.items()
+            if kind.startswith("dequantization")
+        )
         == expected
     )
     assert card.predict(small).step_time.dequantization_seconds > 0
@@ -215,7 +278,11 @@ def test_4_bits_are_dequantized_by_reading_them_and_writing_the_copy_for_each_pr
 def linears(transformer):
     """Of the middle block of the first kind, that have an input with a gradient."""
     block = transformer.transformer_blocks[1]
-    modules = [(name, m) for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and "lora" not in name]
+    modules = [
+        (name, m)
+        for name, m in block.named_modules()
+        if isinstance(m, torch.nn.Linear) and "lora" not in name
+    ]
     return [layer for name, layer in modules if not name.startswith("norm1")]
 
 
@@ -235,8 +302,12 @@ def test_a_thousand_candidates_take_well_under_two_seconds(card):
 
 
 def test_one_trial_corrects_all_and_uncertainty_shrinks():
-    own = CostModel.build(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
-    first, other = (Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32") for size in (1, 2))
+    own = CostModel.build(
+        cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"]
+    )
+    first, other = (
+        Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32") for size in (1, 2)
+    )
     before = {c: own.predict(c) for c in (first, other)}
     own = own.with_calibration(
         [
@@ -252,15 +323,23 @@ def test_one_trial_corrects_all_and_uncertainty_shrinks():
     after = {c: own.predict(c) for c in (first, other)}
     assert after[first].step_seconds == pytest.approx(3 * before[first].step_seconds, rel=0.05)
     assert after[other].step_seconds == pytest.approx(3 * before[other].step_seconds, rel=0.3)
-    assert after[first].allocated_memory_bytes == pytest.approx(1.02 * before[first].allocated_memory_bytes, rel=0.003)
-    assert after[first].time_uncertainty < after[other].time_uncertainty < before[other].time_uncertainty
+    assert after[first].allocated_memory_bytes == pytest.approx(
+        1.02 * before[first].allocated_memory_bytes, rel=0.003
+    )
+    assert (
+        after[first].time_uncertainty
+        < after[other].time_uncertainty
+        < before[other].time_uncertainty
+    )
 
 
 def test_no_trial_leaves_the_uncertainty_as_it_is():
     """Of a datasheet's rates and of measured ones."""
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2)
     for machine in (gpu("nvidia-rtx-4090"), cpu()):
-        own = CostModel.build(machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+        own = CostModel.build(
+            machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"]
+        )
         before = own.predict(candidate)
         assert own.with_calibration(()).predict(candidate) == before
 
@@ -271,21 +350,30 @@ def test_a_model_of_one_block_can_be_predicted():
     work = work.model_copy(update={"model": work.model.model_copy(update={"num_blocks": 1})})
     own = CostModel.build(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
     for blocks in (0, 1):
-        assert own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).run_memory_bytes > 0
+        assert (
+            own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).run_memory_bytes
+            > 0
+        )
 
 
 def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
-    own = CostModel.build(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
+    own = CostModel.build(
+        cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"]
+    )
     candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
     before = own.predict(candidate)
     parts = before.training.breakdown
     seen = before.allocated_memory_bytes - parts.transient_bytes - parts.saved_activation_bytes // 2
-    trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen)
+    trial = TrialResult(
+        candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen
+    )
     own = own.with_calibration([trial])
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(seen, rel=0.02)
 
 
-@pytest.mark.parametrize("attention", ["native", "_native_efficient", "_native_cudnn", "_native_math"])
+@pytest.mark.parametrize(
+    "attention", ["native", "_native_efficient", "_native_cudnn", "_native_math"]
+)
 def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
     name = "qwen-image"
     peaks = []
@@ -300,21 +388,31 @@ def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
 def test_swapped_blocks_leave_the_device_for_pinned_host_memory_and_cost_transfers(card):
     blocks = card.model.num_blocks
     predictions = [
-        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks, swapped_blocks=k)) for k in (0, 2, 4)
+        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks, swapped_blocks=k))
+        for k in (0, 2, 4)
     ]
     model_bytes = card.model.model_bytes("bf16", "none")
     weights = [p.phases[2].breakdown.weight_bytes for p in predictions]
     assert weights[0] == weights[1] > weights[2]  # two blocks visit, so swapping two frees nothing
     assert weights[0] - weights[2] == sum(sorted(model_bytes.block_weight_bytes[:4])[:2])
     host = [p.host_memory_bytes for p in predictions]
-    assert host[2] - host[0] == sum(model_bytes.block_pinned_bytes[:4]) >= sum(model_bytes.block_weight_bytes[:4])
+    assert (
+        host[2] - host[0]
+        == sum(model_bytes.block_pinned_bytes[:4])
+        >= sum(model_bytes.block_weight_bytes[:4])
+    )
     assert predictions[2].step_seconds >= predictions[0].step_seconds
     assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
 
 
-def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_costs_a_share_of_it(card):
+def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_costs_a_share_of_it(
+    card,
+):
     usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
-    resident, ahead = card.predict(usual), card.predict(usual.model_copy(update={"modulation": "ahead"}))
+    resident, ahead = (
+        card.predict(usual),
+        card.predict(usual.model_copy(update={"modulation": "ahead"})),
+    )
     layers = card.model.model_bytes("bf16", "none", "ahead").modulation
     weights = [p.phases[2].breakdown.weight_bytes for p in (resident, ahead)]
     assert weights[0] - weights[1] == layers.weight_bytes
@@ -334,7 +432,10 @@ def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):
     usual = Candidate(micro_batch_size=2, checkpointed_blocks=2)
     grown = Candidate(micro_batch_size=2, checkpointed_blocks=2, allocator="expandable")
     compiled = Candidate(micro_batch_size=2, checkpointed_blocks=2, compile="block")
-    assert card.predict(grown).training.run_memory_bytes <= card.predict(usual).training.run_memory_bytes
+    assert (
+        card.predict(grown).training.run_memory_bytes
+        <= card.predict(usual).training.run_memory_bytes
+    )
     assert card.predict(grown).allocated_memory_bytes == card.predict(usual).allocated_memory_bytes
     assert card.predict(compiled).step_seconds < card.predict(usual).step_seconds
 
@@ -346,7 +447,9 @@ def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_ke
 
     def cached(**pins):
         family = FAMILIES["flux1-dev"]
-        own = CostModel.build(hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins)
+        own = CostModel.build(
+            hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins
+        )
         phase = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0)).phases[1]
         encoder = own.tables.encoder_size.device_bytes(own.caching)
         vae = own.model.vae_cost("bf16")
@@ -359,11 +462,14 @@ def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_ke
 
 
 def test_previews_take_what_decodes_besides_the_vae():
-    """Of its parts alone: a family's VAE is traced, models that turn latents into sound are only counted."""
+    """Of its parts alone: a family's VAE is traced, models that turn latents into sound are only
+    counted.
+    """
     family, candidate = FAMILIES["ltx-2.3"], Candidate(micro_batch_size=1, checkpointed_blocks=0)
     given = gpu("nvidia-rtx-4090"), workload_of("ltx-2.3"), family, TINY["ltx-2.3"]
     silent, sounding = (
-        CostModel.build(*given, Parts(decoder_parameters=number)).predict(candidate) for number in (0, 10**8)
+        CostModel.build(*given, Parts(decoder_parameters=number)).predict(candidate)
+        for number in (0, 10**8)
     )
     grown = {
         one.name: one.allocated_memory_bytes - before.allocated_memory_bytes
@@ -372,22 +478,33 @@ def test_previews_take_what_decodes_besides_the_vae():
     assert grown == {**dict.fromkeys(grown, 0), "preview": 2 * 10**8}
 
 
-@pytest.mark.parametrize(("name", "each_mib"), [("nvidia-h100-sxm", 32), ("nvidia-rtx-4090", 8.125)])
+@pytest.mark.parametrize(
+    ("name", "each_mib"), [("nvidia-h100-sxm", 32), ("nvidia-rtx-4090", 8.125)]
+)
 def test_the_backward_passs_thread_has_a_workspace_of_its_own(name, each_mib):
     assert library_bytes(gpu(name)) == 2 * each_mib * 2**20
 
 
 def test_what_a_gpu_waits_for_the_host_in_one_pass_it_does_not_make_up_for_in_the_other():
-    """Of a large model and small images: kernels are as short as they may be, and more so in the backward pass."""
+    """Of a large model and small images: kernels are as short as they may be, and more so in the
+    backward pass.
+    """
     one, usual = gpu("nvidia-h100-sxm"), FAMILIES["qwen-image"].models[0].config
-    own = CostModel.build(one, workload_of("qwen-image", config=usual), FAMILIES["qwen-image"], usual)
+    own = CostModel.build(
+        one, workload_of("qwen-image", config=usual), FAMILIES["qwen-image"], usual
+    )
     candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0)
     composed = own.tables.pass_of(candidate, accumulates=False)
     (*forward, first), (*both, launches) = composed.forward, composed.work
-    busy, optimizer = sum(both) - sum(forward), 4 * sum(own.model.model_bytes("bf16", "none").adapter_shapes.values())
+    busy, optimizer = (
+        sum(both) - sum(forward),
+        4 * sum(own.model.model_bytes("bf16", "none").adapter_shapes.values()),
+    )
     launch = 1.1 * busy / (launches - first + optimizer)
     assert launch * first < sum(forward)
     assert launch * (launches + optimizer) < sum(both)
     slow = Rate(name="operation.launch", value=launch, unit="s", spread=0.0, num_samples=1)
-    waits = own.for_hardware(one.changed(rates=(slow,))).predict(candidate).step_time.overhead_seconds
+    waits = (
+        own.for_hardware(one.changed(rates=(slow,))).predict(candidate).step_time.overhead_seconds
+    )
     assert waits == pytest.approx(0.1 * busy, rel=0.05)

@@ -30,8 +30,15 @@ KANDINSKY = {
     "num_visual_blocks": 5,
     "axes_dims": (8, 12, 12),
 }
-# Wider than a patch, as published: the loss on a CPU takes a copy of the latents that the trace does not see.
-WAN = {"num_layers": 5, "attention_head_dim": 32, "num_attention_heads": 8, "ffn_dim": 512, "text_dim": 48}
+# Wider than a patch, as published: the loss on a CPU takes a copy of the latents that the trace
+# does not see.
+WAN = {
+    "num_layers": 5,
+    "attention_head_dim": 32,
+    "num_attention_heads": 8,
+    "ffn_dim": 512,
+    "text_dim": 48,
+}
 FLUX2 = {
     "num_layers": 4,
     "num_single_layers": 5,
@@ -112,13 +119,29 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_type": "split",
         "use_prompt_embeddings": False,
         "perturbed_attn": True,
-        **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+        **dict.fromkeys(
+            ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True
+        ),
         **{"num_attention_heads": 4, "attention_head_dim": 32, "cross_attention_dim": 128},
-        **{"audio_num_attention_heads": 4, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 64},
+        **{
+            "audio_num_attention_heads": 4,
+            "audio_attention_head_dim": 16,
+            "audio_cross_attention_dim": 64,
+        },
     },
     "hunyuanvideo-1.5": {
-        **{"num_layers": 5, "num_refiner_layers": 1, "attention_head_dim": 32, "num_attention_heads": 3},
-        **{"text_embed_dim": 48, "text_embed_2_dim": 32, "image_embed_dim": 32, "rope_axes_dim": (8, 12, 12)},
+        **{
+            "num_layers": 5,
+            "num_refiner_layers": 1,
+            "attention_head_dim": 32,
+            "num_attention_heads": 3,
+        },
+        **{
+            "text_embed_dim": 48,
+            "text_embed_2_dim": 32,
+            "image_embed_dim": 32,
+            "rope_axes_dim": (8, 12, 12),
+        },
     },
     "wan-2.1": WAN,
     "wan-2.2-14b": WAN,

@@ -39,7 +39,9 @@ def write_video(
     codec: str = "libx264",
     times_ms: Sequence[int] = (),
 ) -> Path:
-    """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown at its own time."""
+    """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown
+    at its own time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)

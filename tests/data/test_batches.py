@@ -1,4 +1,6 @@
-"""The order of data: complete, exact in its batch size, and the same from wherever it is entered."""
+"""The order of data: complete, exact in its batch size, and the same from wherever it is
+entered.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,9 @@ from autotune.data.batches import BatchOrder
 
 @st.composite
 def orders(draw: st.DrawFn, max_items: int = 25) -> BatchOrder:
-    items = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=max_items))
+    items = draw(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=max_items)
+    )
     return BatchOrder(
         groups=tuple(group for group, _ in items),
         repeats=tuple(repeats for _, repeats in items),
@@ -46,9 +50,14 @@ def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
-def test_processes_share_a_step_without_rest(order: BatchOrder, step: int, size: int, world_size: int) -> None:
+def test_processes_share_a_step_without_rest(
+    order: BatchOrder, step: int, size: int, world_size: int
+) -> None:
     assume(order.effective_batch_size % world_size == 0)
-    parts = [order.micro_batches(step, size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [
+        order.micro_batches(step, size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     assert len({len(part) for part in parts}) == 1
     assert len({sum(len(micro.indices) for micro in part) for part in parts}) == 1
     for part in parts:
@@ -60,7 +69,9 @@ def test_processes_share_a_step_without_rest(order: BatchOrder, step: int, size:
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 4))
-def test_weighted_means_give_the_mean_over_the_effective_batch(order: BatchOrder, step: int, size: int) -> None:
+def test_weighted_means_give_the_mean_over_the_effective_batch(
+    order: BatchOrder, step: int, size: int
+) -> None:
     losses = [math.sin(index) for index in range(len(order.groups))]
     weighted = sum(
         micro.weight * sum(losses[index] for index in micro.indices) / len(micro.indices)
@@ -81,14 +92,21 @@ def test_a_step_is_the_same_whatever_was_asked_before(order: BatchOrder, steps: 
 @settings(max_examples=50)
 def test_steps_mix_groups_only_where_one_runs_out_or_epochs_meet(order: BatchOrder) -> None:
     num_steps = max(1, order.epoch_size // order.effective_batch_size)
-    extra = sum(len({order.groups[draw.item] for draw in order.images(step)}) - 1 for step in range(num_steps))
+    extra = sum(
+        len({order.groups[draw.item] for draw in order.images(step)}) - 1
+        for step in range(num_steps)
+    )
     assert extra <= 2 * len(set(order.groups))
 
 
 def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order() -> None:
-    plain, dropping = (BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2))
+    plain, dropping = (
+        BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2)
+    )
     images = [draw for step in range(200) for draw in dropping.images(step)]
-    assert [draw.item for draw in images] == [draw.item for step in range(200) for draw in plain.images(step)]
+    assert [draw.item for draw in images] == [
+        draw.item for step in range(200) for draw in plain.images(step)
+    ]
     assert sum(draw.dropped for draw in images) / len(images) == pytest.approx(0.2, abs=0.04)
 
 
@@ -101,7 +119,9 @@ def test_epochs_and_seeds_differ() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     """A run that was begun must be resumed with the same data by any later autotune."""
     order = BatchOrder((0, 0, 0, 1, 1), (1, 1, 1, 1, 2), 4, seed=7, caption_dropout=0.5)
-    assert [tuple((draw.item, draw.dropped) for draw in order.images(step)) for step in range(3)] == [
+    assert [
+        tuple((draw.item, draw.dropped) for draw in order.images(step)) for step in range(3)
+    ] == [
         ((4, True), (4, False), (3, True), (2, True)),
         ((1, True), (0, True), (4, True), (4, True)),
         ((3, True), (2, True), (1, False), (0, True)),

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.data.buckets import MAX_ASPECT_RATIO, assign_buckets, choose_bucket_size, list_bucket_sizes, make_buckets
+from autotune.data.buckets import (
+    MAX_ASPECT_RATIO,
+    assign_buckets,
+    choose_bucket_size,
+    list_bucket_sizes,
+    make_buckets,
+)
 from autotune.data.dataset import Dataset
 from autotune.data.items import Item
 from autotune.errors import InvalidInput
@@ -41,18 +47,28 @@ def test_at_usual_resolutions_little_is_cropped_and_little_area_given_up(
 
 
 @given(sides, sides, resolutions, multiples)
-def test_no_size_on_offer_is_closer_in_ratio(width: int, height: int, resolution: int, multiple: int) -> None:
+def test_no_size_on_offer_is_closer_in_ratio(
+    width: int, height: int, resolution: int, multiple: int
+) -> None:
     chosen = choose_bucket_size(width, height, resolution, multiple, 8192)
 
     def distance(size: tuple[int, int]) -> float:
         return abs(math.log(width / height) - math.log(size[0] / size[1]))
 
-    assert all(distance(chosen) <= distance(size) + 1e-8 for size in list_bucket_sizes(resolution, multiple, 8192))
+    assert all(
+        distance(chosen) <= distance(size) + 1e-8
+        for size in list_bucket_sizes(resolution, multiple, 8192)
+    )
 
 
 @pytest.mark.parametrize(
     ("width", "height", "resolution", "expected"),
-    [(4000, 4000, 1024, (1024, 1024)), (64, 64, 64, (64, 64)), (10, 9000, 1024, (512, 2048)), (3, 3, 1000, (960, 960))],
+    [
+        (4000, 4000, 1024, (1024, 1024)),
+        (64, 64, 64, (64, 64)),
+        (10, 9000, 1024, (512, 2048)),
+        (3, 3, 1000, (960, 960)),
+    ],
 )
 def test_known_sizes(width: int, height: int, resolution: int, expected: tuple[int, int]) -> None:
     assert choose_bucket_size(width, height, resolution, 16, 8192) == expected
@@ -63,7 +79,8 @@ def test_a_picture_on_its_side_gets_the_bucket_on_its_side(
     width: int, height: int, resolution: int, multiple: int
 ) -> None:
     upright, sideways = (
-        choose_bucket_size(*size, resolution, multiple, 8192) for size in ((width, height), (height, width))
+        choose_bucket_size(*size, resolution, multiple, 8192)
+        for size in ((width, height), (height, width))
     )
     assert upright == sideways[::-1] or width == height
 
@@ -75,15 +92,24 @@ def test_a_resolution_below_one_multiple_is_refused() -> None:
 
 def dataset_of(*sizes: tuple[int, int], frames: int = 1) -> Dataset:
     paths = tuple(Path(f"{number}.png") for number in range(frames)) if frames > 1 else ()
-    return Dataset(tuple(Item(Path("a.png"), "x", width, height, frame_paths=paths) for width, height in sizes), ())
+    return Dataset(
+        tuple(
+            Item(Path("a.png"), "x", width, height, frame_paths=paths) for width, height in sizes
+        ),
+        (),
+    )
 
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=40), resolutions, multiples)
-def test_assignment_gives_back_the_counts(sizes: list[tuple[int, int]], resolution: int, multiple: int) -> None:
+def test_assignment_gives_back_the_counts(
+    sizes: list[tuple[int, int]], resolution: int, multiple: int
+) -> None:
     dataset = dataset_of(*sizes)
     buckets = make_buckets(dataset, resolution, multiple, 8192)
     assigned = assign_buckets(dataset, buckets)
-    assert [assigned.count(index) for index in range(len(buckets))] == [bucket.num_items for bucket in buckets]
+    assert [assigned.count(index) for index in range(len(buckets))] == [
+        bucket.num_items for bucket in buckets
+    ]
     assert len(assigned) == len(sizes)
 
 

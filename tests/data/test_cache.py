@@ -37,7 +37,10 @@ def test_entries_come_back_exactly(tmp_path: Path) -> None:
     assert read is not None
     assert torch.equal(read.pop("view"), TENSORS["latents"].permute(2, 0, 1))
     assert read.keys() == TENSORS.keys()
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
     assert names(cache.folder) == ["a.safetensors"]
 
 
@@ -66,8 +69,15 @@ def test_any_damage_is_noticed_and_the_entry_removed(
     if data.draw(st.booleans(), label="truncate"):
         path.write_bytes(whole_entry[: data.draw(st.integers(0, len(whole_entry) - 1))])
     else:
-        position, flip = data.draw(st.integers(0, len(whole_entry) - 1)), data.draw(st.integers(1, 255))
-        path.write_bytes(whole_entry[:position] + bytes([whole_entry[position] ^ flip]) + whole_entry[position + 1 :])
+        position, flip = (
+            data.draw(st.integers(0, len(whole_entry) - 1)),
+            data.draw(st.integers(1, 255)),
+        )
+        path.write_bytes(
+            whole_entry[:position]
+            + bytes([whole_entry[position] ^ flip])
+            + whole_entry[position + 1 :]
+        )
     read = cache.read("a")
     if read is None:
         assert not path.exists()
@@ -142,9 +152,13 @@ def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> 
         Cache(tmp_path / "file" / "cache").write("a", TENSORS)
 
 
-def test_too_little_space_is_told_before_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_told_before_it_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9)
+    )
     Cache(tmp_path).require_space(5 * 10**9)
     with pytest.raises(AutotuneError, match=r"cached needs 5,722\.0 MiB .* 4,768\.4 MiB free"):
         Cache(tmp_path).require_space(6 * 10**9)

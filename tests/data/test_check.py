@@ -38,13 +38,21 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
     (tmp_path / "000.txt").unlink()
     report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert (report.can_train, report.num_usable) == (False, 1)
-    assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
+    assert [(problem.file, problem.kind) for problem in report.problems] == [
+        ("000.png", "captionless")
+    ]
     assert check_dataset(
-        tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192, options=DatasetOptions(trigger="sks")
+        tmp_path,
+        resolution_px=64,
+        multiple_px=16,
+        max_side_px=8192,
+        options=DatasetOptions(trigger="sks"),
     ).can_train
 
 
-def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_looks_at_clips_as_training_would(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_pictures(tmp_path / "clip", *[(64, 48)] * 5)
     (tmp_path / "clip.txt").write_text("a moving fox")
     for path in (tmp_path / "clip").glob("*.txt"):
@@ -56,7 +64,10 @@ def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pyt
     odd = autotune_here(capfd, *command, "--frames", 4)
     assert (odd.returncode, "use --frames 1 or --frames 5" in odd.stderr) == (2, True)
     short = autotune_here(capfd, *command)  # of the family's usual length
-    assert (short.returncode, "has 5 frames, 29 are needed" in " ".join(short.stdout.split())) == (2, True)
+    assert (short.returncode, "has 5 frames, 29 are needed" in " ".join(short.stdout.split())) == (
+        2,
+        True,
+    )
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -64,7 +75,9 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
         check_dataset(tmp_path / "none", resolution_px=64, multiple_px=16, max_side_px=8192)
 
 
-def test_strict_limits_and_the_contact_sheet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_strict_limits_and_the_contact_sheet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_pictures(tmp_path / "data", (640, 640), (300, 40))
     sheet = tmp_path / "sheet.png"
     command = ("data", "check", tmp_path / "data", "--resolution", 64, "--strict", "--sheet", sheet)

@@ -25,7 +25,9 @@ def kinds(dataset: Dataset) -> dict[str, str]:
 def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 48), (40, 80))
     dataset = read_dataset(tmp_path)
-    assert [(item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items] == [
+    assert [
+        (item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items
+    ] == [
         ("000.png", CAPTIONS[0], 64, 48),
         ("001.png", CAPTIONS[1], 40, 80),
     ]
@@ -93,7 +95,9 @@ def test_repeats_weigh_single_images_with_or_without_a_caption_of_their_own(tmp_
 
 @given(content=st.binary(max_size=200))
 @settings(max_examples=60)
-def test_no_metadata_file_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_metadata_file_crashes_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("metadata")
     (folder / "metadata.jsonl").write_bytes(content)
     captions, complaints = read_metadata(folder)
@@ -108,7 +112,9 @@ def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Pa
     with pytest.raises(InvalidInput, match=r"1 image.*001\.png") as caught:
         read_dataset(tmp_path)
     assert "--caption" in caught.value.hint
-    assert [item.caption for item in read_dataset(tmp_path, DatasetOptions(caption="a photo")).items] == [
+    assert [
+        item.caption for item in read_dataset(tmp_path, DatasetOptions(caption="a photo")).items
+    ] == [
         CAPTIONS[0],
         "a photo",
     ]
@@ -142,7 +148,9 @@ def test_one_bad_image_among_many_is_skipped_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.9])
-def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path: Path, suffix: str, keep: float) -> None:
+def test_truncated_images_are_broken_though_their_header_may_be_whole(
+    tmp_path: Path, suffix: str, keep: float
+) -> None:
     path = tmp_path / f"a.{suffix}"
     picture(0, 200, 100).save(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
@@ -181,7 +189,10 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path)
     assert kinds(dataset) == {"lost.png": "broken"}
     assert "elsewhere" not in dataset.problems[0].message
     (tmp_path / "to pipe.png").symlink_to(tmp_path / "pipe.png")
-    assert kinds(scan_dataset(tmp_path, DatasetOptions(caption="x"))) == {"lost.png": "broken", "to pipe.png": "broken"}
+    assert kinds(scan_dataset(tmp_path, DatasetOptions(caption="x"))) == {
+        "lost.png": "broken",
+        "to pipe.png": "broken",
+    }
 
 
 def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> None:
@@ -195,11 +206,15 @@ def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> Non
     assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
 
 
-def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_time_was_too_short_to_decode_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
     write_pictures(tmp_path, (64, 64), (64, 64))
     progress: list[tuple[int, int]] = []
-    dataset = scan_dataset(tmp_path, DatasetOptions(caption="x"), lambda *done: progress.append(done))
+    dataset = scan_dataset(
+        tmp_path, DatasetOptions(caption="x"), lambda *done: progress.append(done)
+    )
     assert (len(dataset.items), dataset.num_unverified) == (2, 2)
     assert progress == [(1, 2), (2, 2)]
 
@@ -211,14 +226,18 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path, content: str | None
         folder.mkdir()
     elif content:
         folder.write_text(content)
-    with pytest.raises(InvalidInput, match="no data folder" if content != "empty" else "no usable image"):
+    with pytest.raises(
+        InvalidInput, match="no data folder" if content != "empty" else "no usable image"
+    ):
         read_dataset(folder)
 
 
 def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
     data, control = write_pictures(tmp_path / "data", *[(64, 64)] * 5), tmp_path / "control"
     control.mkdir()
-    for seed, name in enumerate(("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png", "004.png"), start=50):
+    for seed, name in enumerate(
+        ("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png", "004.png"), start=50
+    ):
         picture(seed).save(control / name)
     (control / "004.png").write_bytes(b"no image")
     dataset = read_dataset(data, DatasetOptions(control=control))
@@ -237,11 +256,15 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     write_pictures(data / "control", (64, 64))
     (tmp_path / "link").symlink_to(data / "control")
     monkeypatch.chdir(tmp_path)
-    control = {"/control": data / "control", "link": Path("link")}.get(spelled, Path("photos", spelled))
+    control = {"/control": data / "control", "link": Path("link")}.get(
+        spelled, Path("photos", spelled)
+    )
     dataset = read_dataset(Path("photos"), DatasetOptions(control=control))
     assert [item.path for item in dataset.items] == [Path("photos/000.png")]
     assert dataset.problems == ()
-    assert [path.resolve() for path in dataset.items[0].control_paths] == [data / "control" / "000.png"]
+    assert [path.resolve() for path in dataset.items[0].control_paths] == [
+        data / "control" / "000.png"
+    ]
 
 
 @pytest.mark.parametrize("control", ["data", "."])
@@ -269,7 +292,12 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -
     dataset = read_dataset(tmp_path, DatasetOptions(num_frames=3, caption="x"))
     clip, still = dataset.items
     assert [path.name for path in clip.frame_paths] == ["f1.png", "f2.png", "f10.png"]
-    assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == ("a moving fox", 3, 64, 48)
+    assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == (
+        "a moving fox",
+        3,
+        64,
+        48,
+    )
     assert (still.num_frames, still.frame_paths) == (1, ())
     assert kinds(dataset) == {"brief": "short"}
 
@@ -279,7 +307,9 @@ def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path: Path) -> 
     write_pictures(tmp_path / "0_none", (64, 64), first=1)
     write_pictures(tmp_path / "2024_holiday", (64, 64), first=2)
     write_pictures(tmp_path / "3_cat", (64, 64), first=3)
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "3_cat/003.png", "repeats": 7}))
+    (tmp_path / "metadata.jsonl").write_text(
+        json.dumps({"file_name": "3_cat/003.png", "repeats": 7})
+    )
     dataset = read_dataset(tmp_path)
     assert {item.path.parent.name: item.repeats for item in dataset.items} == {
         "more": 10, "0_none": 1, "2024_holiday": 1, "3_cat": 7,
@@ -299,7 +329,9 @@ def test_what_a_run_wrote_below_the_data_is_no_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [DatasetOptions(), DatasetOptions(caption="any")])
-def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(tmp_path: Path, options: DatasetOptions) -> None:
+def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(
+    tmp_path: Path, options: DatasetOptions
+) -> None:
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "-copy.png").write_bytes((tmp_path / "000.png").read_bytes())
     dataset = read_dataset(tmp_path, options)
@@ -315,7 +347,10 @@ def test_without_pyav_a_video_comes_with_the_command_that_makes_frames_of_it(
     (tmp_path / "a b.mp4").write_bytes(b"")
     (problem,) = read_dataset(tmp_path, DatasetOptions(num_frames=5)).problems
     assert "pip install 'lora-autotune[video]'" in problem.message
-    assert f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png" in problem.message
+    assert (
+        f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png"
+        in problem.message
+    )
 
 
 @pytest.mark.parametrize("suffix", ["mpg", "MPEG", "flv", "wmv", "ts"])
@@ -333,14 +368,19 @@ def test_a_video_of_a_format_that_is_not_read_comes_with_the_command_that_conver
     frames = tmp_path / "a"
     assert told == [
         f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4",
-        f"its format is not supported, a folder of frames is: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png",
+        f"its format is not supported, a folder of frames is: mkdir {frames} && ffmpeg -i {file} "
+        f"{frames}/%05d.png",
     ]
-    assert "only models that make clips train on videos" in read_dataset(tmp_path).problems[0].message
+    assert (
+        "only models that make clips train on videos" in read_dataset(tmp_path).problems[0].message
+    )
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
 @pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
-def test_captions_that_never_end_are_named_and_not_read(tmp_path: Path, name: str, content: str) -> None:
+def test_captions_that_never_end_are_named_and_not_read(
+    tmp_path: Path, name: str, content: str
+) -> None:
     picture(0).save(tmp_path / "a.png")
     if content == "pipe":
         os.mkfifo(tmp_path / name)
@@ -350,7 +390,9 @@ def test_captions_that_never_end_are_named_and_not_read(tmp_path: Path, name: st
         with (tmp_path / name).open("wb") as file:
             file.truncate(20 << 30)
     problems = scan_dataset(tmp_path, DatasetOptions(caption="a")).problems
-    assert any("not a regular file" in one.message or "larger than" in one.message for one in problems)
+    assert any(
+        "not a regular file" in one.message or "larger than" in one.message for one in problems
+    )
 
 
 def test_folders_that_are_links_to_themselves_are_not_there(tmp_path: Path) -> None:
@@ -361,4 +403,6 @@ def test_folders_that_are_links_to_themselves_are_not_there(tmp_path: Path) -> N
     with pytest.raises(InvalidInput, match="there is no data folder"):
         scan_dataset(tmp_path / "loop")
     (tmp_path / "b.png").symlink_to("b.png")
-    assert [one.file for one in scan_dataset(tmp_path, DatasetOptions(caption="a")).problems] == ["b.png"]
+    assert [one.file for one in scan_dataset(tmp_path, DatasetOptions(caption="a")).problems] == [
+        "b.png"
+    ]

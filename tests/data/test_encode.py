@@ -1,4 +1,6 @@
-"""Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
+"""Encoding a dataset: once, alone where something changed, and never trusting what was
+interrupted.
+"""
 
 import dataclasses
 import os
@@ -42,7 +44,9 @@ class CountingFamily(QwenImage):
         self.fail_at_image: int | None = None
         self.controls: list[int] = []
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
+    ) -> Sample:
         self.captions.append(caption)
         return super().encode_caption(pipeline, caption)
 
@@ -58,7 +62,9 @@ class EditFamily(CountingFamily):
 
     max_controls = 2
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
+    ) -> Sample:
         self.controls.append(len(controls))
         assert all(image.shape == (3, 1, 64, 64) for image in controls)
         return super().encode_caption(pipeline, caption)
@@ -97,7 +103,9 @@ def encode(
     **options: Any,
 ) -> EncodedDataset:
     encoders: Any = SimpleNamespace(
-        model=SimpleNamespace(family=family or CountingFamily(), config={"joint_attention_dim": PROMPT_WIDTH}),
+        model=SimpleNamespace(
+            family=family or CountingFamily(), config={"joint_attention_dim": PROMPT_WIDTH}
+        ),
         identity=identity,
         load_pipeline=load or (lambda with_text=True: pipeline),
         release_text=lambda: None,
@@ -107,14 +115,18 @@ def encode(
         patch.setattr("autotune.data.dataset.VERIFY_SECONDS", verify_seconds)
         patch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
         dataset = read_dataset(data, DatasetOptions(control=control))
-        return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options)
+        return encode_dataset(
+            encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options
+        )
 
 
 def refuse(with_text: bool = True) -> Any:
     pytest.fail("the pipeline was loaded")
 
 
-def test_text_encoders_are_loaded_for_captions_alone_and_nothing_for_a_broken_file(data: Path, pipeline: Any) -> None:
+def test_text_encoders_are_loaded_for_captions_alone_and_nothing_for_a_broken_file(
+    data: Path, pipeline: Any
+) -> None:
     encode(data, pipeline)
     asked: list[bool] = []
 
@@ -168,7 +180,9 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
 
 
-def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(data: Path, pipeline: Any) -> None:
+def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(
+    data: Path, pipeline: Any
+) -> None:
     family = CountingFamily()
     encoded = encode(data, pipeline, family)
     assert sorted(family.captions) == sorted(CAPTIONS)
@@ -250,11 +264,15 @@ def test_an_entry_that_holds_something_else_under_a_right_digest_is_encoded_agai
             assert torch.equal(tensor, again.sample(index)[name])
 
 
-def test_an_image_that_fails_while_encoding_is_left_out_and_named(data: Path, pipeline: Any) -> None:
+def test_an_image_that_fails_while_encoding_is_left_out_and_named(
+    data: Path, pipeline: Any
+) -> None:
     path = data / "002.png"
     path.write_bytes(path.read_bytes()[:2000])
     progress: list[tuple[int, int]] = []
-    encoded = encode(data, pipeline, verify_seconds=0, on_progress=lambda *done: progress.append(done))
+    encoded = encode(
+        data, pipeline, verify_seconds=0, on_progress=lambda *done: progress.append(done)
+    )
     assert [item.path.name for item in encoded.items] == ["000.png", "001.png", "003.png"]
     assert [(problem.file, problem.kind) for problem in encoded.problems] == [("002.png", "broken")]
     assert encoded.groups == (0, 1, 1)
@@ -312,8 +330,12 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
     seen: list[bool] = []
 
     class Watching(CountingFamily):
-        def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
-            alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
+        def encode_caption(
+            self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
+        ) -> Sample:
+            alive.update(
+                {name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")}
+            )
             return super().encode_caption(pipeline, caption, controls)
 
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
@@ -323,14 +345,18 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
     model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
     encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
     dataset = read_dataset(data)
-    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
+    encode_dataset(
+        encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache")
+    )
     encoders.release()
     assert seen == [False] * 4
     assert alive["text_encoder"]() is None
     assert alive["vae"]() is None
 
 
-def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pipeline: Any) -> None:
+def test_control_images_become_latents_and_part_of_the_prompt(
+    tmp_path: Path, pipeline: Any
+) -> None:
     data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
     control = tmp_path / "control"
     control.mkdir()
@@ -339,7 +365,12 @@ def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pi
     family = EditFamily()
     encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
     assert sorted(family.controls) == [1, 1, 2, 2]
-    assert sorted(encoded.sample(1)) == ["control_latents_1", "control_latents_2", "latents", "prompt_embeds"]
+    assert sorted(encoded.sample(1)) == [
+        "control_latents_1",
+        "control_latents_2",
+        "latents",
+        "prompt_embeds",
+    ]
     assert len(set(encoded.groups)) == 2
     picture(99, 90, 80).save(control / "000.png")
     family = EditFamily()
@@ -365,7 +396,9 @@ def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
 
 
-def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Path, pipeline: Any) -> None:
+def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(
+    data: Path, pipeline: Any
+) -> None:
     dataset = read_dataset(data)
     (data / "000.png").unlink()
     os.mkfifo(data / "000.png")
@@ -375,16 +408,22 @@ def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Pat
         load_pipeline=lambda with_text=True: pipeline,
         release_text=lambda: None,
     )
-    encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
+    encoded = encode_dataset(
+        encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache")
+    )
     assert [problem.file for problem in encoded.problems] == ["000.png"]
 
 
-def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(data: Path, pipeline: Any) -> None:
+def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(
+    data: Path, pipeline: Any
+) -> None:
     class Unnormalized(CountingFamily):
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             return pixels.new_tensor(None)
 
-    with pytest.raises(InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"):
+    with pytest.raises(
+        InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"
+    ):
         encode(data, pipeline, Unnormalized())
 
 
@@ -393,7 +432,9 @@ def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any)
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             return super().encode_pixels(pipeline, pixels) * float("nan")
 
-    with pytest.raises(AutotuneError, match=r"pixels of .*000\.png into numbers that are not finite"):
+    with pytest.raises(
+        AutotuneError, match=r"pixels of .*000\.png into numbers that are not finite"
+    ):
         encode(data, pipeline, Damaged())
     assert not list((data.parent / "cache").glob("latents-*"))
 
@@ -415,7 +456,9 @@ def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_fold
     assert changed_by("vae", bytes(3 * 1024**2 - 1) + b"x") == (False, True)
     assert changed_by("tokenizer", b"x" + bytes(3 * 1024**2 - 1)) == (True, False)
     assert changed_by("text_encoder", b"short") == (True, False)
-    assert identify_encoders(folder, family, settings="fp32") != identify_encoders(folder, family, settings="bf16")
+    assert identify_encoders(folder, family, settings="fp32") != identify_encoders(
+        folder, family, settings="bf16"
+    )
     assert identify_encoders(pipeline_folder, family, settings="bf16") == identify_encoders(
         pipeline_folder, family, settings="bf16"
     )

@@ -1,4 +1,6 @@
-"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it is quantized."""
+"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it
+is quantized.
+"""
 
 from typing import Any
 
@@ -26,13 +28,18 @@ EXACT = {
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:  # noqa: F811
+def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:
     found: Small = small_pipelines(request.param)
     return found
 
 
 def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetensors") -> Encoders:
-    return Encoders(resolve_model(str(small.folder)), caching, SETTINGS.model_copy(update={"loader": loader}), CPU)
+    return Encoders(
+        resolve_model(str(small.folder)),
+        caching,
+        SETTINGS.model_copy(update={"loader": loader}),
+        CPU,
+    )
 
 
 @torch.no_grad()
@@ -52,14 +59,18 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small,
         assert bits(found[name]) == bits(tensor), name
     pixels = small.pixels(small.bucket)
     with torch.no_grad():
-        assert small.family.encode_pixels(pipeline, pixels).equal(small.family.encode_pixels(small.pipeline, pixels))
+        assert small.family.encode_pixels(pipeline, pixels).equal(
+            small.family.encode_pixels(small.pipeline, pixels)
+        )
     assert encoders.load_pipeline() is pipeline
 
 
 def test_a_vae_elsewhere_encodes_pixels_there_and_looks_at_control_images_where_the_pipeline_is(
-    small_pipelines: Any,  # noqa: F811
+    small_pipelines: Any,
 ) -> None:
-    """The device without numbers stands for another GPU: where tensors are is real, what they hold is not."""
+    """The device without numbers stands for another GPU: where tensors are is real, what they
+    hold is not.
+    """
     small = small_pipelines("qwen-image-edit")
     encoders = encoders_of(small, CachingSettings())
     encoders.caching = encoders.caching.model_copy(update={"vae_device": "meta"})
@@ -67,7 +78,10 @@ def test_a_vae_elsewhere_encodes_pixels_there_and_looks_at_control_images_where_
     encoders.release_text()
     pixels = small.pixels(small.bucket).to("meta")
     with torch.no_grad():
-        assert small.family.encode_pixels(encoders.load_pipeline(with_text=False), pixels).device.type == "meta"
+        assert (
+            small.family.encode_pixels(encoders.load_pipeline(with_text=False), pixels).device.type
+            == "meta"
+        )
 
 
 @pytest.mark.quick(*KINDS)
@@ -81,8 +95,12 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
 
 
 @pytest.mark.quick(*KINDS)
-@pytest.mark.parametrize(("weight_format", "least"), [("torchao-int8", 0.999), ("layerwise-fp8", 0.99)])
-def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_format: str, least: float) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "least"), [("torchao-int8", 0.999), ("layerwise-fp8", 0.99)]
+)
+def test_a_quantized_encoder_stays_close_and_is_smaller(
+    small: Small, weight_format: str, least: float
+) -> None:
     if WEIGHT_FORMATS[weight_format].hides_dtype and small.family.casts_to_weight_dtype:
         pytest.skip("planning refuses it")
     if small.family.connectors:  # of two in a row the angles add up
@@ -90,7 +108,9 @@ def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_for
     encoders = encoders_of(small, CachingSettings(text_encoder_quantization=weight_format))
     expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.load_pipeline())
     for name, tensor in expected.items():
-        similarity = torch.nn.functional.cosine_similarity(found[name].double(), tensor.double(), dim=-1)
+        similarity = torch.nn.functional.cosine_similarity(
+            found[name].double(), tensor.double(), dim=-1
+        )
         is_padding = tensor.abs().amax(dim=-1) == 0
         assert similarity[~is_padding].min() > least, name
         assert not found[name][is_padding].any(), name
@@ -98,33 +118,45 @@ def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_for
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str) -> None:  # noqa: F811
+def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str) -> None:
     small = small_pipelines("qwen-image")
     pipeline = encoders_of(small, CachingSettings(), loader).load_pipeline()
     for name in ("text_encoder", "vae"):
         expected = getattr(small.pipeline, name).state_dict()
-        assert all(tensor.equal(expected[key]) for key, tensor in getattr(pipeline, name).state_dict().items())
+        assert all(
+            tensor.equal(expected[key])
+            for key, tensor in getattr(pipeline, name).state_dict().items()
+        )
 
 
-def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:  # noqa: F811
+def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:
     small = small_pipelines("qwen-image")
     assert (
-        encoders_of(small, EXACT["training"]).text_settings == encoders_of(small, EXACT["streamed"]).text_settings == ""
+        encoders_of(small, EXACT["training"]).text_settings
+        == encoders_of(small, EXACT["streamed"]).text_settings
+        == ""
     )
     assert (
-        encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings == "torchao-int8 2"
+        encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings
+        == "torchao-int8 2"
     )
     elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
     assert elsewhere.text_settings == " on cuda"
-    plain, images = (encoders_of(small, CachingSettings(vae_device=at)).identity for at in ("cpu", "cuda:1"))
-    assert plain == encoders_of(small, CachingSettings()).identity, "a cpu that trains is the same place"
+    plain, images = (
+        encoders_of(small, CachingSettings(vae_device=at)).identity for at in ("cpu", "cuda:1")
+    )
+    assert plain == encoders_of(small, CachingSettings()).identity, (
+        "a cpu that trains is the same place"
+    )
     assert images.vae == f"{plain.vae} on cuda"
     assert images.text_encoder == plain.text_encoder
 
 
-def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:  # noqa: F811
+def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:
     small = small_pipelines("flux1-dev")
-    released, kept = (encoders_of(small, CachingSettings(residency=how)) for how in ("release", "keep"))
+    released, kept = (
+        encoders_of(small, CachingSettings(residency=how)) for how in ("release", "keep")
+    )
     for encoders in (released, kept):
         encoders.load_pipeline()
         encoders.release()

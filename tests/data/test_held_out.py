@@ -25,7 +25,9 @@ def job(**values: object) -> Job:
 
 
 def names(split: SplitDataset) -> tuple[set[str], set[str]]:
-    return {item.path.name for item in split.training.items}, {item.path.name for item in split.held_out}
+    return {item.path.name for item in split.training.items}, {
+        item.path.name for item in split.held_out
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,16 @@ def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path:
     training, held_out = names(read_split(images, OPTIONS, "10%", 0))
     assert (len(training), len(held_out)) == (18, 2)
     assert not training & held_out
-    assert names(read_split(elsewhere, OPTIONS, "10%", 0)) == (training, held_out), "whatever the folder"
-    assert len({frozenset(names(read_split(images, OPTIONS, "10%", seed))[1]) for seed in range(5)}) > 1
-    assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1], "a larger share holds out more"
+    assert names(read_split(elsewhere, OPTIONS, "10%", 0)) == (training, held_out), (
+        "whatever the folder"
+    )
+    assert (
+        len({frozenset(names(read_split(images, OPTIONS, "10%", seed))[1]) for seed in range(5)})
+        > 1
+    )
+    assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1], (
+        "a larger share holds out more"
+    )
 
 
 def test_folders_of_one_name_do_not_share_what_is_held_out(tmp_path: Path) -> None:
@@ -62,7 +71,9 @@ def test_nothing_is_held_out_unasked(images: Path) -> None:
     assert split.whole == split.training
 
 
-def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images: Path, tmp_path: Path) -> None:
+def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(
+    images: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(images, data)
     inside = data / "held"
@@ -101,4 +112,7 @@ def test_a_share_that_is_none_is_refused(share: str) -> None:
 
 
 def test_a_share_is_no_folder_and_a_folder_is_no_share() -> None:
-    assert (job(validation="12.5%").validation_folder, job(validation="held").validation_folder) == (None, "held")
+    assert (
+        job(validation="12.5%").validation_folder,
+        job(validation="held").validation_folder,
+    ) == (None, "held")

@@ -18,22 +18,33 @@ from autotune.families.qwen_image import QwenImage
 class Data:
     """Samples whose latents say which they are."""
 
-    def __init__(self, *, read_seconds: float = 0.0, fail_at: int | None = None, uneven: bool = False) -> None:
+    def __init__(
+        self, *, read_seconds: float = 0.0, fail_at: int | None = None, uneven: bool = False
+    ) -> None:
         self.read_seconds, self.fail_at, self.uneven = read_seconds, fail_at, uneven
         self.num_read = 0
 
-    def sample(self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False) -> Sample:
+    def sample(
+        self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
+    ) -> Sample:
         time.sleep(self.read_seconds + (0.002 * (index % 3) if self.uneven else 0))
         if self.num_read == self.fail_at:
             raise AutotuneError("lost an entry", hint="run again")
         self.num_read += 1
-        return {"latents": torch.full((1, 1, 2, 2), float(index)), "prompt_embeds": torch.zeros(1 if dropped else 3, 4)}
+        return {
+            "latents": torch.full((1, 1, 2, 2), float(index)),
+            "prompt_embeds": torch.zeros(1 if dropped else 3, 4),
+        }
 
 
-ORDER = BatchOrder(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
+ORDER = BatchOrder(
+    groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3
+)
 
 
-def loader(data: Data, *, steps: range = range(6), num_workers: int = 1, **process: int) -> BatchLoader:
+def loader(
+    data: Data, *, steps: range = range(6), num_workers: int = 1, **process: int
+) -> BatchLoader:
     return BatchLoader(data, ORDER.batches(steps, 2, **process), QwenImage().collate, num_workers)  # type: ignore[arg-type]
 
 
@@ -45,7 +56,9 @@ def no_thread_left() -> bool:
 @pytest.mark.parametrize("first_step", [0, 3, 6])
 def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
     batches = list(loader(Data(uneven=True), steps=range(first_step, 6), num_workers=num_workers))
-    planned = [micro.indices for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)]
+    planned = [
+        micro.indices for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)
+    ]
     assert [tuple(int(x) for x in batch["latents"][:, 0, 0, 0, 0]) for batch in batches] == planned
     assert no_thread_left()
 

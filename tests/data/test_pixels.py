@@ -57,7 +57,9 @@ def test_cmyk_jpeg(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path: Path, suffix: str, orientation: int) -> None:
+def test_exif_rotation_counts_for_sizes_and_pixels(
+    tmp_path: Path, suffix: str, orientation: int
+) -> None:
     upright = Image.new("RGB", (80, 40), "white")
     upright.paste((0, 0, 0), (0, 0, 40, 20))  # the top left quarter is black
     undo = [None, 0, 3, 1, 5, 2, 6, 4][orientation - 1]
@@ -70,7 +72,9 @@ def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path: Path, suffix: str, 
         assert read_size(path, decode=decode) == (80, 40)
     pixels = open_pixels([path], 80, 40)[:, 0]
     assert float(pixels[:, 10, 20].max()) < -0.9
-    assert all(float(pixels[:, row, column].min()) > 0.9 for row, column in ((10, 60), (30, 20), (30, 60)))
+    assert all(
+        float(pixels[:, row, column].min()) > 0.9 for row, column in ((10, 60), (30, 20), (30, 60))
+    )
 
 
 def test_sizes_come_from_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +91,17 @@ def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(
     tmp_path: Path, size: tuple[int, int], to_size: tuple[int, int]
 ) -> None:
     columns, rows = np.meshgrid(*(np.linspace(0, 255, side) for side in size))
-    Image.fromarray(np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)).save(tmp_path / "a.png")
+    Image.fromarray(np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)).save(
+        tmp_path / "a.png"
+    )
     pixels = (open_pixels([tmp_path / "a.png"], *to_size)[:, 0] + 1) / 2
     scale = min(size[0] / to_size[0], size[1] / to_size[1])
     for channel, profile in ((0, pixels[0, to_size[1] // 2]), (1, pixels[1, :, to_size[0] // 2])):
         for share in (0.25, 0.5, 0.75):
             place = int(len(profile) * share)
-            seen = (size[channel] - len(profile) * scale) / 2 + (place + 0.5) * scale - 0.5  # as indices count
+            seen = (
+                (size[channel] - len(profile) * scale) / 2 + (place + 0.5) * scale - 0.5
+            )  # as indices count
             assert float(profile[place]) == pytest.approx(seen / (size[channel] - 1), abs=0.01)
 
 
@@ -121,9 +129,13 @@ def test_a_webp_called_jpg_is_read(tmp_path: Path) -> None:
     assert read_size(tmp_path / "a.jpg", decode=True) == (48, 40)
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # the product's own filter, lifted by pytest
+@pytest.mark.filterwarnings(
+    "ignore::PIL.Image.DecompressionBombWarning"
+)  # the product's own filter, lifted by pytest
 def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
-    """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took 5 GiB."""
+    """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took
+    5 GiB.
+    """
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
     for decode in (False, True):
         with pytest.raises(OSError, match="13370 x 13370 px are over 64 megapixels"):

@@ -1,4 +1,6 @@
-"""What one image may look like each time it is seen: other captions, mirrored, weighed by a mask or by its folder."""
+"""What one image may look like each time it is seen: other captions, mirrored, weighed by a mask
+or by its folder.
+"""
 
 import json
 from pathlib import Path
@@ -29,10 +31,17 @@ TAGS = "sks, fox, snow, red, tree"
 
 
 class PlainFamily:
-    """Latents are means of 8 x 8 px, and a caption is its characters: what was encoded can be read off."""
+    """Latents are means of 8 x 8 px, and a caption is its characters: what was encoded can be
+    read off.
+    """
 
-    def sample_shapes(self, config: object, bucket: Any, text_tokens: int) -> dict[str, tuple[int, ...]]:
-        return {"latents": (3, 1, bucket.height_px // 8, bucket.width_px // 8), "prompt_embeds": (text_tokens, 1)}
+    def sample_shapes(
+        self, config: object, bucket: Any, text_tokens: int
+    ) -> dict[str, tuple[int, ...]]:
+        return {
+            "latents": (3, 1, bucket.height_px // 8, bucket.width_px // 8),
+            "prompt_embeds": (text_tokens, 1),
+        }
 
     def encode_caption(self, pipeline: object, caption: str, controls: object) -> dict[str, Tensor]:
         return {"prompt_embeds": torch.tensor([[float(ord(letter))] for letter in caption])}
@@ -41,7 +50,9 @@ class PlainFamily:
         return nn.functional.avg_pool3d(pixels[None], (1, 8, 8))[0]
 
 
-def encode(data: Path, options: DatasetOptions, *, cache: Cache | None = None, **more: Any) -> EncodedDataset:
+def encode(
+    data: Path, options: DatasetOptions, *, cache: Cache | None = None, **more: Any
+) -> EncodedDataset:
     encoders: Any = SimpleNamespace(
         model=SimpleNamespace(family=PlainFamily(), config={}),
         identity=EncoderIdentity(text_encoder="text", vae="vae"),
@@ -49,7 +60,9 @@ def encode(data: Path, options: DatasetOptions, *, cache: Cache | None = None, *
         release_text=lambda: None,
     )
     dataset = read_dataset(data, options)
-    return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 512), cache or MemoryCache(data), **more)
+    return encode_dataset(
+        encoders, dataset, make_buckets(dataset, 64, 16, 512), cache or MemoryCache(data), **more
+    )
 
 
 def text(sample: dict[str, Tensor]) -> str:
@@ -59,7 +72,10 @@ def text(sample: dict[str, Tensor]) -> str:
 def test_tags_are_seen_in_several_orders_behind_those_that_are_kept() -> None:
     orders = order_tags(TAGS, 8, 1, seed=0)
     assert (orders[0], len(orders), orders) == (TAGS, 8, order_tags(TAGS, 8, 1, seed=0))
-    assert all(order.startswith("sks, ") and sorted(order.split(", ")) == sorted(TAGS.split(", ")) for order in orders)
+    assert all(
+        order.startswith("sks, ") and sorted(order.split(", ")) == sorted(TAGS.split(", "))
+        for order in orders
+    )
     assert orders != order_tags(TAGS, 8, 1, seed=1)
     assert order_tags("a, b", 9, 1, seed=0) == ("a, b",)
 
@@ -67,7 +83,10 @@ def test_tags_are_seen_in_several_orders_behind_those_that_are_kept() -> None:
 def test_each_time_one_of_the_captions_is_drawn(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
-    lines = [{"file_name": "a.png", "text": ["a fox", "an animal", "a fox"]}, {"file_name": "b.png", "text": TAGS}]
+    lines = [
+        {"file_name": "a.png", "text": ["a fox", "an animal", "a fox"]},
+        {"file_name": "b.png", "text": TAGS},
+    ]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     encoded = encode(tmp_path, DatasetOptions(trigger="sks", shuffle_tags=3, keep_tags=1))
     assert encoded.num_captions == (2, 3)
@@ -79,13 +98,20 @@ def test_each_time_one_of_the_captions_is_drawn(tmp_path: Path) -> None:
     assert sum(draw.caption == 0 for draw in draws if draw.item == 0) == pytest.approx(100, abs=25)
 
 
-def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tmp_path: Path) -> None:
+def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(
+    tmp_path: Path,
+) -> None:
     write_pictures(tmp_path, (64, 64))
     encoded = encode(tmp_path, DatasetOptions(flip=True), flip=True)
     plain, flipped = encoded.sample(0), encoded.sample(0, flipped=True)
     assert torch.allclose(flipped["latents"], plain["latents"].flip(-1))
-    orders = [BatchOrder((0,) * 9, (1,) * 9, 4, seed=1, caption_dropout=0.3, flip=flip) for flip in (False, True)]
-    without, with_flips = ([draw for step in range(100) for draw in order.images(step)] for order in orders)
+    orders = [
+        BatchOrder((0,) * 9, (1,) * 9, 4, seed=1, caption_dropout=0.3, flip=flip)
+        for flip in (False, True)
+    ]
+    without, with_flips = (
+        [draw for step in range(100) for draw in order.images(step)] for order in orders
+    )
     assert [draw[:3] for draw in without] == [draw[:3] for draw in with_flips]
     assert sum(draw.flipped for draw in with_flips) == pytest.approx(200, abs=40)
 
@@ -116,7 +142,9 @@ def test_a_mask_weighs_the_loss_where_it_lies(tmp_path: Path, kind: Any) -> None
 
 def test_the_loss_counts_what_its_weights_say() -> None:
     noise, clean = torch.ones(2, 1, 1, 2, 2), torch.zeros(2, 1, 1, 2, 2)
-    family: Any = SimpleNamespace(noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2))
+    family: Any = SimpleNamespace(
+        noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2)
+    )
     weights = torch.tensor([[[[[1.0, 0.0], [0.0, 0.0]]]], [[[[2.0, 2.0], [2.0, 2.0]]]]])
     args = (torch.tensor([0.5, 0.5]), FLOW_MATCHING)
     whole = denoising_loss(family, nn.Identity(), {"latents": clean}, noise, *args)
@@ -162,17 +190,22 @@ def test_a_mask_that_lets_nothing_be_learned_is_named(tmp_path: Path, kind: Any)
         image.save(tmp_path / "000.png")
     dataset = read_dataset(tmp_path, DatasetOptions(loss_mask=kind))
     ((file, found),) = [(one.file, one.kind) for one in dataset.problems]
-    assert (file, found, len(dataset.items)) == ("000.png", "black", 2), "nothing is left out: there may be a floor"
+    assert (file, found, len(dataset.items)) == ("000.png", "black", 2), (
+        "nothing is left out: there may be a floor"
+    )
     (line,) = dataset.problem_summary
     assert line.startswith("000.png: ")
     assert "nothing of it is trained" in line
 
 
-def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path: Path) -> None:
+def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(
+    tmp_path: Path,
+) -> None:
     write_pictures(tmp_path / "dogs", (64, 64))
     write_pictures(tmp_path / "class", (64, 64), first=1)
     (tmp_path / "data.yaml").write_text(
-        "folders:\n- path: dogs\n  repeats: 3\n- path: class\n  weight: 0.5\n  regularization: true\n"
+        "folders:\n- path: dogs\n  repeats: 3\n- path: class\n  weight: 0.5\n  regularization: "
+        "true\n"
     )
     options = DatasetOptions(trigger="sks")
     dataset = read_dataset(tmp_path / "data.yaml", options)
@@ -191,7 +224,9 @@ def test_several_folders_are_read_as_a_list_of_them_is(tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text("folders:\n- path: dogs\n- path: class\n")
     options = DatasetOptions(trigger="sks")
     assert read_dataset(folders, options) == read_dataset(tmp_path / "data.yaml", options)
-    several, listed = (read_split(data, options, "50%", 1) for data in (folders, tmp_path / "data.yaml"))
+    several, listed = (
+        read_split(data, options, "50%", 1) for data in (folders, tmp_path / "data.yaml")
+    )
     assert several == listed  # the same images are held out
     assert read_dataset(folders[:1], options).items == read_dataset(folders[0], options).items
     assert as_job_data(folders[:1]) == as_job_data(folders[0]) == str(folders[0])
@@ -201,9 +236,13 @@ def test_a_folder_inside_another_would_be_trained_twice(tmp_path: Path) -> None:
     outer, inner = tmp_path / "dogs", tmp_path / "dogs" / "portraits"
     write_pictures(outer, (64, 64))
     write_pictures(inner, (64, 64), first=1)
-    (tmp_path / "data.yaml").write_text("folders:\n- path: dogs/portraits\n  repeats: 3\n- path: dogs\n")
+    (tmp_path / "data.yaml").write_text(
+        "folders:\n- path: dogs/portraits\n  repeats: 3\n- path: dogs\n"
+    )
     for data in ([outer, inner], [inner, outer / ".." / "dogs"], tmp_path / "data.yaml"):
-        with pytest.raises(InvalidInput, match=r"portraits lies in .*dogs, so its images would be trained twice"):
+        with pytest.raises(
+            InvalidInput, match=r"portraits lies in .*dogs, so its images would be trained twice"
+        ):
             read_dataset(data)
     write_pictures(tmp_path / "dogs2", (64, 64))
     assert len(read_dataset([inner, tmp_path / "dogs2"]).items) == 2
@@ -237,7 +276,9 @@ def test_several_folders_name_what_is_wrong_with_one(tmp_path: Path) -> None:
         ("folders:\n- path: dogs\n  control: ''", "folders.0.control"),
     ],
 )
-def test_a_wrong_list_of_folders_is_refused_with_the_reason(tmp_path: Path, content: str, told: str) -> None:
+def test_a_wrong_list_of_folders_is_refused_with_the_reason(
+    tmp_path: Path, content: str, told: str
+) -> None:
     (tmp_path / "data.yaml").write_text(content)
     with pytest.raises(InvalidInput, match=told):
         read_dataset(tmp_path / "data.yaml")
@@ -259,7 +300,10 @@ def test_cropping_at_the_top_keeps_the_top(tmp_path: Path) -> None:
     )
     assert float(top.mean()) > float(center.mean()) + 0.1
     with pytest.raises(InvalidInput, match="neither flipped nor cropped"):
-        read_dataset(tmp_path, DatasetOptions(crop="top", control=write_pictures(tmp_path / "control", (64, 64))))
+        read_dataset(
+            tmp_path,
+            DatasetOptions(crop="top", control=write_pictures(tmp_path / "control", (64, 64))),
+        )
 
 
 def test_a_memory_cache_writes_no_file(tmp_path: Path) -> None:

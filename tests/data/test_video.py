@@ -1,4 +1,6 @@
-"""Videos become clips at the model's rate, decoded one frame at a time, and what is wrong with one is named."""
+"""Videos become clips at the model's rate, decoded one frame at a time, and what is wrong with
+one is named.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -24,18 +26,30 @@ FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
 def shown(path: Path, span: ClipSpan) -> list[float]:
     """Numbers of the frames that a clip shows, by their brightness."""
-    return [image.convert("L").resize((1, 1)).getpixel((0, 0)) / STEP for image in read_clip(path, span)]  # type: ignore[operator]
+    return [
+        image.convert("L").resize((1, 1)).getpixel((0, 0)) / STEP for image in read_clip(path, span)
+    ]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.mov", "mpeg4"), ("a.avi", "mpeg4"), ("a.mkv", "libx264")],
+    [
+        ("a.mp4", "libx264"),
+        ("a.webm", "libvpx-vp9"),
+        ("a.mov", "mpeg4"),
+        ("a.avi", "mpeg4"),
+        ("a.mkv", "libx264"),
+    ],
 )
-def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path: Path, name: str, codec: str) -> None:
+def test_every_format_is_resampled_to_the_rate_of_the_model(
+    tmp_path: Path, name: str, codec: str
+) -> None:
     path = write_video(tmp_path / name, 30, fps=24, codec=codec)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert item.span is not None
-    assert shown(path, item.span) == pytest.approx([0, 2, 3, 5, 6], abs=1.1)  # each for the middle of its time
+    assert shown(path, item.span) == pytest.approx(
+        [0, 2, 3, 5, 6], abs=1.1
+    )  # each for the middle of its time
     later = ClipSpan(item.span.start_seconds + 0.5, 5, 16)
     assert shown(path, later) == pytest.approx([12, 14, 15, 17, 18], abs=1.1)
 
@@ -78,12 +92,15 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
     whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.webm").write_bytes(b"")
-    (tmp_path / "list.mp4").write_text(f"#EXTM3U\n#EXTINF:10,\nfile://{tmp_path}/whole.mp4\n#EXT-X-ENDLIST\n")
+    (tmp_path / "list.mp4").write_text(
+        f"#EXTM3U\n#EXTINF:10,\nfile://{tmp_path}/whole.mp4\n#EXT-X-ENDLIST\n"
+    )
     write_video(tmp_path / "rough.mkv", 9, times_ms=[0, 40, 80, 120, 400, 440, 480, 900, 940])
     write_video(tmp_path / "thin.mp4", 20, size=(64, 16))
     dataset = scan_dataset(tmp_path, FIVE)
     assert {problem.file: problem.kind for problem in dataset.problems} == {
-        "cut.mp4": "broken", "empty.webm": "broken", "list.mp4": "broken", "rough.mkv": "variable", "thin.mp4": "tiny",
+        "cut.mp4": "broken", "empty.webm": "broken", "list.mp4": "broken", "rough.mkv": "variable",
+        "thin.mp4": "tiny",
     }  # fmt: skip
     assert [item.path.name for item in dataset.items] == ["rough.mkv", "whole.mp4"]
     assert "1 variable" not in " ".join(dataset.problem_summary)  # it is not left out
@@ -96,7 +113,9 @@ def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataOb
     if not source.exists():
         write_video(source, 12)
     content = bytearray(source.read_bytes())
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))):
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))
+    ):
         content[place] = value
     folder = tmp_path / "damaged"
     folder.mkdir(exist_ok=True)
@@ -105,7 +124,9 @@ def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataOb
     assert len(dataset.items) + sum(problem.kind != "variable" for problem in dataset.problems) == 1
 
 
-def test_a_video_is_upright_and_in_the_shape_of_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_is_upright_and_in_the_shape_of_its_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_video(tmp_path / "a.mp4", 20, size=(64, 48))
     monkeypatch.setattr("autotune.data.video._rotation", lambda frame: 90)
     (item,) = read_dataset(tmp_path, FIVE).items
@@ -113,14 +134,18 @@ def test_a_video_is_upright_and_in_the_shape_of_its_bucket(tmp_path: Path, monke
     assert open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)
 
 
-def test_frames_with_too_many_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_with_too_many_pixels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_video(tmp_path / "a.mp4", 20)
     monkeypatch.setattr("autotune.data.video.MAX_PIXELS", 1000)
     (problem,) = scan_dataset(tmp_path, FIVE).problems
     assert problem.kind == "broken"
 
 
-def test_an_animation_with_too_many_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_animation_with_too_many_pixels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frames = [picture(number) for number in range(12)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=50)
     monkeypatch.setattr("autotune.data.video.MAX_ANIMATION_PIXELS", 12 * 64 * 64 - 1)
@@ -128,7 +153,9 @@ def test_an_animation_with_too_many_pixels_is_refused(tmp_path: Path, monkeypatc
     assert (problem.kind, "too many: make it a video" in problem.message) == ("broken", True)
 
 
-def test_a_clip_is_read_with_few_frames_of_the_file_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_is_read_with_few_frames_of_the_file_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, alive, most = write_video(tmp_path / "a.mp4", 200), weakref.WeakSet[object](), 0
 
     def counted(path: Path, start: float | None) -> Iterator[object]:
@@ -144,7 +171,9 @@ def test_a_clip_is_read_with_few_frames_of_the_file_in_memory(tmp_path: Path, mo
     assert 0 < most <= 3
 
 
-def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(tmp_path: Path) -> None:
+def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(
+    tmp_path: Path,
+) -> None:
     content = write_video(tmp_path / "a.mp4", 48).read_bytes()
     (tmp_path / "b.mp4").write_bytes(content)
     write_pictures(tmp_path, (64, 64))

@@ -9,7 +9,15 @@ from PIL import Image, ImageFilter
 
 from autotune.demo.judge import Reading, read_image, score_image
 from autotune.demo.lesson import known_scenes, taught_scenes, unseen_scenes
-from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, NEW_SHAPES, SIZE_PX, Scene, draw_centered
+from autotune.demo.world import (
+    COLORS,
+    GROUNDS,
+    KNOWN_SHAPES,
+    NEW_SHAPES,
+    SIZE_PX,
+    Scene,
+    draw_centered,
+)
 from benchmarks.world.scenes import PLACES, draw_pair, draw_placed
 
 SHAPES = (*KNOWN_SHAPES, *NEW_SHAPES)
@@ -31,8 +39,12 @@ def any_scene(rng: random.Random) -> Scene:
 def is_right(reading: Reading, scene: Scene) -> bool:
     seen = [(figure.shape, figure.color) for figure in reading.figures]
     centers = [figure.center for figure in reading.figures]
-    return (reading.ground, seen) == (scene.ground, [(f.shape, f.color) for f in scene.figures]) and all(
-        abs(center[0] - (figure.left + figure.size / 2)) < 2 and abs(center[1] - (figure.top + figure.size / 2)) < 2
+    return (reading.ground, seen) == (
+        scene.ground,
+        [(f.shape, f.color) for f in scene.figures],
+    ) and all(
+        abs(center[0] - (figure.left + figure.size / 2)) < 2
+        and abs(center[1] - (figure.top + figure.size / 2)) < 2
         for center, figure in zip(centers, scene.figures, strict=True)
     )
 
@@ -45,15 +57,23 @@ def test_the_judge_agrees_with_the_truth_on_drawn_scenes() -> None:
 
 def test_noise_is_read_no_better_than_by_chance_and_scores_nothing() -> None:
     rng, noise = random.Random(0), np.random.default_rng(0)
-    truths = [tuple(rng.choice(tuple(names)) for names in (SHAPES, COLORS, GROUNDS)) for _ in range(COUNT)]
+    truths = [
+        tuple(rng.choice(tuple(names)) for names in (SHAPES, COLORS, GROUNDS)) for _ in range(COUNT)
+    ]
     pixels = noise.integers(0, 256, (COUNT, SIZE_PX, SIZE_PX, 3), dtype=np.uint8)
     images = [Image.fromarray(one) for one in pixels]
     readings = [read_image(image) for image in images]
-    seen = [(r.figures[0].shape, r.figures[0].color, r.ground) if r.figures else ("", "", r.ground) for r in readings]
+    seen = [
+        (r.figures[0].shape, r.figures[0].color, r.ground) if r.figures else ("", "", r.ground)
+        for r in readings
+    ]
     for part, names in enumerate((SHAPES, COLORS, GROUNDS)):
         share = np.mean([one[part] == truth[part] for one, truth in zip(seen, truths, strict=True)])
         assert share < 1 / len(names) + 0.05  # four standard deviations
-    assert np.mean([score_image(image, *truth) for image, truth in zip(images, truths, strict=True)]) < 0.03
+    assert (
+        np.mean([score_image(image, *truth) for image, truth in zip(images, truths, strict=True)])
+        < 0.03
+    )
 
 
 def test_an_empty_image_scores_nothing() -> None:
@@ -70,18 +90,31 @@ def test_a_drawn_shape_scores_high_and_as_any_other_shape_nothing(shape: str) ->
 def test_a_wrong_color_or_ground_costs_half_and_blur_costs_some() -> None:
     image = draw_centered(random.Random(0), "heart", "red", "white").draw()
     whole = score_image(image, "heart", "red", "white")
-    assert score_image(image, "heart", "blue", "white") == score_image(image, "heart", "red", "navy") == whole / 2
-    scores = [score_image(image.filter(ImageFilter.GaussianBlur(r)), "heart", "red", "white") for r in (0, 3, 5, 8)]
+    assert (
+        score_image(image, "heart", "blue", "white")
+        == score_image(image, "heart", "red", "navy")
+        == whole / 2
+    )
+    scores = [
+        score_image(image.filter(ImageFilter.GaussianBlur(r)), "heart", "red", "white")
+        for r in (0, 3, 5, 8)
+    ]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] < 0.5
 
 
 def test_what_is_reported_was_neither_taught_nor_used_to_choose_rates() -> None:
-    taught, unseen, (reminders, reported, chosen_by) = taught_scenes(), unseen_scenes(), known_scenes()
+    taught, unseen, (reminders, reported, chosen_by) = (
+        taught_scenes(),
+        unseen_scenes(),
+        known_scenes(),
+    )
     assert len(taught) == 12
     captions = [scene.caption for scene in (*taught, *unseen, *reminders, *reported, *chosen_by)]
     assert len(captions) == len(set(captions))
     assert len(taught) + len(unseen) == len(list(product(COLORS, GROUNDS)))
     for group in (reminders, reported, chosen_by):
         shapes = [scene.figures[0].shape for scene in group]
-        assert {shape: shapes.count(shape) for shape in KNOWN_SHAPES} == dict.fromkeys(KNOWN_SHAPES, len(group) // 6)
+        assert {shape: shapes.count(shape) for shape in KNOWN_SHAPES} == dict.fromkeys(
+            KNOWN_SHAPES, len(group) // 6
+        )

@@ -1,4 +1,6 @@
-"""The whole program teaches a real model a shape that it has never seen, or fails here. Judged by geometry."""
+"""The whole program teaches a real model a shape that it has never seen, or fails here. Judged
+by geometry.
+"""
 
 import json
 import random
@@ -19,7 +21,9 @@ from tests.conftest import Journey, autotune_here
 
 def has_learned(found: ConceptFidelity) -> bool:
     """What the demo promises, with a margin for other machines' rounding."""
-    return found.before < 0.1 and found.after > 0.6 and found.others_after > found.others_before - 0.2
+    return (
+        found.before < 0.1 and found.after > 0.6 and found.others_after > found.others_before - 0.2
+    )
 
 
 def test_the_demo_teaches_the_new_shape_and_keeps_the_others(journey: Journey) -> None:
@@ -38,13 +42,18 @@ def test_the_demo_teaches_the_new_shape_and_keeps_the_others(journey: Journey) -
 def wrong_images(tmp_path: Path) -> Path:
     """What the demo trains on, but other shapes under the captions of the new one."""
     rng, taught = random.Random(0), taught_scenes()
-    wrong = [draw_centered(rng, rng.choice(KNOWN_SHAPES), s.figures[0].color, s.ground).draw() for s in taught]
+    wrong = [
+        draw_centered(rng, rng.choice(KNOWN_SHAPES), s.figures[0].color, s.ground).draw()
+        for s in taught
+    ]
     write_images(tmp_path / "wrong", taught, wrong)
     return tmp_path / "wrong"
 
 
 @pytest.mark.slow
-def test_a_rate_that_destroys_is_noticed(capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path) -> None:
+def test_a_rate_that_destroys_is_noticed(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     much = ("--learning-rate", "1e-1", "--steps", 100)
     trained = autotune_here(capfd, "train", journey.plan_file, *much, "--output", tmp_path / "out")
     assert trained.returncode == 0, trained.stderr
@@ -58,7 +67,9 @@ def test_wrong_pictures_are_noticed(
     capfd: pytest.CaptureFixture[str], journey: Journey, wrong_images: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    trained = autotune_here(capfd, "train", journey.plan_file, "--data", wrong_images, "--output", out)
+    trained = autotune_here(
+        capfd, "train", journey.plan_file, "--data", wrong_images, "--output", out
+    )
     assert trained.returncode == 0, trained.stderr
     found = judge_lesson(journey.model, out)
     assert not has_learned(found), asdict(found)

@@ -1,4 +1,6 @@
-"""Writes docs/compatibility.md from the tables of backends and families: python -m tests.docs.compatibility"""
+"""Writes docs/compatibility.md from the tables of backends and families: python -m
+tests.docs.compatibility
+"""
 
 from pathlib import Path
 
@@ -23,11 +25,16 @@ def markdown() -> str:
 def _devices(entry: Entry) -> str:
     needs = entry.needs
     names = [
-        {"cuda": "CUDA", "cpu": "CPU", "mps": "Apple"}[kind] for kind in needs.device_kinds or ("cuda", "cpu", "mps")
+        {"cuda": "CUDA", "cpu": "CPU", "mps": "Apple"}[kind]
+        for kind in needs.device_kinds or ("cuda", "cpu", "mps")
     ]
     if needs.compute_capability > (0, 0):
         major, minor = needs.compute_capability
-        cards = f"CUDA from {major}.{minor}" if needs.only_major is None else f"CUDA {needs.only_major}.x"
+        cards = (
+            f"CUDA from {major}.{minor}"
+            if needs.only_major is None
+            else f"CUDA {needs.only_major}.x"
+        )
         names = [cards if name == "CUDA" else name for name in names]
     return ", ".join(names)
 
@@ -41,33 +48,54 @@ def _library(entry: Entry) -> str:
 
 
 def _attention() -> list[str]:
-    lines = ["## Attention", "", "| backend | devices | library | masks | note |", "|---|---|---|---|---|"]
+    lines = [
+        "## Attention",
+        "",
+        "| backend | devices | library | masks | note |",
+        "|---|---|---|---|---|",
+    ]
     for name, backend in ATTENTION_BACKENDS.items():
         if backend.unusable_reason:
             lines.append(f"| {name} | none | {_library(backend)} | - | {backend.unusable_reason} |")
         else:
             masks = "no" if backend.refuses_masks else "yes"
-            lines.append(f"| {name} | {_devices(backend)} | {_library(backend)} | {masks} | {backend.summary} |")
+            lines.append(
+                f"| {name} | {_devices(backend)} | {_library(backend)} | {masks} | "
+                f"{backend.summary} |"
+            )
     return lines
 
 
 def _formats() -> list[str]:
-    head = "| format | devices | library | bytes per weight | quality floor that admits it | block swap | sharded |"
+    head = (
+        "| format | devices | library | bytes per weight | quality floor that admits it | "
+        "block "
+        "swap | sharded |"
+    )
     lines = ["## Weight formats", "", head, "|---|---|---|---|---|---|---|"]
     for name, each in WEIGHT_FORMATS.items():
         swap, shard = ("yes" if can else "no" for can in (each.can_offload, each.can_shard))
         size = f"{each.bytes_per_parameter:.3g}"
-        lines.append(f"| {name} | {_devices(each)} | {_library(each)} | {size} | {each.quality} | {swap} | {shard} |")
+        lines.append(
+            f"| {name} | {_devices(each)} | {_library(each)} | {size} | {each.quality} | {swap} | "
+            f"{shard} |"
+        )
     return lines
 
 
 def _families() -> list[str]:
     lines = ["## Families", "", "[Which settings each family has](levers.md).", ""]
-    lines += ["| family | pipeline | control images | clips | target sets |", "|---|---|---|---|---|"]
+    lines += [
+        "| family | pipeline | control images | clips | target sets |",
+        "|---|---|---|---|---|",
+    ]
     for name, family in FAMILIES.items():
         controls = f"up to {family.max_controls}" if family.max_controls else "-"
         clips = "yes" if family.max_frames > 1 else "-"
-        lines.append(f"| {name} | {family.pipeline_class} | {controls} | {clips} | {', '.join(family.target_sets)} |")
+        lines.append(
+            f"| {name} | {family.pipeline_class} | {controls} | {clips} | "
+            f"{', '.join(family.target_sets)} |"
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""The guides say what the code says: commands parse, messages and variables exist, tables are current."""
+"""The guides say what the code says: commands parse, messages and variables exist, tables are
+current.
+"""
 
 import ast
 import re
@@ -22,8 +24,9 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 SYNTAX = re.compile(r"^ {4}(?:\$ )?(autotune .*)$")
 RUN = ("autotune doctor", "autotune probe --list")
-"""Documented commands that need neither data nor a model nor time, and so are run as they stand. The real command line
-parses all others; `RUN_BY` says which tests run them, on small data of their own."""
+"""Documented commands that need neither data nor a model nor time, and so are run as they stand.
+The real command line parses all others; `RUN_BY` says which tests run them, on small data of
+their own."""
 RUN_BY = {
     "audit": "trainers/test_audits.py",
     "check": "test_journey.py",
@@ -39,7 +42,8 @@ RUN_BY = {
     "probe": "hardware/test_commands.py",
     **{f"profiles {name}": "sharing/test_commands.py"
        for name in ("diff", "export", "list", "prune", "pull", "push", "show", "verify")},
-    "publish": "",  # it uploads: test_publishing.py calls its function against a hub on this machine
+    # it uploads: test_publishing.py calls its function against a hub on this machine
+    "publish": "",
     "report": "cli/test_start.py",
     "sample": "schema/test_schema_1.py",
     "train": "test_journey.py",
@@ -59,7 +63,9 @@ NOT_RUN = {
     "sbatch": "needs SLURM; jobs/ runs the script by itself",
     "kubectl": "needs a cluster; jobs/ validates the manifest",
     "sudo": "changes the machine",
-    "tensorboard": "a server of another project; training/test_metrics.py reads the curves as it does",
+    "tensorboard": (
+        "a server of another project; training/test_metrics.py reads the curves as it does"
+    ),
     "optuna-dashboard": "planning/test_dashboard.py starts its server on a study of its own",
     "python3": "sets up an environment; `make` does that before every test",
 }
@@ -67,11 +73,15 @@ NOT_RUN = {
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line of an example that begins with autotune, continued lines joined."""
+    """(page, command) of every line of an example that begins with autotune, continued lines
+    joined.
+    """
     found = []
     for page in PAGES:
         text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
-        found += [(page.name, match[1]) for line in text.splitlines() if (match := SYNTAX.match(line))]
+        found += [
+            (page.name, match[1]) for line in text.splitlines() if (match := SYNTAX.match(line))
+        ]
     return found
 
 
@@ -82,7 +92,9 @@ def words_of(line: str) -> list[str]:
 
 
 def parse(words: list[str]) -> None:
-    """Have the command line parse the words, without running anything. Raises its error of usage."""
+    """Have the command line parse the words, without running anything. Raises its error of
+    usage.
+    """
     command: Any = typer.main.get_command(app)
     context = command.make_context("autotune", list(words))
     while hasattr(command, "commands"):
@@ -111,7 +123,9 @@ def subcommand(line: str) -> str:
 
 
 def commands_of(file: Path) -> set[str]:
-    """Texts that stand where a command does: arguments of calls, the first of a list or tuple, a key's first word."""
+    """Texts that stand where a command does: arguments of calls, the first of a list or tuple, a
+    key's first word.
+    """
     found: set[object] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])[:1]
@@ -134,18 +148,25 @@ def programs(text: str) -> set[str]:
     """What a page calls besides autotune: every known program, and whatever takes options."""
     text = re.sub(r"\s*\\\n\s*", " ", text)
     found = [match.groups() for line in text.splitlines() if (match := SHELL.match(line))]
-    return {one for one, rest in found if one in NOT_RUN or re.match(r"(?:\S+ )*--?[a-z]", rest)} - {"autotune"}
+    return {
+        one for one, rest in found if one in NOT_RUN or re.match(r"(?:\S+ )*--?[a-z]", rest)
+    } - {"autotune"}
 
 
 def test_other_programs_on_the_pages_are_known_not_to_run() -> None:
     assert {name for page in PAGES for name in programs(page.read_text())} == set(NOT_RUN)
-    assert programs("    DISK=/tmp newfs --quick /dev/x\n    out=$(unknown \\\n      -v)\n") == {"newfs", "unknown"}
+    assert programs("    DISK=/tmp newfs --quick /dev/x\n    out=$(unknown \\\n      -v)\n") == {
+        "newfs",
+        "unknown",
+    }
 
 
 @pytest.mark.parametrize("line", RUN)
 def test_commands_that_need_nothing_run(capfd: pytest.CaptureFixture[str], line: str) -> None:
     assert any(command.startswith(line) for _, command in commands())
-    assert autotune_here(capfd, *words_of(line)).returncode in (0, 1), "the doctor exits with 1 if something blocks"
+    assert autotune_here(capfd, *words_of(line)).returncode in (0, 1), (
+        "the doctor exits with 1 if something blocks"
+    )
 
 
 @cache
@@ -157,7 +178,12 @@ def texts() -> list[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
             elif isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+                found.append(
+                    "".join(
+                        part.value if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                )
     return found
 
 
@@ -166,8 +192,12 @@ MESSAGES = re.findall(r"^\| `(.+?)` \|", (DOCS / "troubleshooting.md").read_text
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_every_message_of_the_troubleshooting_page_is_one_of_the_code(message: str) -> None:
-    pattern = re.compile(r"[^|]*?".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
-    assert any(pattern.search(text) for text in texts()), "the message has changed: change the page, too"
+    pattern = re.compile(
+        r"[^|]*?".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL
+    )
+    assert any(pattern.search(text) for text in texts()), (
+        "the message has changed: change the page, too"
+    )
 
 
 def test_every_variable_that_the_code_reads_is_on_the_page_and_no_other() -> None:
@@ -185,13 +215,20 @@ def test_every_variable_that_the_code_reads_is_on_the_page_and_no_other() -> Non
 
 
 DRIVERS = re.findall(
-    r"^\| (.+?) \| (.+?) \| (cu\d+|cpu|update .*?) \|$", (DOCS / "install.md").read_text(), re.MULTILINE
+    r"^\| (.+?) \| (.+?) \| (cu\d+|cpu|update .*?) \|$",
+    (DOCS / "install.md").read_text(),
+    re.MULTILINE,
 )
 
 
 @pytest.mark.parametrize(("driver", "cards", "build"), DRIVERS)
 def test_the_table_of_drivers_is_what_the_doctor_says(driver: str, cards: str, build: str) -> None:
-    number = {"580 or newer": "580.10", "525 to 579": "550.54", "before 525": "470.82", "none": None}[driver]
+    number = {
+        "580 or newer": "580.10",
+        "525 to 579": "550.54",
+        "before 525": "470.82",
+        "none": None,
+    }[driver]
     (capability,) = {(12, 0) if "10.0 or newer" in cards else (7, 0) if "7.0" in cards else (8, 9)}
     gpus = () if number is None else (Gpu(index=0, name="a card", compute_capability=capability),)
     versions = Versions(python="3.11", driver=number)
@@ -206,11 +243,17 @@ def test_the_page_names_the_oldest_drivers() -> None:
 
 
 def test_the_compatibility_matrix_is_current() -> None:
-    assert compatibility.PAGE.read_text() == compatibility.markdown(), "python -m tests.docs.compatibility"
+    assert compatibility.PAGE.read_text() == compatibility.markdown(), (
+        "python -m tests.docs.compatibility"
+    )
 
 
 def test_every_page_is_linked() -> None:
-    linked = {Path(target).name for page in PAGES for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())}
+    linked = {
+        Path(target).name
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    }
     assert {page.name for page in DOCS.glob("*.md")} - linked == set()
 
 

@@ -8,7 +8,9 @@ from tests.families.small import make_small
 
 @pytest.fixture(scope="session")
 def one_thread():
-    """Small tensors on a busy machine: threads that wait for each other cost far more than they give."""
+    """Small tensors on a busy machine: threads that wait for each other cost far more than they
+    give.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

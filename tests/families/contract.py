@@ -1,4 +1,6 @@
-"""What every family must keep: one function per promise, run over the registry and on a family that a test adds."""
+"""What every family must keep: one function per promise, run over the registry and on a family
+that a test adds.
+"""
 
 import copy
 import json
@@ -25,8 +27,16 @@ def resolves_from_its_folder(small: Small) -> None:
 def is_small_and_stock(small: Small) -> None:
     assert sum(path.stat().st_size for path in small.folder.rglob("*") if path.is_file()) < 40e6
     index = json.loads((small.folder / "model_index.json").read_text())
-    libraries = {value[0] for value in index.values() if isinstance(value, list) and not isinstance(value[0], int)}
-    assert {name for name in libraries if not hasattr(pipelines, name or "")} <= {"diffusers", "transformers", None}
+    libraries = {
+        value[0]
+        for value in index.values()
+        if isinstance(value, list) and not isinstance(value[0], int)
+    }
+    assert {name for name in libraries if not hasattr(pipelines, name or "")} <= {
+        "diffusers",
+        "transformers",
+        None,
+    }
     assert set(small.family.components) <= {key for key in index if (small.folder / key).is_dir()}
 
 
@@ -42,18 +52,31 @@ def shapes_are_as_announced(small: Small) -> None:
 def tokens_are_counted_without_an_encoder(small: Small) -> None:
     captions = [*CAPTIONS, "", "&amp; naïve — 数 " * 7]
     controls = [small.controls(small.bucket)] * len(captions)
-    sizes = [[(small.bucket.width_px, small.bucket.height_px)] * small.family.max_controls] * len(captions)
+    sizes = [[(small.bucket.width_px, small.bucket.height_px)] * small.family.max_controls] * len(
+        captions
+    )
     with torch.no_grad():
         pairs = zip(captions, controls, strict=True)
-        encoded = [small.family.encode_caption(small.pipeline, caption, pixels) for caption, pixels in pairs]
-    assert small.family.count_text_tokens(small.folder, captions, sizes) == [len(s["prompt_embeds"]) for s in encoded]
+        encoded = [
+            small.family.encode_caption(small.pipeline, caption, pixels)
+            for caption, pixels in pairs
+        ]
+    assert small.family.count_text_tokens(small.folder, captions, sizes) == [
+        len(s["prompt_embeds"]) for s in encoded
+    ]
 
 
 def largest_shapes_run(small: Small) -> None:
-    """The longest caption with the longest sides and, in a model for clips, with the most frames."""
+    """The longest caption with the longest sides and, in a model for clips, with the most
+    frames.
+    """
     family, config = small.family, small.transformer.config
     most, least = family.max_side_px, family.size_multiple_px
-    for width, height, frames in {(most, least, 1), (least, most, 1), (least, least, family.max_frames)}:
+    for width, height, frames in {
+        (most, least, 1),
+        (least, most, 1),
+        (least, least, family.max_frames),
+    }:
         bucket = Bucket(width_px=width, height_px=height, num_frames=frames, num_items=1)
         shapes = family.sample_shapes(config, bucket, family.max_text_tokens, family.max_controls)
         batch = family.collate([{name: torch.ones(shape) for name, shape in shapes.items()}])
@@ -66,7 +89,10 @@ def every_model_can_be_made_tiny(small: Small) -> None:
     """The published models and the small one alike: quick checks run on what remains."""
     family = small.family
     bucket = Bucket(
-        width_px=4 * family.size_multiple_px, height_px=4 * family.size_multiple_px, num_frames=1, num_items=1
+        width_px=4 * family.size_multiple_px,
+        height_px=4 * family.size_multiple_px,
+        num_frames=1,
+        num_items=1,
     )
     for given in (small.transformer.config, *(model.config for model in family.models)):
         config = {**given, **family.tiny_config}
@@ -91,10 +117,18 @@ def target_sets_nest_and_cover_all_linears(small: Small) -> None:
         transformer = build_on_meta(small.family, small.transformer.config)
         with torch.device("meta"):
             add_adapter(small.family, transformer, small.workload(name), torch.float32)
-        layers[name] = {key.removesuffix(".lora_A") for key, _ in transformer.named_modules() if key.endswith("lora_A")}
+        layers[name] = {
+            key.removesuffix(".lora_A")
+            for key, _ in transformer.named_modules()
+            if key.endswith("lora_A")
+        }
     assert layers["attention"] < layers["attention+mlp"] <= layers["all-linear"]
-    blocks = {id(module) for block in small.family.blocks(small.transformer) for module in block.modules()}
-    linears = {key: layer for key, layer in small.transformer.named_modules() if type(layer) is nn.Linear}
+    blocks = {
+        id(module) for block in small.family.blocks(small.transformer) for module in block.modules()
+    }
+    linears = {
+        key: layer for key, layer in small.transformer.named_modules() if type(layer) is nn.Linear
+    }
     in_blocks = {key for key, layer in linears.items() if id(layer) in blocks}
     assert layers["all-linear"] <= in_blocks
     assert not (in_blocks - layers["all-linear"]) & _layers_with_a_part(small)
@@ -118,7 +152,9 @@ def every_adapter_layer_learns(small: Small) -> None:
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
     denoising_loss(small.family, transformer, batch, noise, small.levels(0.3, 0.8)).backward()
     names = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
-    still = {n for n, p in zip(names, parameters, strict=True) if p.grad is None or not p.grad.any()}
+    still = {
+        n for n, p in zip(names, parameters, strict=True) if p.grad is None or not p.grad.any()
+    }
     last = small.family.last_block(transformer)
     assert transformer.get_submodule(last) is small.family.blocks(transformer)[-1]
     assert all(name.startswith(f"{last}.") for name in still), still
@@ -133,7 +169,9 @@ def batching_changes_nothing(small: Small) -> None:
     with torch.no_grad():
         together = family.predict(transformer, noise, levels, family.collate(samples))
         alone = [
-            family.predict(transformer, noise[i : i + 1], levels[i : i + 1], family.collate(samples[i : i + 1]))
+            family.predict(
+                transformer, noise[i : i + 1], levels[i : i + 1], family.collate(samples[i : i + 1])
+            )
             for i in range(2)
         ]
     assert together.shape == noise.shape
@@ -141,14 +179,20 @@ def batching_changes_nothing(small: Small) -> None:
 
 
 def padding_what_is_masked_changes_nothing(small: Small) -> None:
-    """Neither outputs nor gradients, in fp32; and where attention gets no mask there is no more padding."""
+    """Neither outputs nor gradients, in fp32; and where attention gets no mask there is no more
+    padding.
+    """
     family = small.family
     samples = [small.sample(caption) for caption in CAPTIONS]
     plain, padded = family.collate(samples), family.collate(samples, 128)
     if family.separates_prompts or not family.has_attention_mask(2, "masked"):
-        assert {name: tensor.shape for name, tensor in padded.items()} == {n: t.shape for n, t in plain.items()}
+        assert {name: tensor.shape for name, tensor in padded.items()} == {
+            n: t.shape for n, t in plain.items()
+        }
         return
-    images = sum(t[0, 0].numel() // family.patch**2 for name, t in padded.items() if "latents" in name)
+    images = sum(
+        t[0, 0].numel() // family.patch**2 for name, t in padded.items() if "latents" in name
+    )
     assert (images + padded["prompt_embeds"].shape[1]) % 128 == 0
     assert padded["prompt_mask"].sum() == plain["prompt_mask"].sum() < padded["prompt_mask"].numel()
     noise = torch.randn(plain["latents"].shape, generator=torch.Generator().manual_seed(3))
@@ -164,7 +208,9 @@ def padding_what_is_masked_changes_nothing(small: Small) -> None:
 
 
 def bf16_trains(small: Small) -> None:
-    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits together."""
+    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits
+    together.
+    """
     transformer = type(small.transformer).from_pretrained(
         small.folder / small.family.denoiser, torch_dtype=torch.bfloat16
     )
@@ -173,11 +219,17 @@ def bf16_trains(small: Small) -> None:
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
     levels = small.levels(0.3, 0.8)
     exact = denoising_loss(small.family, small.transformer, batch, noise, levels)
-    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    batch = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in batch.items()
+    }
     loss = denoising_loss(small.family, transformer, batch, noise.bfloat16(), levels)
     loss.backward()
     assert abs(float(loss.detach() - exact)) < 0.05 * float(exact)
-    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in parameters)
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all()
+        for p in parameters
+    )
 
 
 def masks_are_announced(small: Small) -> None:
@@ -202,7 +254,9 @@ def masks_are_announced(small: Small) -> None:
     try:
         assert masked(samples[:1]) == small.family.has_attention_mask(1, "masked")
         assert masked([samples[0]] * 2) == small.family.has_attention_mask(2, "exact")
-        assert masked(samples) <= small.family.has_attention_mask(2, "masked")  # two may share a padded length
+        assert masked(samples) <= small.family.has_attention_mask(
+            2, "masked"
+        )  # two may share a padded length
     finally:
         nn.functional.scaled_dot_product_attention = original
 
@@ -227,7 +281,9 @@ def samples_are_deterministic_and_sized(small: Small) -> None:
     controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
     bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
     runs = [
-        small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=seed, controls=controls)
+        small.family.sample(
+            small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=seed, controls=controls
+        )
         for seed in (0, 0, 1)
     ]
     assert [len(run) for run in runs] == [bucket.num_frames] * 3

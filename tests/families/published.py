@@ -1,7 +1,8 @@
-"""What the models' own folders say of their transformer and VAE: the files on the hub, without their `_` keys.
+"""What the models' own folders say of their transformer and VAE: the files on the hub, without
+their `_` keys.
 
-Qwen-Image's, Qwen's VAE and FLUX.1's are as published, Chroma's is that of a copy. Those of Kandinsky 5.0 are what
-diffusers writes for the published architecture: every argument of the class.
+Qwen-Image's, Qwen's VAE and FLUX.1's are as published, Chroma's is that of a copy. Those of
+Kandinsky 5.0 are what diffusers writes for the published architecture: every argument of the class.
 """
 
 from typing import Any
@@ -72,7 +73,8 @@ FLUX_VAE: dict[str, Any] = {
     "use_quant_conv": False,
 }
 
-# As a copy of lodestones/Chroma1-HD has it, TensorStack/Chroma1-HD-ts: with two keys that its class does not take.
+# As a copy of lodestones/Chroma1-HD has it, TensorStack/Chroma1-HD-ts: with two keys that its class
+# does not take.
 CHROMA: dict[str, Any] = {
     "approximator_hidden_dim": 5120,
     "approximator_layers": 5,

@@ -1,4 +1,6 @@
-"""Each family's training loss in plain torch, from its pipeline's definition; uses nothing of autotune."""
+"""Each family's training loss in plain torch, from its pipeline's definition; uses nothing of
+autotune.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tokens_of(latents: torch.Tensor) -> torch.Tensor:
-    """2x2 patches of (channels, 1, height, width), row by row, each channel's four pixels together."""
+    """2x2 patches of (channels, 1, height, width), row by row, each channel's four pixels
+    together.
+    """
     rows = []
     for y in range(0, latents.shape[2], 2):
         for x in range(0, latents.shape[3], 2):
@@ -28,7 +32,11 @@ def latents_of(tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def qwen_image(transformer, noisy, sigma, sample: Tensors):
     images = [
         noisy,
-        *(sample[name] for name in ("control_latents_1", "control_latents_2", "control_latents_3") if name in sample),
+        *(
+            sample[name]
+            for name in ("control_latents_1", "control_latents_2", "control_latents_3")
+            if name in sample
+        ),
     ]
     tokens = [tokens_of(image) for image in images]
     out = transformer(
@@ -66,7 +74,9 @@ def flux_kontext(transformer, noisy, sigma, sample: Tensors):
         pooled_projections=sample["pooled_prompt_embeds"][None],
         encoder_hidden_states=sample["prompt_embeds"][None],
         txt_ids=torch.zeros(512, 3),
-        img_ids=torch.tensor([[float(is_control), y, x] for is_control in (False, True) for y, x in places]),
+        img_ids=torch.tensor(
+            [[float(is_control), y, x] for is_control in (False, True) for y, x in places]
+        ),
     ).sample
     return latents_of(out[:, : len(places)], noisy.shape)
 
@@ -110,7 +120,9 @@ def z_image(transformer, noisy, sigma, sample: Tensors):
 def flux2(transformer, noisy, sigma, sample: Tensors):
     channels, _, height, width = noisy.shape
     out = transformer(
-        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[None],
+        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[
+            None
+        ],
         timestep=torch.tensor([sigma]),
         encoder_hidden_states=sample["prompt_embeds"][None],
         img_ids=torch.tensor([[0.0, y, x, 0.0] for y in range(height) for x in range(width)]),
@@ -134,7 +146,9 @@ def sdxl(unet, noisy, timestep, sample: Tensors):
 
 
 def wan(transformer, noisy, sigma, sample: Tensors):
-    return transformer(noisy[None], torch.tensor([1000 * sigma]), sample["prompt_embeds"][None]).sample[0]
+    return transformer(
+        noisy[None], torch.tensor([1000 * sigma]), sample["prompt_embeds"][None]
+    ).sample[0]
 
 
 def wan_22(transformer, noisy, sigma, sample: Tensors):
@@ -161,7 +175,9 @@ def qwen_image_21(transformer, noisy, sigma, sample: Tensors):
     channels, _, height, width = noisy.shape
     text = len(sample["prompt_embeds"])
     out = transformer(
-        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[None],
+        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[
+            None
+        ],
         encoder_hidden_states=sample["prompt_embeds"][None],
         timestep=torch.tensor([sigma]),
         img_shapes=[[(1, height, width)]],
@@ -180,11 +196,15 @@ def sd3(transformer, noisy, sigma, sample: Tensors):
 
 
 def ltx_2(transformer, noisy, sigma, sample: Tensors):
-    """Of a picture: what a model with sound says of it while neither hears the other, whatever the sound."""
+    """Of a picture: what a model with sound says of it while neither hears the other, whatever
+    the sound.
+    """
     _, frames, height, width = noisy.shape
     sound = torch.Generator().manual_seed(1)
     out = transformer(
-        torch.stack([noisy[:, t, y, x] for t in range(frames) for y in range(height) for x in range(width)])[None],
+        torch.stack(
+            [noisy[:, t, y, x] for t in range(frames) for y in range(height) for x in range(width)]
+        )[None],
         torch.randn(1, 5, transformer.config.audio_in_channels, generator=sound),
         sample["prompt_embeds"][None],
         torch.randn(1, 3, transformer.config.audio_cross_attention_dim, generator=sound),
@@ -202,7 +222,9 @@ def ltx_2(transformer, noisy, sigma, sample: Tensors):
 
 
 def hunyuan(transformer, noisy, sigma, sample: Tensors):
-    """As its pipeline calls it: prompts padded to a fixed length, an image of zeros, and masks of them all."""
+    """As its pipeline calls it: prompts padded to a fixed length, an image of zeros, and masks
+    of them all.
+    """
     config = transformer.config
     prompt, width = sample["prompt_embeds"], config.text_embed_2_dim
     quoted = int(((prompt[:, width:] == 0).all(1)).sum())
@@ -261,5 +283,7 @@ def loss(name, transformer, samples, noises, levels):
     total = 0.0
     for sample, noise, level in zip(samples, noises, levels, strict=True):
         noisy, target = (epsilon if name == "sdxl" else flow)(sample["latents"], noise, level)
-        total = total + ((PREDICTIONS[name](transformer, noisy, level, sample) - target) ** 2).mean()
+        total = (
+            total + ((PREDICTIONS[name](transformer, noisy, level, sample) - target) ** 2).mean()
+        )
     return total / len(samples)

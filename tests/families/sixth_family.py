@@ -45,12 +45,21 @@ class AuraFlow(Family):
 
     def sample_shapes(self, config, bucket, text_tokens, num_controls=1):
         return {
-            "latents": (config.get("in_channels", 4), 1, bucket.height_px // 8, bucket.width_px // 8),
+            "latents": (
+                config.get("in_channels", 4),
+                1,
+                bucket.height_px // 8,
+                bucket.width_px // 8,
+            ),
             "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 2048)),
         }
 
     def encode_caption(self, pipeline, caption, controls=()):
-        return {"prompt_embeds": pipeline.encode_prompt(caption, do_classifier_free_guidance=False)[0][0]}
+        return {
+            "prompt_embeds": pipeline.encode_prompt(caption, do_classifier_free_guidance=False)[0][
+                0
+            ]
+        }
 
     def count_text_tokens(self, folder, captions, controls=()):
         return [TEXT_TOKENS] * len(captions)
@@ -69,7 +78,11 @@ class AuraFlow(Family):
 
     def write_small_pipeline(self, folder, captions, seed):
         import torch
-        from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+        from diffusers import (
+            AuraFlowPipeline,
+            AuraFlowTransformer2DModel,
+            FlowMatchEulerDiscreteScheduler,
+        )
 
         from autotune.families.small.parts import flux_vae, t5_encoder, t5_tokenizer
 

@@ -42,7 +42,9 @@ class Small:
 
     def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
         """Smooth random pixels (3, frames, height, width) in [-1, 1]."""
-        coarse = torch.rand(3, bucket.num_frames, 4, 4, generator=torch.Generator().manual_seed(seed))
+        coarse = torch.rand(
+            3, bucket.num_frames, 4, 4, generator=torch.Generator().manual_seed(seed)
+        )
         size = (bucket.height_px, bucket.width_px)
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
@@ -72,13 +74,17 @@ class Small:
     def workload(self, targets: str = "attention") -> Workload:
         """For an adapter of rank 4."""
         return describe_workload(
-            resolve_model(str(self.folder)), None, WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets)
+            resolve_model(str(self.folder)),
+            None,
+            WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets),
         )
 
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
         """A copy of the transformer with an adapter that is not zero."""
         transformer = copy.deepcopy(self.transformer)
-        parameters = add_adapter(self.family, transformer, self.workload(targets), torch.float32, seed=1)
+        parameters = add_adapter(
+            self.family, transformer, self.workload(targets), torch.float32, seed=1
+        )
         generator = torch.Generator().manual_seed(2)
         for parameter in parameters:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
@@ -86,7 +92,9 @@ class Small:
 
 
 def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
-    """Let Chroma's pipeline mask what it should: it adds the numbers of its mask (huggingface/diffusers#13619)."""
+    """Let Chroma's pipeline mask what it should: it adds the numbers of its mask
+    (huggingface/diffusers#13619).
+    """
     stock = pipeline._get_t5_prompt_embeds
 
     def encode(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,13 @@ SHAPE = (16, 1, 8, 8)
 
 
 def job_of(model: Path, expert: Any) -> Job:
-    usual = {"num_steps": 1, "learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0, "timestep_shift": 1.0}
+    usual = {
+        "num_steps": 1,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "timestep_shift": 1.0,
+    }
     return Job(model=str(model), data=None, seed=0, preview_steps=2, expert=expert, **usual)  # type: ignore[arg-type]
 
 
@@ -49,23 +55,38 @@ def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling
         assert drawn.min() >= process.lowest_share - 1e-6
         assert drawn.max() <= process.highest_share + 1e-6
         quartiles = torch.tensor([0.25, 0.5, 0.75])
-        torch.testing.assert_close(drawn.quantile(quartiles), inside.quantile(quartiles), atol=0.03, rtol=0)
+        torch.testing.assert_close(
+            drawn.quantile(quartiles), inside.quantile(quartiles), atol=0.03, rtol=0
+        )
 
 
 def test_quantiles_of_all_levels_are_what_they_were() -> None:
     assert Noising(shift=3.0).level_of_quantile(0.5, SHAPE) == 0.75
 
 
-def test_the_job_tells_the_expert_and_the_folder_its_boundary(small_pipelines: Any, tmp_path: Path) -> None:
+def test_the_job_tells_the_expert_and_the_folder_its_boundary(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(small_pipelines(NAME).folder, folder)
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
-    found = {name: resolve_model(job_of(folder, name).pinned_model) for name in ("high-noise", "low-noise")}
-    assert [each.noise for each in found.values()] == [FlowMatching(0.75, 1.0), FlowMatching(0.0, 0.75)]
-    assert [each.transformer_file.name for each in found.values()] == ["transformer", "transformer_2"]
+    found = {
+        name: resolve_model(job_of(folder, name).pinned_model)
+        for name in ("high-noise", "low-noise")
+    }
+    assert [each.noise for each in found.values()] == [
+        FlowMatching(0.75, 1.0),
+        FlowMatching(0.0, 0.75),
+    ]
+    assert [each.transformer_file.name for each in found.values()] == [
+        "transformer",
+        "transformer_2",
+    ]
     assert [each.family.expert for each in found.values()] == list(found)
-    assert len({each.spec for each in found.values()}) == 1  # what one was planned for, the other is
+    assert (
+        len({each.spec for each in found.values()}) == 1
+    )  # what one was planned for, the other is
     assert resolve_model(str(folder)).family.expert == "high-noise"
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 2.0}))
     with pytest.raises(InvalidInput, match="boundary_ratio"):
@@ -111,7 +132,9 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
         if name == "with":
             stock.load_lora_weights(file, **family.adapter_options)
             assert hasattr(getattr(stock, family.denoiser), "peft_config")
-            assert not any(hasattr(getattr(stock, other), "peft_config") for other in family.other_denoisers)
+            assert not any(
+                hasattr(getattr(stock, other), "peft_config") for other in family.other_denoisers
+            )
         expected = family.sample(stock, preview.prompt, preview.bucket, num_steps=4, seed=0)
         frames[name] = [frame.tobytes() for frame in sampler.sample(preview)]
         assert frames[name] == [frame.tobytes() for frame in expected]
@@ -120,10 +143,18 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
 
 @pytest.mark.parametrize(
     ("other", "asked", "kept"),
-    [(NAME, {}, "low-noise"), (NAME, {"expert": "high-noise"}, "high-noise"), ("wan-2.1", {}, None)],
+    [
+        (NAME, {}, "low-noise"),
+        (NAME, {"expert": "high-noise"}, "high-noise"),
+        ("wan-2.1", {}, None),
+    ],
 )
 def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
-    small_pipelines: Any, monkeypatch: pytest.MonkeyPatch, other: str, asked: dict[str, str], kept: str | None
+    small_pipelines: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    other: str,
+    asked: dict[str, str],
+    kept: str | None,
 ) -> None:
     earlier = PlanRequest(model=model_reference("wan-2.2-14b", {"expert": "low-noise"}))
     monkeypatch.setattr(plans, "_any_variant", lambda plan: plan)
@@ -133,17 +164,25 @@ def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
     assert split_reference(request.model) == (str(folder), {"expert": kept} if kept else {})
 
 
-def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(small_pipelines: Any) -> None:
+def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(
+    small_pipelines: Any,
+) -> None:
     """In fp16 the pipeline around them stays in fp32."""
     small: Small = small_pipelines(NAME)
     model = resolve_model(model_reference(str(small.folder), {"expert": "high-noise"}))
-    encoders = Encoders(model, CachingSettings(), SETTINGS.changed(precision="fp16"), torch.device("cpu"))
+    encoders = Encoders(
+        model, CachingSettings(), SETTINGS.changed(precision="fp16"), torch.device("cpu")
+    )
     sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
     sampler._encode([preview])
-    sampler.attach(type(small.transformer).from_pretrained(model.transformer_file, torch_dtype=torch.float16))
+    sampler.attach(
+        type(small.transformer).from_pretrained(model.transformer_file, torch_dtype=torch.float16)
+    )
     other = sampler.pipeline.transformer_2
     assert other.dtype == torch.float16
-    assert other.proj_out._hf_hook.weights_map["weight"].dtype == torch.float32, "the host has the file as it is"
+    assert other.proj_out._hf_hook.weights_map["weight"].dtype == torch.float32, (
+        "the host has the file as it is"
+    )
     called: list[torch.dtype] = []
     other.register_forward_pre_hook(
         lambda _, args, given: called.append(given["hidden_states"].dtype), with_kwargs=True

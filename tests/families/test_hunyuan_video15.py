@@ -15,7 +15,9 @@ from tests.builders import workload
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_masks_of_the_autoencoder_are_those_of_diffusers(batch_size):
     asked = (3, 4, torch.float32, "cpu", batch_size)
-    assert torch.equal(causal_mask(*asked), HunyuanVideo15AttnBlock.prepare_causal_attention_mask(*asked))
+    assert torch.equal(
+        causal_mask(*asked), HunyuanVideo15AttnBlock.prepare_causal_attention_mask(*asked)
+    )
 
 
 def test_a_clip_is_encoded_in_tiles_or_it_would_fit_no_card():

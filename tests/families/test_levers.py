@@ -13,7 +13,11 @@ from autotune.families.registry import FAMILIES
 from autotune.schema.candidate import Candidate
 
 TABLE = Path(__file__).parents[2] / "docs" / "levers.md"
-INTRODUCTION = "Which settings that save memory or time each family has, generated from what the families declare."
+INTRODUCTION = (
+    "Which settings that save memory or time each family has, generated from what the "
+    "families "
+    "declare."
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -45,12 +49,21 @@ def markdown() -> str:
     families = {model.family: model for model in autotune.list_models()}
     rows = [["family", *LEVERS.values()]]
     for name, model in families.items():
-        rows.append([name, *("yes" if title in model.levers else "no" for title in LEVERS.values())])
+        rows.append(
+            [name, *("yes" if title in model.levers else "no" for title in LEVERS.values())]
+        )
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
-    missing = [(name, *pair) for name, model in families.items() for pair in model.missing_levers.items()]
+    missing = [
+        (name, *pair) for name, model in families.items() for pair in model.missing_levers.items()
+    ]
     reasons = [f"- {name}, no {title}: {why}." for name, title, why in missing]
-    return "\n".join(["# Levers by family", "", INTRODUCTION, "", *lines, "", "Why not:", "", *reasons]) + "\n"
+    return (
+        "\n".join(
+            ["# Levers by family", "", INTRODUCTION, "", *lines, "", "Why not:", "", *reasons]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

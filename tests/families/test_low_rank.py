@@ -1,4 +1,6 @@
-"""LoRA layers compute what peft's do, keep no more for the backward pass, and write and read less."""
+"""LoRA layers compute what peft's do, keep no more for the backward pass, and write and read
+less.
+"""
 
 import copy
 
@@ -24,13 +26,19 @@ FORMATS = [
 ]
 
 
-def pair(weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32, bias=True, **options):
-    """The same adapted layer with peft's forward pass and with ours; both of the adapter's halves are not zero."""
+def pair(
+    weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32, bias=True, **options
+):
+    """The same adapted layer with peft's forward pass and with ours; both of the adapter's
+    halves are not zero.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128, bias=bias)).to(dtype).requires_grad_(False)
     if transform := quantize_inside([model], weight_format):
         model[0] = transform("0", model[0]) or model[0]
-    config = LoraConfig(r=16, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"], **options)
+    config = LoraConfig(
+        r=16, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"], **options
+    )
     inject_adapter_in_model(config, model)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -59,7 +67,9 @@ def assert_same(found, expected, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize(("alpha", "of_input"), [(16.0, True), (16.0, False), (4.0, True), (0.0, True)])
+@pytest.mark.parametrize(
+    ("alpha", "of_input"), [(16.0, True), (16.0, False), (4.0, True), (0.0, True)]
+)
 def test_output_and_gradients_are_pefts(weight_format, alpha, of_input):
     peft, ours = pair(weight_format, alpha=alpha)
     assert_same(run(ours, of_input=of_input), run(peft, of_input=of_input))
@@ -105,7 +115,8 @@ def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation
             x = torch.randn(2, 64, requires_grad=True)
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sin().sum().backward()
     assert_same(
-        [p.grad for p in ours.parameters() if p.requires_grad], [p.grad for p in peft.parameters() if p.requires_grad]
+        [p.grad for p in ours.parameters() if p.requires_grad],
+        [p.grad for p in peft.parameters() if p.requires_grad],
     )
 
 
@@ -113,7 +124,9 @@ def test_disabled_merged_and_several_adapters_take_pefts_way():
     peft, ours = pair()
     for model in (peft, ours):
         inject_adapter_in_model(
-            LoraConfig(r=4, target_modules=["0"], init_lora_weights=False), model, adapter_name="second"
+            LoraConfig(r=4, target_modules=["0"], init_lora_weights=False),
+            model,
+            adapter_name="second",
         )
         torch.manual_seed(3)
         for parameter in model[0].lora_B["second"].parameters():
@@ -134,7 +147,9 @@ def test_disabled_merged_and_several_adapters_take_pefts_way():
 
 def test_layers_stay_pefts_to_whoever_saves_them():
     peft, ours = pair()
-    plain, lean = (get_peft_model_state_dict(model, adapter_name="default") for model in (peft, ours))
+    plain, lean = (
+        get_peft_model_state_dict(model, adapter_name="default") for model in (peft, ours)
+    )
     assert list(plain) == list(lean)
     assert all(torch.equal(plain[name], lean[name]) for name in plain)
     make_lean(ours)
@@ -166,7 +181,9 @@ def test_no_more_is_saved_and_fewer_kernels_run():
                 out = model(x)
             out.backward(torch.ones_like(out))
         saved.append(sum(sizes.values()))
-        counts.append([name for name in count.names if name not in ("detach", "ones_like", "_unsafe_view")])
+        counts.append(
+            [name for name in count.names if name not in ("detach", "ones_like", "_unsafe_view")]
+        )
     assert saved[1] <= saved[0]
     assert len(counts[1]) == len(counts[0]) - 3  # a scaling and a sum forward, a scaling backward
     assert "mul" not in counts[1]

@@ -1,4 +1,6 @@
-"""The other parts of a model in a single file: in files of their own, in the same checkpoint, or nowhere."""
+"""The other parts of a model in a single file: in files of their own, in the same checkpoint, or
+nowhere.
+"""
 
 import re
 import shutil
@@ -43,10 +45,16 @@ def check_same(model: ResolvedModel, whole: Path) -> None:
     check_weights(model)
     assert read_parts(model) == read_parts(resolve_model(str(whole)))
     for part in ("vae", *model.family.text_encoders):
-        loaded = load_component(model.weights, part, dtype=torch.float32, weights=model.part_files.get(part))
+        loaded = load_component(
+            model.weights, part, dtype=torch.float32, weights=model.part_files.get(part)
+        )
         expected = load_component(whole, part, dtype=torch.float32).state_dict()
         assert loaded.state_dict().keys() == expected.keys()
-        assert [name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, expected[name])] == []
+        assert [
+            name
+            for name, tensor in loaded.state_dict().items()
+            if not torch.equal(tensor, expected[name])
+        ] == []
 
 
 def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone(
@@ -66,18 +74,31 @@ def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone
     check_same(model, whole)
 
 
-def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(small_pipelines: Any, tmp_path: Path) -> None:
+def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
     whole = small_pipelines("flux1-dev").folder
     base = tmp_path / "base"
     shutil.copytree(whole, base)
     file = in_one_file("flux1-dev", base, tmp_path / "flux1.safetensors")
     vae = write(ldm_vae(take(base, "vae")), tmp_path / "ae.safetensors")
-    clip = {**take(base, "text_encoder"), "logit_scale": torch.ones(()), "text_projection.weight": torch.ones(2, 2)}
+    clip = {
+        **take(base, "text_encoder"),
+        "logit_scale": torch.ones(()),
+        "text_projection.weight": torch.ones(2, 2),
+    }
     t5 = {**take(base, "text_encoder_2"), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
-    encoders = [write(t5, tmp_path / "t5xxl.safetensors"), write(clip, tmp_path / "clip_l.safetensors")]
+    encoders = [
+        write(t5, tmp_path / "t5xxl.safetensors"),
+        write(clip, tmp_path / "clip_l.safetensors"),
+    ]
     parts = {"base": str(base), **file_parts(str(vae), [str(path) for path in encoders])}
     model = resolve_model(model_reference(str(file), parts))
-    assert model.part_files == {"vae": vae, "text_encoder_2": encoders[0], "text_encoder": encoders[1]}
+    assert model.part_files == {
+        "vae": vae,
+        "text_encoder_2": encoders[0],
+        "text_encoder": encoders[1],
+    }
     check_same(model, whole)
     with pytest.raises(InvalidInput, match="the same text encoder"):
         resolve_model(model_reference(str(file), parts | file_parts(None, [str(encoders[0])] * 2)))
@@ -85,7 +106,9 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(small_p
         resolve_model(model_reference(str(file), parts | file_parts(None, [str(vae)])))
 
 
-def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(small_pipelines: Any, tmp_path: Path) -> None:
+def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
     whole = small_pipelines("flux2-klein").folder
     base = tmp_path / "base"
     shutil.copytree(whole, base)
@@ -100,11 +123,16 @@ def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(small_pipelines: Any,
 
 def flat(state: State) -> State:
     """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
-    return {re.sub(r"^model\.language_model\.", "model.", name): tensor for name, tensor in state.items()}
+    return {
+        re.sub(r"^model\.language_model\.", "model.", name): tensor
+        for name, tensor in state.items()
+    }
 
 
 def with_head(state: State) -> State:
-    """The whole language model of Qwen3 or Qwen3-VL, of which these pipelines take what is below the head."""
+    """The whole language model of Qwen3 or Qwen3-VL, of which these pipelines take what is below
+    the head.
+    """
     return {**within(state, "model."), "lm_head.weight": torch.ones(2, 2)}
 
 
@@ -131,13 +159,18 @@ def test_a_text_encoder_under_the_names_that_comfyui_has_is_that_of_the_folder(
     state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
     file = write(state, tmp_path / "encoder.safetensors")
     loaded, expected = (
-        load_component(whole, "text_encoder", dtype=torch.float32, weights=path).state_dict() for path in (file, None)
+        load_component(whole, "text_encoder", dtype=torch.float32, weights=path).state_dict()
+        for path in (file, None)
     )
     assert loaded.keys() == expected.keys()
-    assert [name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])
+    ] == []
 
 
-def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(small_pipelines: Any, tmp_path: Path) -> None:
+def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
     base, models = tmp_path / "base", tmp_path / "ComfyUI" / "models"
     (models / "diffusion_models").mkdir(parents=True)
     shutil.copytree(small_pipelines("flux2-klein").folder, base)
@@ -148,15 +181,34 @@ def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(small_pip
     assert "--vae FILE" in caught.value.hint
     assert str(models / "vae") in caught.value.hint
     with pytest.raises(MissingWeights, match="does not exist") as caught:
-        resolve_model(model_reference(str(file), {"base": str(base), **file_parts(None, ["gone.safetensors"])}))
+        resolve_model(
+            model_reference(
+                str(file), {"base": str(base), **file_parts(None, ["gone.safetensors"])}
+            )
+        )
     assert str(models / "text_encoders") in caught.value.hint
     with pytest.raises(InvalidInput, match=r"has 1 text encoder\(s\), not 2"):
-        resolve_model(model_reference(str(file), {"base": str(base), **file_parts(None, [str(file)] * 2)}))
+        resolve_model(
+            model_reference(str(file), {"base": str(base), **file_parts(None, [str(file)] * 2)})
+        )
 
 
 def test_a_job_names_its_files_as_the_reference_does() -> None:
-    given = {"model": "a.safetensors", "base": "b", "vae": "v.safetensors", "text_encoders": ("t", "u")}
-    usual = {"data": None, "num_steps": 1, "learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    job = Job.model_validate({**usual, **given, "timestep_shift": 1.0, "seed": 0, "preview_steps": 1})
+    given = {
+        "model": "a.safetensors",
+        "base": "b",
+        "vae": "v.safetensors",
+        "text_encoders": ("t", "u"),
+    }
+    usual = {
+        "data": None,
+        "num_steps": 1,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+    }
+    job = Job.model_validate(
+        {**usual, **given, "timestep_shift": 1.0, "seed": 0, "preview_steps": 1}
+    )
     parts = {"base": "b", "vae": "v.safetensors", "text_encoder_1": "t", "text_encoder_2": "u"}
     assert job.pinned_model == model_reference("a.safetensors", parts)

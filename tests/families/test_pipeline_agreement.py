@@ -1,4 +1,6 @@
-"""What `predict` says is what the stock pipeline's own call of the transformer says, and latents are its latents."""
+"""What `predict` says is what the stock pipeline's own call of the transformer says, and latents
+are its latents.
+"""
 
 import numpy as np
 import pytest
@@ -15,15 +17,18 @@ AREA = 64 * 64
 
 
 def _calls(transformer, monkeypatch, answer=None):
-    """Records every call of `transformer`: its noisy input and what it returns; with `answer`, that instead. Of a model
-    with sound those in which the picture does not hear it, as in training."""
+    """Records every call of `transformer`: its noisy input and what it returns; with `answer`,
+    that instead. Of a model with sound those in which the picture does not hear it, as in
+    training."""
     calls = []
     forward = transformer.forward
 
     def record(*args, **kwargs):
         output = forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)  # a pipeline may write into it
+        hidden = (
+            hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)
+        )  # a pipeline may write into it
         output = output if answer is None else answer(output)
         if kwargs.get("isolate_modalities", True):
             calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
@@ -36,7 +41,11 @@ def _calls(transformer, monkeypatch, answer=None):
 def _options(small, monkeypatch):
     """Arguments of the stock pipeline for one small picture without classifier-free guidance."""
     family, size = small.family, (small.bucket.width_px, small.bucket.height_px)
-    options = {"guidance_scale": NO_GUIDANCE.get(family.name, 1.0), "width": size[0], "height": size[1]}
+    options = {
+        "guidance_scale": NO_GUIDANCE.get(family.name, 1.0),
+        "width": size[0],
+        "height": size[1],
+    }
     if family.name.startswith("qwen"):
         del options["guidance_scale"]
     if family.name == "kandinsky5-image-lite":
@@ -51,13 +60,20 @@ def _options(small, monkeypatch):
         del options["guidance_scale"]
         monkeypatch.setattr(small.pipeline.guider, "guidance_scale", 1.0)
     if family.name == "ltx-2.3":
-        options |= {"audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0, "guidance_rescale": 0.0}
+        options |= {
+            "audio_guidance_scale": 1.0,
+            "stg_scale": 0.0,
+            "audio_stg_scale": 0.0,
+            "guidance_rescale": 0.0,
+        }
     return options
 
 
 @pytest.fixture
 def controls(small, monkeypatch):
-    """Control images as pixels, at the size the pipeline would give them, with its megapixel made small."""
+    """Control images as pixels, at the size the pipeline would give them, with its megapixel
+    made small.
+    """
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
@@ -67,7 +83,9 @@ def controls(small, monkeypatch):
     monkeypatch.setattr(qwen_image_edit.QwenImageEdit, "condition_area_px", AREA)
     sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
     return [
-        small.pixels(Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number)
+        small.pixels(
+            Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number
+        )
         for number, (width, height) in enumerate(sizes)
     ]
 
@@ -90,7 +108,9 @@ def _unpack(family, hidden, shape):
         rows, columns = height // family.patch, width // family.patch
         tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
-    return hidden[:, :channels].reshape(1, channels, frames, height, width)  # others are for an image to begin with
+    return hidden[:, :channels].reshape(
+        1, channels, frames, height, width
+    )  # others are for an image to begin with
 
 
 def _pack(family, pipeline, latents):
@@ -142,7 +162,9 @@ def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, m
 
 @pytest.mark.quick(*KINDS)
 def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
-    """With a transformer that predicts nothing, the pipeline decodes the very latents it was given."""
+    """With a transformer that predicts nothing, the pipeline decodes the very latents it was
+    given.
+    """
     family, pipeline = small.family, small.pipeline
     pixels = small.pixels(small.bucket)
     options = _options(small, monkeypatch)
@@ -181,4 +203,8 @@ def _still(output):
 
 
 def _still_of(first):
-    return [torch.zeros_like(one) for one in first] if isinstance(first, list) else torch.zeros_like(first)
+    return (
+        [torch.zeros_like(one) for one in first]
+        if isinstance(first, list)
+        else torch.zeros_like(first)
+    )

@@ -24,7 +24,10 @@ def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, he
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
     one, several = FAMILIES["qwen-image-edit"], FAMILIES["qwen-image-edit-plus"]
-    assert one._condition_size(width, height) == edit.calculate_dimensions(1024 * 1024, width / height)[:2]
+    assert (
+        one._condition_size(width, height)
+        == edit.calculate_dimensions(1024 * 1024, width / height)[:2]
+    )
     area = plus.CONDITION_IMAGE_SIZE
     assert several._condition_size(width, height) == plus.calculate_dimensions(area, width / height)
 
@@ -69,7 +72,10 @@ def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
         with torch.no_grad():
             noisy = torch.stack([sample["latents"]] * 2)
             predictions[name] = small.family.predict(
-                transformer, noisy, levels, small.family.collate([small.sample(caption) for caption in CAPTIONS])
+                transformer,
+                noisy,
+                levels,
+                small.family.collate([small.sample(caption) for caption in CAPTIONS]),
             )
             alone = reference.qwen_image(transformer, noisy[0], float(levels[0]), sample)
         torch.testing.assert_close(predictions[name][0], alone, rtol=1e-3, atol=1e-4)
@@ -96,11 +102,20 @@ def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it
     seen = []
     forward = small.transformer.forward
     monkeypatch.setattr(
-        small.transformer, "forward", lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1]
+        small.transformer,
+        "forward",
+        lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1],
     )
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
     bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
-    small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[Image.new("RGB", (64, 64))])
+    small.family.sample(
+        small.pipeline,
+        CAPTIONS[0],
+        bucket,
+        num_steps=2,
+        seed=0,
+        controls=[Image.new("RGB", (64, 64))],
+    )
     assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
     assert len(seen) == 4  # guidance calls the transformer twice a step
     assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before
@@ -113,32 +128,56 @@ def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines
     seen = []
     forward = small.transformer.forward
     monkeypatch.setattr(
-        small.transformer, "forward", lambda **given: (seen.append(given["img_ids"]), forward(**given))[1]
+        small.transformer,
+        "forward",
+        lambda **given: (seen.append(given["img_ids"]), forward(**given))[1],
     )
     bucket = Bucket(width_px=32, height_px=64, num_frames=1, num_items=1)
     control = Image.new("RGB", (200, 100))
-    (image,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control])
+    (image,) = small.family.sample(
+        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control]
+    )
     assert image.size == (32, 64)
-    assert all(ids.tolist() == [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)] for ids in seen)
+    assert all(
+        ids.tolist() == [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)]
+        for ids in seen
+    )
 
 
-def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(small_pipelines, monkeypatch):
+def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(
+    small_pipelines, monkeypatch
+):
     small = small_pipelines("chroma")
     bucket = Bucket(width_px=32, height_px=32, num_frames=1, num_items=1)
-    options = {"num_inference_steps": 2, "width": 32, "height": 32, "output_type": "np", "return_dict": False}
+    options = {
+        "num_inference_steps": 2,
+        "width": 32,
+        "height": 32,
+        "output_type": "np",
+        "return_dict": False,
+    }
 
     def stock() -> torch.Tensor:
-        guidance, generator = small.family.defaults.sampling_guidance, torch.Generator().manual_seed(0)
-        images = small.pipeline(CAPTIONS[0], guidance_scale=guidance, generator=generator, **options)[0]
+        guidance, generator = (
+            small.family.defaults.sampling_guidance,
+            torch.Generator().manual_seed(0),
+        )
+        images = small.pipeline(
+            CAPTIONS[0], guidance_scale=guidance, generator=generator, **options
+        )[0]
         return torch.from_numpy(images[0]) * 255
 
     masks, forward = [], small.transformer.forward
     with monkeypatch.context() as patch:
         patch.setattr(
-            small.transformer, "forward", lambda **given: (masks.append(given["attention_mask"]), forward(**given))[1]
+            small.transformer,
+            "forward",
+            lambda **given: (masks.append(given["attention_mask"]), forward(**given))[1],
         )
         (preview,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0)
-    assert masks == [None] * 4  # some attention backends refuse any; guidance calls the transformer twice a step
+    assert (
+        masks == [None] * 4
+    )  # some attention backends refuse any; guidance calls the transformer twice a step
     ours, as_it_is = torch.tensor(np.asarray(preview), dtype=torch.float32), stock()
     mask_padding(small.pipeline, monkeypatch)
     torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
@@ -146,8 +185,12 @@ def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(small_pip
 
 
 @pytest.mark.parametrize("prompt", [CAPTIONS[0], 'a red sign that says "open"'])
-def test_preview_of_hunyuanvideo_is_that_of_its_pipeline_without_the_padding(small_pipelines, monkeypatch, prompt):
-    """Which diffusers masks: prompts of 1,000 tokens, 256 of quoted text, 729 of an image that is not there."""
+def test_preview_of_hunyuanvideo_is_that_of_its_pipeline_without_the_padding(
+    small_pipelines, monkeypatch, prompt
+):
+    """Which diffusers masks: prompts of 1,000 tokens, 256 of quoted text, 729 of an image that
+    is not there.
+    """
     small = small_pipelines("hunyuanvideo-1.5")
     bucket = Bucket(width_px=32, height_px=32, num_frames=5, num_items=1)
     masks, dispatch = [], hunyuan_transformer.dispatch_attention_fn
@@ -155,13 +198,21 @@ def test_preview_of_hunyuanvideo_is_that_of_its_pipeline_without_the_padding(sma
         patch.setattr(
             hunyuan_transformer,
             "dispatch_attention_fn",
-            lambda *args, **given: (masks.append(given.get("attn_mask")), dispatch(*args, **given))[1],
+            lambda *args, **given: (masks.append(given.get("attn_mask")), dispatch(*args, **given))[
+                1
+            ],
         )
         preview = small.family.sample(small.pipeline, prompt, bucket, num_steps=2, seed=0)
     assert masks == [None] * 16  # of four blocks, with and without the prompt in two steps
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(small.folder / "transformer")
     pipeline = type(small.pipeline)(**{**small.pipeline.components, "transformer": stock})
-    options = {"num_inference_steps": 2, "width": 32, "height": 32, "num_frames": 5, "output_type": "np"}
+    options = {
+        "num_inference_steps": 2,
+        "width": 32,
+        "height": 32,
+        "num_frames": 5,
+        "output_type": "np",
+    }
     frames = pipeline(prompt, generator=torch.Generator().manual_seed(0), **options).frames[0]
     ours = torch.stack([torch.tensor(np.asarray(frame), dtype=torch.float32) for frame in preview])
     torch.testing.assert_close(ours, torch.from_numpy(frames) * 255, rtol=0, atol=0.51)
@@ -170,13 +221,19 @@ def test_preview_of_hunyuanvideo_is_that_of_its_pipeline_without_the_padding(sma
 def test_quoted_text_has_its_part_in_what_hunyuanvideo_predicts(small_pipelines):
     """As diffusers computes it, also in one batch with a prompt that quotes nothing."""
     small = small_pipelines("hunyuanvideo-1.5")
-    samples = [small.sample(caption) for caption in ('a sign: "open"', CAPTIONS[0], 'a sign: "shut"')]
+    samples = [
+        small.sample(caption) for caption in ('a sign: "open"', CAPTIONS[0], 'a sign: "shut"')
+    ]
     noisy, levels = torch.randn(3, *samples[0]["latents"].shape), small.levels(0.3, 0.5, 0.8)
     with torch.no_grad():
-        together = small.family.predict(small.transformer, noisy, levels, small.family.collate(samples))
+        together = small.family.predict(
+            small.transformer, noisy, levels, small.family.collate(samples)
+        )
         for row, sample in enumerate(samples):
             alone = reference.hunyuan(small.transformer, noisy[row], float(levels[row]), sample)
             torch.testing.assert_close(together[row], alone, rtol=1e-4, atol=1e-5)
         bare = {**samples[0], "prompt_embeds": samples[0]["prompt_embeds"][7:]}
-        without = small.family.predict(small.transformer, noisy[:1], levels[:1], small.family.collate([bare]))
+        without = small.family.predict(
+            small.transformer, noisy[:1], levels[:1], small.family.collate([bare])
+        )
     assert not torch.allclose(without, together[:1], rtol=1e-3)

@@ -66,7 +66,10 @@ MODELS = {each.name or name: each for name, family in FAMILIES.items() for each 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_name_and_hub_id_give_the_published_model(name):
     by_name, by_hub_id = resolve_model(name).spec, resolve_model(MODELS[name].hub_id).spec
-    assert (by_name.num_parameters, by_name.num_blocks) == (MODELS[name].num_parameters, NUM_BLOCKS[name])
+    assert (by_name.num_parameters, by_name.num_blocks) == (
+        MODELS[name].num_parameters,
+        NUM_BLOCKS[name],
+    )
     assert by_name == by_hub_id
 
 
@@ -75,17 +78,25 @@ def test_autoencoders_decode_in_tiles_of_the_published_size(name):
     parts = FAMILIES[name].parts
     with torch.device("meta"):
         vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
-    sides = [getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")]
+    sides = [
+        getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")
+    ]
     others = {"AutoencoderKL": 1024, "AutoencoderKLFlux2": 1024, "AutoencoderKLLTX2Video": 512}
     assert max(filter(None, sides)) == others.get(parts.vae_class, 256)
 
 
 def _written_configs(family):
     """What diffusers writes for the family's first model: every argument of the classes."""
-    built = [(family.transformer_class, family.transformer_config), (family.parts.vae_class, family.parts.vae_config)]
+    built = [
+        (family.transformer_class, family.transformer_config),
+        (family.parts.vae_class, family.parts.vae_config),
+    ]
     with torch.device("meta"):
         models = [getattr(diffusers, cls)(**config) for cls, config in built]
-    return [{k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in models]
+    return [
+        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"}
+        for model in models
+    ]
 
 
 def published_folder(folder, name):
@@ -114,7 +125,10 @@ def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     parts = read_parts(model)
     assert parts.vae_class == family.parts.vae_class
     with torch.device("meta"):
-        vaes = [getattr(diffusers, known.vae_class)(**known.vae_config) for known in (parts, family.parts)]
+        vaes = [
+            getattr(diffusers, known.vae_class)(**known.vae_config)
+            for known in (parts, family.parts)
+        ]
     ours, theirs = (json.loads(json.dumps(vae.config)) for vae in vaes)
     assert {**ours, "_use_default_values": None} == {**theirs, "_use_default_values": None}
     without_weights = replace(model, folder=None)
@@ -122,15 +136,23 @@ def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
 
 
 def test_the_models_that_decode_sound_are_counted(tmp_path):
-    """Of a folder those that are there; of the published models what diffusers' classes have by default."""
+    """Of a folder those that are there; of the published models what diffusers' classes have by
+    default.
+    """
     folder, family = tmp_path / "small", FAMILIES["ltx-2.3"]
     family.write_small_pipeline(folder, ["a red fox"], seed=0)
-    files = [*(folder / "audio_vae").glob("*.safetensors"), *(folder / "vocoder").glob("*.safetensors")]
+    files = [
+        *(folder / "audio_vae").glob("*.safetensors"),
+        *(folder / "vocoder").glob("*.safetensors"),
+    ]
     stored = [tensor.numel() for file in files for tensor in load_file(file).values()]
     assert read_parts(resolve_model(str(folder))).decoder_parameters == sum(stored) > 0
     with torch.device("meta"):
         sound, later, first = AutoencoderKLLTX2Audio(), LTX2VocoderWithBWE(), LTX2Vocoder()
-    numbers = [sum(parameter.numel() for parameter in model.parameters()) for model in (sound, later, first)]
+    numbers = [
+        sum(parameter.numel() for parameter in model.parameters())
+        for model in (sound, later, first)
+    ]
     published = [model.parts.decoder_parameters for model in family.models]
     assert published == [numbers[0] + numbers[1], numbers[0] + numbers[2]]
     (folder / "vocoder" / files[-1].name).write_bytes(b"damaged")
@@ -143,7 +165,9 @@ def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "of_another_release": None}))
     model = resolve_model(str(folder))
-    small = workload(model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),))
+    small = workload(
+        model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),)
+    )
     traced = TracedModel(model.family, model.config, small, "cpu", read_parts(model))
     assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
 
@@ -186,7 +210,9 @@ def test_sparse_attention_is_refused():
         build_on_meta(family, {**family.transformer_config, "attention_type": "nabla"})
 
 
-@pytest.mark.parametrize(("num_images", "num_steps"), [(1, 125), (5, 125), (20, 500), (160, 4000), (100_000, 4000)])
+@pytest.mark.parametrize(
+    ("num_images", "num_steps"), [(1, 125), (5, 125), (20, 500), (160, 4000), (100_000, 4000)]
+)
 def test_steps_follow_the_number_of_images(num_images, num_steps):
     assert FAMILIES["qwen-image"].defaults.num_steps(num_images) == num_steps
 

@@ -22,7 +22,9 @@ from tests.builders import candidate, hardware, workload
 def folder(small_pipelines, tmp_path):
     """A copy of a model's small files; weights are not read."""
     return shutil.copytree(
-        small_pipelines("qwen-image").folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+        small_pipelines("qwen-image").folder,
+        tmp_path / "model",
+        ignore=shutil.ignore_patterns("*.safetensors"),
     )
 
 
@@ -55,8 +57,16 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
         resolve_model(str(folder))
 
 
-@pytest.mark.parametrize("config", [{"num_layers": "many"}, {"no_such_argument": 1}, {"axes_dims_rope": [1, 2, 3]},
-                                    {"attention_head_dim": -8}, {"num_attention_heads": 10**15}])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_layers": "many"},
+        {"no_such_argument": 1},
+        {"axes_dims_rope": [1, 2, 3]},
+        {"attention_head_dim": -8},
+        {"num_attention_heads": 10**15},
+    ],
+)
 def test_configuration_that_builds_no_model_is_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
@@ -89,8 +99,12 @@ def write_config(folder, part, **changes):
 
 
 @pytest.mark.parametrize("place", [(), ("vision_config",), ("text_config",)])
-@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
-@pytest.mark.parametrize("value", ["owner/repo@sha", "kernels-community/flash-attn2", "flash_attention_2", {"": "a/b"}])
+@pytest.mark.parametrize(
+    "name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
+)
+@pytest.mark.parametrize(
+    "value", ["owner/repo@sha", "kernels-community/flash-attn2", "flash_attention_2", {"": "a/b"}]
+)
 def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value, place):
     """transformers fetches and loads whatever repository stands there."""
     monkeypatch.setattr("transformers.modeling_utils.is_kernel", pytest.fail)
@@ -105,14 +119,18 @@ def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value
 
 
 def test_built_in_implementations_pass(folder):
-    write_config(folder, "text_encoder", attn_implementation="sdpa", _attn_implementation={"": "eager"})
+    write_config(
+        folder, "text_encoder", attn_implementation="sdpa", _attn_implementation={"": "eager"}
+    )
     built = build_empty_component(folder, "text_encoder", dtype=torch.float32)
     assert list(built.parameters())
 
 
 def test_a_configuration_replaces_itself_by_no_file_that_was_not_looked_at(folder):
     write_config(folder, "text_encoder", configuration_files=["config.4.0.0.json"])
-    shutil.copy(folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.4.0.0.json")
+    shutil.copy(
+        folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.4.0.0.json"
+    )
     with pytest.raises(InvalidInput, match="replaces itself"):
         build_empty_component(folder, "text_encoder", dtype=torch.float32)
 
@@ -121,11 +139,18 @@ CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Evil: pass\n"
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_code_in_a_model_folder_is_run_nor_offered(small_pipelines, tmp_path, monkeypatch, family):
+def test_no_code_in_a_model_folder_is_run_nor_offered(
+    small_pipelines, tmp_path, monkeypatch, family
+):
     """A file beside every configuration, which names it in every way that the libraries know."""
     monkeypatch.setattr("builtins.input", pytest.fail)
-    folder, ran = shutil.copytree(small_pipelines(family).folder, tmp_path / "model"), tmp_path / "ran"
-    auto_map = {f"Auto{kind}": "evil.Evil" for kind in ("Config", "Model", "Processor", "ImageProcessor")}
+    folder, ran = (
+        shutil.copytree(small_pipelines(family).folder, tmp_path / "model"),
+        tmp_path / "ran",
+    )
+    auto_map = {
+        f"Auto{kind}": "evil.Evil" for kind in ("Config", "Model", "Processor", "ImageProcessor")
+    }
     auto_map["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]
     for path in folder.rglob("*.json"):
         (path.parent / "evil.py").write_text(CODE.format(ran=str(ran)))
@@ -137,11 +162,15 @@ def test_no_code_in_a_model_folder_is_run_nor_offered(small_pipelines, tmp_path,
     read_parts(model)
     encoders = Encoders(model, CachingSettings(), candidate(precision="fp32"), torch.device("cpu"))
     encoders.load_pipeline()
-    count_tokens(folder, ["a"]) if (folder / "tokenizer" / "tokenizer_config.json").exists() else None
+    count_tokens(folder, ["a"]) if (
+        folder / "tokenizer" / "tokenizer_config.json"
+    ).exists() else None
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("entry", [["transformers", "AutoTokenizer"], ["transformers", "AutoProcessor"]])
+@pytest.mark.parametrize(
+    "entry", [["transformers", "AutoTokenizer"], ["transformers", "AutoProcessor"]]
+)
 def test_a_class_that_looks_for_its_code_in_the_folder_is_refused(folder, entry):
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
@@ -175,7 +204,9 @@ def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monke
 
 
 @pytest.mark.parametrize("content", ["zero", "pipe", "sparse"])
-@pytest.mark.parametrize("name", ["transformer/config.json", "transformer/model.safetensors.index.fp16.json"])
+@pytest.mark.parametrize(
+    "name", ["transformer/config.json", "transformer/model.safetensors.index.fp16.json"]
+)
 def test_what_never_ends_is_not_read(folder, name, content):
     path = folder / name
     path.unlink(missing_ok=True)
@@ -190,7 +221,9 @@ def test_what_never_ends_is_not_read(folder, name, content):
         read_config(path) if name.endswith("config.json") else open_weights(path.parent)
 
 
-@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "tokenizer/any.model", "scheduler/scheduler_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer/tokenizer.json", "tokenizer/any.model", "scheduler/scheduler_config.json"]
+)
 def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
     (folder / name).write_bytes(b"")
     os.truncate(folder / name, 20 << 30)
@@ -198,7 +231,9 @@ def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
         resolve_model(str(folder))
 
 
-def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(small_pipelines, tmp_path):
+def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(
+    small_pipelines, tmp_path
+):
     folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
     model = resolve_model(str(folder))
     check_weights(model)
@@ -207,17 +242,23 @@ def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded
         check_weights(model)
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # that is how such a model is built
+@pytest.mark.filterwarnings(
+    "ignore:Initializing zero-element tensors"
+)  # that is how such a model is built
 @pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
 def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):
     write_config(folder, "transformer", **changes)
     model = resolve_model(str(folder))
     work = workload(model=model.spec)
     with pytest.raises(InvalidInput, match=r"does not run|does not build"):
-        CostModel.build(hardware(), work, model.family, model.config).predict(candidate(checkpointed_blocks=0))
+        CostModel.build(hardware(), work, model.family, model.config).predict(
+            candidate(checkpointed_blocks=0)
+        )
 
 
-@pytest.mark.parametrize("entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"], [1, "x"]])
+@pytest.mark.parametrize(
+    "entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"], [1, "x"]]
+)
 def test_parts_from_elsewhere_than_diffusers_and_transformers_are_refused(folder, entry):
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
@@ -226,7 +267,8 @@ def test_parts_from_elsewhere_than_diffusers_and_transformers_are_refused(folder
 
 
 @pytest.mark.parametrize(
-    ("vae", "config"), [("NoSuchVae", {}), ("utils", {}), ("UNet2DModel", {"block_out_channels": "x"})]
+    ("vae", "config"),
+    [("NoSuchVae", {}), ("utils", {}), ("UNet2DModel", {"block_out_channels": "x"})],
 )
 def test_an_autoencoder_that_cannot_be_built_is_refused_before_anything_is_traced(
     small_pipelines, tmp_path, vae, config

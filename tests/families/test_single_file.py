@@ -1,4 +1,6 @@
-"""A model in one file, with a folder or a repository for its other parts, is planned, trained and told apart."""
+"""A model in one file, with a folder or a repository for its other parts, is planned, trained
+and told apart.
+"""
 
 import json
 import os
@@ -16,7 +18,13 @@ from autotune.errors import InvalidInput
 from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, find_published, get_family
 from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
-from autotune.families.single_file import _by_name, _words, named_expert, open_single_file, recognize
+from autotune.families.single_file import (
+    _by_name,
+    _words,
+    named_expert,
+    open_single_file,
+    recognize,
+)
 from autotune.schema.job import model_reference, split_reference
 from autotune.training.model import load_transformer
 from autotune.weights.errors import BadWeights, HubError, PickledWeights
@@ -28,9 +36,14 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def in_one_file(family: str, folder: Path, file: Path) -> Path:
-    """Move the transformer's weights out of a pipeline's folder into a file of their own, in the authors' layout."""
+    """Move the transformer's weights out of a pipeline's folder into a file of their own, in the
+    authors' layout.
+    """
     weights = folder / FAMILIES[family].denoiser / "diffusion_pytorch_model.safetensors"
-    save_file({name: each.contiguous() for name, each in LAYOUTS[family](load_file(weights)).items()}, file)
+    save_file(
+        {name: each.contiguous() for name, each in LAYOUTS[family](load_file(weights)).items()},
+        file,
+    )
     weights.unlink()
     return file
 
@@ -53,9 +66,21 @@ def header_only(state: State, file: Path) -> Path:
 
 @pytest.mark.parametrize(
     "family",
-    ["flux1-dev", "flux1-kontext", "chroma", "qwen-image", "qwen-image-2.1", "sd3.5", "sdxl", "wan-2.1", "z-image"],
+    [
+        "flux1-dev",
+        "flux1-kontext",
+        "chroma",
+        "qwen-image",
+        "qwen-image-2.1",
+        "sd3.5",
+        "sdxl",
+        "wan-2.1",
+        "z-image",
+    ],
 )
-def test_a_file_and_a_base_are_the_model_that_the_folder_was(family: str, small_pipelines: Any, tmp_path: Path) -> None:
+def test_a_file_and_a_base_are_the_model_that_the_folder_was(
+    family: str, small_pipelines: Any, tmp_path: Path
+) -> None:
     small = small_pipelines(family)
     shutil.copytree(small.folder, tmp_path / "base")
     file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
@@ -63,8 +88,15 @@ def test_a_file_and_a_base_are_the_model_that_the_folder_was(family: str, small_
         resolve_model(model_reference(str(file), {"base": str(tmp_path / "base")})),
         resolve_model(str(small.folder)),
     )
-    assert (model.family, model.spec.architecture, model.spec.name) == (whole.family, whole.spec.architecture, "model")
-    got, expected = (load_transformer(each, SETTINGS, torch.device("cpu"))[0].state_dict() for each in (model, whole))
+    assert (model.family, model.spec.architecture, model.spec.name) == (
+        whole.family,
+        whole.spec.architecture,
+        "model",
+    )
+    got, expected = (
+        load_transformer(each, SETTINGS, torch.device("cpu"))[0].state_dict()
+        for each in (model, whole)
+    )
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
@@ -77,10 +109,15 @@ def test_training_from_a_file_gives_the_very_adapter_of_the_folder(
     autotune.train(plan)
     file = in_one_file("z-image", folder, tmp_path / "z_image.safetensors")
     autotune.train(plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"))
-    adapters = [load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("from-folder", "from-file")]
+    adapters = [
+        load_file(tmp_path / run / "pytorch_lora_weights.safetensors")
+        for run in ("from-folder", "from-file")
+    ]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
-    assert autotune.train(plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"), resume=True)
+    assert autotune.train(
+        plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"), resume=True
+    )
 
 
 def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
@@ -119,7 +156,10 @@ def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Pat
     assert {each.transformer_class for each, _ in known} == {family.transformer_class}
     if name == "flux1-dev":
         listed = autotune.list_models(file=tmp_path / "model.safetensors")
-        assert [each.name for each in listed] == ["flux1-dev", "flux1-kontext"]  # no file tells them apart
+        assert [each.name for each in listed] == [
+            "flux1-dev",
+            "flux1-kontext",
+        ]  # no file tells them apart
         offline = resolve_model(str(tmp_path / "model.safetensors"))
         assert (offline.folder, offline.base, offline.spec.name) == (None, model.hub_id, "model")
 
@@ -148,7 +188,10 @@ def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Pat
     ],
 )
 def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
-    name: str, files: dict[str, tuple[str, str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    files: dict[str, tuple[str, str | None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = find_published(name)
     assert found
@@ -166,7 +209,13 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("Wan2_2-T2V", "2.2"), ("wan22_low", "2.2"), ("ltx23_dev", "2.3"), ("sd35-large", "3.5"), ("krea2_4step", "2")],
+    [
+        ("Wan2_2-T2V", "2.2"),
+        ("wan22_low", "2.2"),
+        ("ltx23_dev", "2.3"),
+        ("sd35-large", "3.5"),
+        ("krea2_4step", "2"),
+    ],
 )
 def test_versions_in_names_are_read_however_they_are_written(name: str, number: str) -> None:
     assert number in _words(name)
@@ -200,7 +249,9 @@ def test_other_formats_are_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_model_whose_files_nothing_converts_is_named_and_so_is_the_way_out(prefix: str, tmp_path: Path) -> None:
+def test_a_model_whose_files_nothing_converts_is_named_and_so_is_the_way_out(
+    prefix: str, tmp_path: Path
+) -> None:
     """The hint was to take a model that `autotune models` lists, as it lists this one."""
     names = (
         "img_in.proj.weight",
@@ -217,12 +268,17 @@ def test_a_model_whose_files_nothing_converts_is_named_and_so_is_the_way_out(pre
 
 
 def test_an_adapter_is_no_model_and_says_so(tmp_path: Path) -> None:
-    save_file({"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter.safetensors")
+    save_file(
+        {"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)},
+        tmp_path / "adapter.safetensors",
+    )
     with pytest.raises(BadWeights, match="it is an adapter"):
         resolve_model(str(tmp_path / "adapter.safetensors"))
 
 
-def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(small_pipelines: Any, tmp_path: Path) -> None:
+def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
     small = small_pipelines("flux1-dev")
     shutil.copytree(small.folder, tmp_path / "repo")
     file = in_one_file("flux1-dev", tmp_path / "repo", tmp_path / "model.safetensors")

@@ -1,4 +1,6 @@
-"""The seam holds: a new family is one file (`sixth_family.py` beside this one) and one entry point."""
+"""The seam holds: a new family is one file (`sixth_family.py` beside this one) and one entry
+point.
+"""
 
 import inspect
 import json
@@ -56,11 +58,15 @@ def test_a_second_family_of_one_pipeline_is_refused():
 @pytest.mark.slow
 def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypatch):
     module = (Path(__file__).parent / "sixth_family.py").read_text()
-    site = install(tmp_path, "acme", "aura = acme.aura:AuraFlow", group=registry.ENTRY_POINTS, aura=module)
+    site = install(
+        tmp_path, "acme", "aura = acme.aura:AuraFlow", group=registry.ENTRY_POINTS, aura=module
+    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
     listed = autotune("models", "--json")
     assert "aura-flow" in {model["family"] for model in json.loads(listed.stdout)}
     settings = ("--resolution", "256", "--hardware", "nvidia-rtx-4090", "--json")
     done = autotune("estimate", "--model", "aura-flow", *settings)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["prediction"]["run_memory_bytes"] > 2 * 6_800_000_000  # its weights in bf16
+    assert (
+        json.loads(done.stdout)["prediction"]["run_memory_bytes"] > 2 * 6_800_000_000
+    )  # its weights in bf16

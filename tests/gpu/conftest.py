@@ -1,4 +1,5 @@
-"""Tests on a real GPU: left out by default (see pyproject.toml), run by name: `pytest tests/gpu -o addopts=`.
+"""Tests on a real GPU: left out by default (see pyproject.toml), run by name: `pytest tests/gpu -o
+addopts=`.
 
 Without a GPU they are skipped, except those marked `anywhere`, which a CPU can rehearse.
 """
@@ -57,7 +58,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
-    wishes = WorkloadOverrides((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
+    wishes = WorkloadOverrides(
+        (side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16
+    )
     asked = describe_workload(resolve_model(str(model)), None, wishes)
     return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 

@@ -17,7 +17,9 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 @pytest.mark.anywhere
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
+def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
+    tmp_path, hardware, precision, name, padding
+):
     get_family(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
     resolved = resolve_model(str(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}

@@ -1,4 +1,6 @@
-"""Steps on the GPU: the host waits once in each; over NCCL, in a group of one, they are those of a process alone."""
+"""Steps on the GPU: the host waits once in each; over NCCL, in a group of one, they are those of
+a process alone.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -35,29 +37,46 @@ def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOut
     workload, resolved = work(model), resolve_model(str(model))
     known = (resolved.family, resolved.config, workload, workload.largest_bucket)
     samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
-    batches = [to_device(loaded.collate([sample]), loaded.device, loaded.dtype) for sample in samples]
-    optimizer = AdapterOptimizer(loaded.adapter, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
-    return optimizer_step(resolved.family, network, optimizer, batches, step=1, effective_batch_size=2)
+    batches = [
+        to_device(loaded.collate([sample]), loaded.device, loaded.dtype) for sample in samples
+    ]
+    optimizer = AdapterOptimizer(
+        loaded.adapter, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0
+    )
+    return optimizer_step(
+        resolved.family, network, optimizer, batches, step=1, effective_batch_size=2
+    )
 
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_group_of_one_takes_the_step_of_a_process_alone(
-    model: Path, device: str, precision: str, processes: Processes, strategy: str, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    device: str,
+    precision: str,
+    processes: Processes,
+    strategy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = (resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0)
     alone = load_model(*known)
     expected = take_step(alone, alone.transformer, model)
     monkeypatch.setattr(sharding, "_mesh_of_shards", lambda kind, _: init_device_mesh(kind, (1,)))
     loaded = load_model(*known, shards=1 if strategy == "ddp" else 2)
-    assert any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters()) is (strategy == "fsdp2")
+    assert any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters()) is (
+        strategy == "fsdp2"
+    )
     found = take_step(loaded, processes.replicate(loaded.transformer, has_unused=True), model)
     assert found.loss == pytest.approx(expected.loss, rel=1e-2)
     assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-2)
 
 
-def test_the_host_waits_for_the_device_once_in_a_step(model: Path, device: str, precision: str) -> None:
-    loaded = load_model(resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0)
+def test_the_host_waits_for_the_device_once_in_a_step(
+    model: Path, device: str, precision: str
+) -> None:
+    loaded = load_model(
+        resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0
+    )
     take_step(loaded, loaded.transformer, model)  # whatever is made at the first call
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")

@@ -1,4 +1,6 @@
-"""A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if it had never stopped."""
+"""A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if
+it had never stopped.
+"""
 
 import contextlib
 import json
@@ -36,9 +38,15 @@ def settings(precision):
 
 
 @pytest.mark.anywhere
-def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(data, hardware, settings, tmp_path):
+def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(
+    data, hardware, settings, tmp_path
+):
     plan = make_plan(
-        *data, hardware, settings=settings, output=str(tmp_path / "out"), preview_prompts=("a red square",)
+        *data,
+        hardware,
+        settings=settings,
+        output=str(tmp_path / "out"),
+        preview_prompts=("a red square",),
     )
     report = train(plan, hardware, tmp_path / "cache")
     assert {"caching", "loading", "training", "saving"} <= {phase.name for phase in report.phases}
@@ -51,9 +59,17 @@ def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(data, hardware,
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("storage", ["none", "torchao-int8"])
-def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, settings, tmp_path, storage):
+def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(
+    data, hardware, settings, tmp_path, storage
+):
     swapped = settings.model_copy(update={"swapped_blocks": 1, "quantization": storage})
-    plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
+    plan = make_plan(
+        *data,
+        hardware,
+        settings=swapped,
+        output=str(tmp_path / "out"),
+        preview_prompts=("a red square",),
+    )
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
     (written,) = sample_run(
@@ -92,7 +108,9 @@ def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
         pytest.skip(reason)
     source = open_weights(data[0] / "transformer")
     expected = {
-        key: value for path in (data[0] / "transformer").glob("*.safetensors") for key, value in load_file(path).items()
+        key: value
+        for path in (data[0] / "transformer").glob("*.safetensors")
+        for key, value in load_file(path).items()
     }
     found = dict(loader.stream(source, target))
     assert found.keys() == expected.keys()
@@ -114,12 +132,22 @@ def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
 
 
 def _as_cpu(profile):
-    device = {**dict(profile.device), "kind": "cpu", "index": 0, "memory_kind": "host", "compute_capability": None}
-    return type(profile).model_validate({**dict(profile), "device": type(profile.device).model_validate(device)})
+    device = {
+        **dict(profile.device),
+        "kind": "cpu",
+        "index": 0,
+        "memory_kind": "host",
+        "compute_capability": None,
+    }
+    return type(profile).model_validate(
+        {**dict(profile), "device": type(profile.device).model_validate(device)}
+    )
 
 
 @pytest.mark.parametrize("step", random.Random(0).sample(range(1, 6), 2))
-def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, settings, tmp_path, step):
+def test_memory_that_another_takes_at_a_random_step_is_survived(
+    data, hardware, settings, tmp_path, step
+):
     def plan(name):
         made = make_plan(*data, hardware, settings=settings, output=str(tmp_path / name))
         safer = settings.model_copy(update={"micro_batch_size": 1, "checkpointed_blocks": 2})
@@ -130,7 +158,9 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, 
     def take(event):
         if event.step == step:
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1e-6)  # no new segments, and the holes of the old are filled
+            torch.cuda.set_per_process_memory_fraction(
+                1e-6
+            )  # no new segments, and the holes of the old are filled
             for size in (2**20, 2**14, 512):
                 with contextlib.suppress(torch.OutOfMemoryError):
                     while True:

@@ -16,9 +16,12 @@ from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
-LOSS_TOLERANCES = {"torchao-int8": 0.1, "int8-matmul": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "fp8-matmul": 0.5,
+LOSS_TOLERANCES = {"torchao-int8": 0.1, "int8-matmul": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5,
+"fp8-matmul": 0.5,
                    "layerwise-fp8": 0.5, "bnb-nf4": 1.0}  # fmt: skip
-"""Of a loss against unquantized weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
+"""Of a loss against unquantized weights: random ones magnify small errors; test_kernels.py holds
+gradients to less.
+"""
 
 
 @pytest.mark.anywhere
@@ -52,7 +55,9 @@ def test_every_storage_that_is_available_trains(runner, hardware, precision, nam
     assert result.final_loss == pytest.approx(plain.final_loss, rel=LOSS_TOLERANCES[name])
 
 
-@pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
+@pytest.mark.parametrize(
+    "name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"]
+)
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import get_family
     from autotune.quantization.layers import quantize_inside
@@ -70,7 +75,9 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     fill_random(model, device="cuda", seed=0, transform=quantize_inside(family.blocks(model), name))
     held = torch.cuda.memory_allocated() - before
     bits = {"bnb-nf4": 4.2}.get(name, 8.1)
-    outside = tensor_bytes(p for n, p in model.named_parameters() if not n.startswith("transformer_blocks"))
+    outside = tensor_bytes(
+        p for n, p in model.named_parameters() if not n.startswith("transformer_blocks")
+    )
     assert held < (outside + 340_000_000 * bits / 8) * 1.05
 
 
@@ -109,7 +116,9 @@ def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
 
 @pytest.mark.parametrize("choice", ["default", "expandable"])
 def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
-    answer = runner.ask(AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,))
+    answer = runner.ask(
+        AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,)
+    )
     assert answer is (choice == "expandable")
 
 
@@ -126,12 +135,16 @@ print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
 print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 """
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.split()[-2:] == ["True", "True"]
 
 
 def test_the_planning_process_holds_no_memory_of_the_card(model):
-    """Facts are read without a context: what a search may take is not taken by the search itself."""
+    """Facts are read without a context: what a search may take is not taken by the search
+    itself.
+    """
     script = """
 from autotune.hardware.probing import probe
 import pynvml, os
@@ -141,7 +154,9 @@ handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDevice
 running = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]
 print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
+    )
     assert int(done.stdout.splitlines()[-1]) == 0
 
 
@@ -150,7 +165,11 @@ def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, r
     from autotune.families.resolve import resolve_model
 
     resolved, chosen = resolve_model(str(model)), candidate(precision)
-    prediction = CostModel.build(hardware, work(model), resolved.family, resolved.config).predict(chosen)
+    prediction = CostModel.build(hardware, work(model), resolved.family, resolved.config).predict(
+        chosen
+    )
     result = runner.run(chosen)
     # Fixed costs, such as cuBLAS's workspace, weigh most in so small a model.
-    assert result.peak_memory_bytes == pytest.approx(prediction.allocated_memory_bytes, abs=64 * 2**20)
+    assert result.peak_memory_bytes == pytest.approx(
+        prediction.allocated_memory_bytes, abs=64 * 2**20
+    )

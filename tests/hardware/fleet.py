@@ -21,8 +21,8 @@ MACHINES = tuple(SOURCES)
 class FakeSystem:
     """A machine described by data: `{source: {query: value}}`.
 
-    Values under `devices`, a list, belong to one device each. A value `{"absent": reason}` is unavailable, and a whole
-    source may be absent in the same way.
+    Values under `devices`, a list, belong to one device each. A value `{"absent": reason}` is
+    unavailable, and a whole source may be absent in the same way.
     """
 
     def __init__(self, sources: Mapping[str, object]) -> None:
@@ -58,6 +58,8 @@ def as_text(profile: HardwareProfile, findings: list[str]) -> str:
         capability.name: f"{'yes' if capability.available else 'no'}: {capability.reason}"
         for capability in profile.capabilities
     }
-    data["sources"] = {fact.fact: fact.source or f"absent: {fact.absent_because}" for fact in profile.provenance}
+    data["sources"] = {
+        fact.fact: fact.source or f"absent: {fact.absent_because}" for fact in profile.provenance
+    }
     data["findings"] = findings
     return yaml.safe_dump(data, sort_keys=False, width=118, default_flow_style=None)

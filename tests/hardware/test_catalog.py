@@ -131,7 +131,9 @@ def test_weights_of_a_grace_hopper_wait_behind_nvlink():
 
 
 def test_tensor_cores_sum_in_fp32_at_half_rate_on_geforce_cards_alone():
-    """What the vendor gives no table for is SMs x operations x boost clock: 512 of GeForce cards, 1,024 of others."""
+    """What the vendor gives no table for is SMs x operations x boost clock: 512 of GeForce
+    cards, 1,024 of others.
+    """
     for gpu in load_catalog():
         half = gpu.dense_tflops.get("fp16_fp16_accumulate", 0) > 1.5 * gpu.dense_tflops["fp16"]
         assert half == ("GeForce" in gpu.name), gpu.id
@@ -140,7 +142,11 @@ def test_tensor_cores_sum_in_fp32_at_half_rate_on_geforce_cards_alone():
 
 
 def test_cards_of_eight_lanes_reach_the_host_at_half_the_rate():
-    for name, generation, lanes in (("4090", 4, 16), ("4060-ti-16gb", 4, 8), ("5060-ti-16gb", 5, 8)):
+    for name, generation, lanes in (
+        ("4090", 4, 16),
+        ("4060-ti-16gb", 4, 8),
+        ("5060-ti-16gb", 5, 8),
+    ):
         sheet = hardware_named(f"nvidia-rtx-{name}").datasheet
         assert sheet is not None
         assert sheet.pcie_bytes_per_second == lanes * PCIE_BYTES_PER_LANE[generation]
@@ -152,15 +158,26 @@ def test_cards_without_bf16_train_in_fp16_and_say_so():
     for gpu in old:
         profile = hardware_named(gpu.id)
         assert profile.datasheet is not None
-        assert profile.datasheet.bf16_flops_per_second is profile.datasheet.tf32_flops_per_second is None
+        assert (
+            profile.datasheet.bf16_flops_per_second
+            is profile.datasheet.tf32_flops_per_second
+            is None
+        )
         assert profile.datasheet.fp32_flops_per_second == gpu.dense_tflops["fp32"] * 1e12
         assert profile.datasheet.fp16_flops_per_second == gpu.dense_tflops["fp16"] * 1e12
         assert not profile.capability("precision.bf16").available
         assert profile.capability("precision.fp16").available
         assert any(note.startswith(NO_BF16) for note in profile.notes)
-        assert Rates(profile, "fp32", "native", "efficient").reached == 0.8e12 * gpu.dense_tflops["fp32"]
-        measured = gpu.measured_tflops.get("fp16", 0.8 * gpu.dense_tflops["fp16"])  # power limits a T4
-        assert Rates(profile, "fp16", "native", "efficient").reached == pytest.approx(1e12 * measured)
+        assert (
+            Rates(profile, "fp32", "native", "efficient").reached
+            == 0.8e12 * gpu.dense_tflops["fp32"]
+        )
+        measured = gpu.measured_tflops.get(
+            "fp16", 0.8 * gpu.dense_tflops["fp16"]
+        )  # power limits a T4
+        assert Rates(profile, "fp16", "native", "efficient").reached == pytest.approx(
+            1e12 * measured
+        )
 
 
 def test_cards_that_cuda_13_left_out_are_planned_for_with_cuda_12():
@@ -177,7 +194,10 @@ def test_every_entry_gives_a_profile_that_says_what_is_assumed():
         assert not profile.rates
         assert profile.datasheet is not None
         peaks = profile.datasheet.bf16_flops_per_second, profile.datasheet.fp16_flops_per_second
-        assert peaks == tuple(gpu.dense_tflops[d] * 1e12 if d == gpu.training_dtype else None for d in ("bf16", "fp16"))
+        assert peaks == tuple(
+            gpu.dense_tflops[d] * 1e12 if d == gpu.training_dtype else None
+            for d in ("bf16", "fp16")
+        )
         assert profile.device.memory_kind == gpu.memory_kind
         assert 0 < profile.device.budget_bytes < gpu.memory_bytes
         assert any("assumed" in note for note in profile.notes)
@@ -216,7 +236,10 @@ def test_a_catalog_card_can_be_told_to_have_a_package() -> None:
     assert "leave --assume out" in old.value.hint
     with pytest.raises(InvalidInput, match="sageattention") as useless:
         hardware_for("4090", assume=["sageattention"])
-    assert useless.value.hint == "these can be assumed: flash-attn, flash-attn-3, flash-attn-4, xformers"
+    assert (
+        useless.value.hint
+        == "these can be assumed: flash-attn, flash-attn-3, flash-attn-4, xformers"
+    )
     with pytest.raises(InvalidInput, match="known"):
         hardware_for(told.changed(origin="probe"), assume=["flash-attn"])
     with pytest.raises(InvalidInput, match="known"):

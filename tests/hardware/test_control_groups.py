@@ -1,4 +1,6 @@
-"""Limits of containers and of a cluster's jobs are seen, wherever they stand above the process, in both versions."""
+"""Limits of containers and of a cluster's jobs are seen, wherever they stand above the process,
+in both versions.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +49,9 @@ def test_a_container_sees_its_own_group_as_the_root(groups: Path) -> None:
 @pytest.fixture
 def v1(groups: Path) -> Path:
     """A Docker container under cgroup v1, which reads its path as the host sees it."""
-    sources.OWN_CGROUP.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n")
+    sources.OWN_CGROUP.write_text(
+        "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
+    )
     for controller in ("memory", "cpu"):
         (groups / controller).mkdir()
     (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
@@ -57,7 +61,9 @@ def v1(groups: Path) -> Path:
     return groups
 
 
-def test_limits_of_the_older_control_groups_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_older_control_groups_count_too(
+    v1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
     query = RealSystem(torch=False).query
     assert query("os", "container_free_bytes") == 2 * GIB
@@ -73,11 +79,17 @@ def test_limits_of_the_older_control_groups_count_too(v1: Path, monkeypatch: pyt
 def test_a_small_container_of_a_large_host_keeps_a_share_of_its_own_memory_free(
     groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB))
+    monkeypatch.setattr(
+        sources.psutil,
+        "virtual_memory",
+        lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB),
+    )
     limit(groups, 2 * GIB, used=GIB // 4)
     host = read_host(Reader(RealSystem(torch=False)))
     assert (host.memory_bytes, host.available_memory_bytes) == (2 * GIB, 2 * GIB - GIB // 4)
-    assert compute_budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(1.5 * GIB)
+    assert compute_budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(
+        1.5 * GIB
+    )
 
 
 @pytest.mark.parametrize("damage", ["", "max", "-1", "1 2 3", "none of your business", "\0"])
@@ -89,7 +101,10 @@ def test_odd_control_groups_cost_neither_cores_nor_memory(
         (groups / file).write_text(damage)
     (groups / "slurm" / "memory.max").mkdir()
     assert RealSystem(torch=False).query("os", "logical_cores") == 8
-    assert read_host(Reader(RealSystem(torch=False))).memory_bytes == sources.psutil.virtual_memory().total
+    assert (
+        read_host(Reader(RealSystem(torch=False))).memory_bytes
+        == sources.psutil.virtual_memory().total
+    )
 
 
 def test_without_limits_nothing_is_answered(groups: Path) -> None:
@@ -100,7 +115,9 @@ def test_without_limits_nothing_is_answered(groups: Path) -> None:
         RealSystem(torch=False).query("os", "container_free_bytes")
 
 
-def test_cores_of_a_job_are_counted_by_its_quota(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_of_a_job_are_counted_by_its_quota(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
     (groups / "slurm" / "cpu.max").write_text("max 100000\n")
     (groups / "slurm" / "job_7" / "cpu.max").write_text("850000 100000\n")

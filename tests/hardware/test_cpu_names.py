@@ -8,7 +8,10 @@ from autotune.hardware import sources
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unavailable
 
-XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n"
+XEON = (
+    "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) "
+    "8480+\n"
+)
 ARM = """processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd
 CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
 """
@@ -24,7 +27,9 @@ CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0x
         ("\udcff", "aarch64"),
     ],
 )
-def test_on_linux_the_kernel_says(text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_linux_the_kernel_says(
+    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
     monkeypatch.setattr(sources, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(sources.platform, "system", lambda: "Linux")

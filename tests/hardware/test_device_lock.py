@@ -133,7 +133,9 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
     run.join(60)
 
 
-def test_a_run_of_several_processes_holds_all_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_several_processes_holds_all_their_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = hardware().device
     with lock_for_run(gpu, 2, print):
@@ -192,7 +194,9 @@ def test_each_device_has_its_own_lock() -> None:
     assert len({lock_path(device) for device in (gpu, cpu, other)}) == 3
 
 
-def test_a_card_has_one_lock_whichever_cards_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_has_one_lock_whichever_cards_a_process_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = hardware().device
     second = first.model_copy(update={"index": 1})
 

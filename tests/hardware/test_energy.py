@@ -1,4 +1,6 @@
-"""Energy by NVML: its counter, else power summed up; and nothing from a card that several use or that does not tell."""
+"""Energy by NVML: its counter, else power summed up; and nothing from a card that several use or
+that does not tell.
+"""
 
 import os
 import time
@@ -8,7 +10,13 @@ from typing import Any
 import pytest
 
 from autotune.hardware import nvidia
-from autotune.hardware.energy import SAMPLE_SECONDS, EnergyMeter, joules_per_image, mean_watts, why_no_energy
+from autotune.hardware.energy import (
+    SAMPLE_SECONDS,
+    EnergyMeter,
+    joules_per_image,
+    mean_watts,
+    why_no_energy,
+)
 from autotune.hardware.nvidia import NvmlSource
 from autotune.hardware.system import Unavailable
 from tests import builders
@@ -18,9 +26,13 @@ DEVICE = builders.hardware().device
 
 
 class Card(FakeNvml):
-    """An NVML whose first card counts what it takes at `watts` all the time, with processes as they are set here."""
+    """An NVML whose first card counts what it takes at `watts` all the time, with processes as
+    they are set here.
+    """
 
-    def __init__(self, watts: float = 300.0, *, has_counter: bool = True, has_power: bool = True) -> None:
+    def __init__(
+        self, watts: float = 300.0, *, has_counter: bool = True, has_power: bool = True
+    ) -> None:
         self.watts, self.has_counter, self.has_power = watts, has_counter, has_power
         self.joules, self.then = 5000.0, time.monotonic()
         self.computing, self.drawing = [os.getpid()], [7]
@@ -58,7 +70,9 @@ def system_of(card: Card, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(query=query)
 
 
-def test_the_counters_difference_over_the_time_between_is_the_mean_power(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counters_difference_over_the_time_between_is_the_mean_power(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = Card()
     with EnergyMeter("cuda", 0, system_of(card, monkeypatch)) as meter:
         before = meter.read()
@@ -86,7 +100,10 @@ def test_a_card_that_does_not_tell_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     with EnergyMeter("cuda", 0, system) as meter:
         assert meter.read() is None
     assert why_no_energy(DEVICE, system) == "NVML: Not Supported"
-    assert why_no_energy(DEVICE.changed(kind="cpu"), system) == "nothing counts what a cpu device takes"
+    assert (
+        why_no_energy(DEVICE.changed(kind="cpu"), system)
+        == "nothing counts what a cpu device takes"
+    )
 
 
 def test_a_card_that_others_compute_on_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +111,9 @@ def test_a_card_that_others_compute_on_is_not_counted(monkeypatch: pytest.Monkey
     system = system_of(card, monkeypatch)
     assert why_no_energy(DEVICE, system) is None, "this process may have opened it"
     card.computing = [4711]
-    assert why_no_energy(DEVICE, system) is None, "its own search may hold the card: the next one waits for it"
+    assert why_no_energy(DEVICE, system) is None, (
+        "its own search may hold the card: the next one waits for it"
+    )
     with EnergyMeter("cuda", 0, system) as meter:
         assert meter.read() is not None, "a container may give this process another number"
         card.computing = [4711, 4712]

@@ -1,4 +1,6 @@
-"""Real machines, as their tools report them, give exactly the profile that a person would write down."""
+"""Real machines, as their tools report them, give exactly the profile that a person would write
+down.
+"""
 
 import os
 import tomllib
@@ -50,7 +52,9 @@ def found(system):
 
 def changed(name, **sources):
     """The machine with some values of some sources replaced."""
-    return FakeSystem({**SOURCES[name], **{s: {**SOURCES[name].get(s, {}), **new} for s, new in sources.items()}})
+    return FakeSystem(
+        {**SOURCES[name], **{s: {**SOURCES[name].get(s, {}), **new} for s, new in sources.items()}}
+    )
 
 
 def test_every_machine_has_a_truth():
@@ -60,13 +64,20 @@ def test_every_machine_has_a_truth():
 @pytest.mark.parametrize("name", MACHINES)
 def test_kind_memory_and_findings_are_true(name):
     profile = read_profile(machine(name))
-    assert (profile.device.kind, profile.device.memory_kind, set(found(machine(name)))) == TRUTH[name]
+    assert (profile.device.kind, profile.device.memory_kind, set(found(machine(name)))) == TRUTH[
+        name
+    ]
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_whole_profile_is_as_recorded(name):
-    """After a wanted change: REWRITE_EXPECTED=1 pytest tests/hardware/test_machines.py, and review the difference."""
-    lines = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(read_doctor_facts(machine(name), DISK))]
+    """After a wanted change: REWRITE_EXPECTED=1 pytest tests/hardware/test_machines.py, and
+    review the difference.
+    """
+    lines = [
+        f"{f.severity} {f.name}: {f.what} -- {f.fix}"
+        for f in findings(read_doctor_facts(machine(name), DISK))
+    ]
     text, path = as_text(read_profile(machine(name)), lines), HERE / "expected" / f"{name}.yaml"
     if os.environ.get("REWRITE_EXPECTED"):
         path.parent.mkdir(exist_ok=True)
@@ -76,14 +87,22 @@ def test_the_whole_profile_is_as_recorded(name):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(name):
-    busy = changed(name, nvml={"other_process_bytes": 9 * GIB, "free_bytes": GIB}, os={"available_bytes": 20 * GIB})
+    busy = changed(
+        name,
+        nvml={"other_process_bytes": 9 * GIB, "free_bytes": GIB},
+        os={"available_bytes": 20 * GIB},
+    )
     assert read_profile(machine(name)).fingerprint == read_profile(busy).fingerprint
 
 
 def test_another_gpu_memory_or_driver_is_another_machine():
     card = read_profile(machine("rtx-4090"))
     others = [
-        *(read_profile(machine(name)) for name in MACHINES if TRUTH[name][0] != "cpu" and name != "rtx-4090"),
+        *(
+            read_profile(machine(name))
+            for name in MACHINES
+            if TRUTH[name][0] != "cpu" and name != "rtx-4090"
+        ),
         read_profile(changed("rtx-4090", nvml={"driver": "595.10"})),
         read_profile(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
         card.changed(device=card.device.changed(total_memory_bytes=48 * GIB)),
@@ -98,11 +117,22 @@ def test_a_cpu_is_known_by_its_name_cores_and_memory_but_not_by_what_is_free_or_
     same = changed("no-gpu", os={"available_bytes": 8 * GIB}, packages={"torch": "2.14.0"})
     others = ({"cpu": "AMD EPYC 9654"}, {"physical_cores": 3}, {"memory_bytes": 700 * GIB})
     assert read_profile(same).fingerprint == cpu.fingerprint
-    assert len({cpu.fingerprint, *(read_profile(changed("no-gpu", os=one)).fingerprint for one in others)}) == 4
+    assert (
+        len(
+            {
+                cpu.fingerprint,
+                *(read_profile(changed("no-gpu", os=one)).fingerprint for one in others),
+            }
+        )
+        == 4
+    )
 
 
 def test_whether_a_plan_may_be_reused_does_not_depend_on_the_driver():
-    card, newer = (read_profile(changed("rtx-4090", nvml={"driver": driver})) for driver in ("580.95.05", "595.10"))
+    card, newer = (
+        read_profile(changed("rtx-4090", nvml={"driver": driver}))
+        for driver in ("580.95.05", "595.10")
+    )
     assert newer.match_keys == card.match_keys
     assert newer.fingerprint != card.fingerprint
 
@@ -122,10 +152,15 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
 def unequal(*sizes_gib):
     """GPUs of these sizes."""
     torch, nvml = SOURCES["two-gpus"]["torch"], SOURCES["two-gpus"]["nvml"]
-    cards = [{**torch["devices"][0], "name": f"card of {size}", "total_bytes": size * GIB} for size in sizes_gib]
+    cards = [
+        {**torch["devices"][0], "name": f"card of {size}", "total_bytes": size * GIB}
+        for size in sizes_gib
+    ]
     seen = [{**nvml["devices"][0], "free_bytes": size * GIB - GIB} for size in sizes_gib]
     return changed(
-        "two-gpus", torch={"count": len(cards), "devices": cards}, nvml={"count": len(cards), "devices": seen}
+        "two-gpus",
+        torch={"count": len(cards), "devices": cards},
+        nvml={"count": len(cards), "devices": seen},
     )
 
 
@@ -162,7 +197,10 @@ def test_orin_ignores_what_cuda_calls_free():
 def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
     profile = read_profile(machine("rtx-3060"))
     assert "display" in profile.device.budget_reason
-    assert limited_budget(profile.device, reserve_bytes=0).num_bytes == profile.device.budget_bytes + GIB
+    assert (
+        limited_budget(profile.device, reserve_bytes=0).num_bytes
+        == profile.device.budget_bytes + GIB
+    )
 
 
 def test_a_cap_holds_where_nobody_knows_the_devices_size():
@@ -173,15 +211,30 @@ def test_a_cap_holds_where_nobody_knows_the_devices_size():
 
 def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_budget():
     device = read_profile(machine("rtx-3060")).device
-    assert limited_budget(device) == limited_budget(device, max_bytes=device.budget_bytes) == device.budget
+    assert (
+        limited_budget(device)
+        == limited_budget(device, max_bytes=device.budget_bytes)
+        == device.budget
+    )
     capped = limited_budget(device, cap_bytes=4 * GIB)
-    assert limited_budget(device, cap_bytes=4 * GIB, max_bytes=2 * GIB).num_bytes == 2 * GIB < capped.num_bytes
+    assert (
+        limited_budget(device, cap_bytes=4 * GIB, max_bytes=2 * GIB).num_bytes
+        == 2 * GIB
+        < capped.num_bytes
+    )
     assert limited_budget(device, cap_bytes=4 * GIB, reserve_bytes=0) == capped
 
 
 def test_each_of_two_gpus_has_its_own_profile():
-    first, second = read_profile(machine("two-gpus"), 0).device, read_profile(machine("two-gpus"), 1).device
-    assert (first.links[0].peer_index, second.links[0].peer_index, first.links[0].path) == (1, 0, "nvlink")
+    first, second = (
+        read_profile(machine("two-gpus"), 0).device,
+        read_profile(machine("two-gpus"), 1).device,
+    )
+    assert (first.links[0].peer_index, second.links[0].peer_index, first.links[0].path) == (
+        1,
+        0,
+        "nvlink",
+    )
     assert second.budget_bytes < 5_000_000_000 < first.budget_bytes
     with pytest.raises(InvalidInput, match="no cuda device 2"):
         read_profile(machine("two-gpus"), 2)
@@ -211,7 +264,12 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
         ("no-gpu", "quantization.torchao-int8", True, ""),
         ("no-gpu", "quantization.bnb-nf4", False, "not installed"),
-        ("cpu-only-torch", "quantization.bnb-nf4", False, "needs bitsandbytes 0.50, this is 0.49.0"),
+        (
+            "cpu-only-torch",
+            "quantization.bnb-nf4",
+            False,
+            "needs bitsandbytes 0.50, this is 0.49.0",
+        ),
         ("apple-m3-max", "quantization.bnb-int8", False, "needs cuda or cpu"),
         ("no-gpu", "attention._native_flash", True, ""),
         ("no-gpu", "precision.fp16", False, "CPU"),
@@ -239,9 +297,15 @@ def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
 
 def test_a_card_of_eight_lanes_misses_none():
     width = {"pcie_width": 8, "pcie_max_width": 8}
-    card = {**SOURCES["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
+    card = {
+        **SOURCES["rtx-4090"]["nvml"]["devices"][0],
+        **width,
+        "name": "NVIDIA GeForce RTX 4060 Ti",
+    }
     sold = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20}]})
-    slot = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]})
+    slot = changed(
+        "rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]}
+    )
     assert "narrow-pcie" not in found(sold)
     assert "4 PCIe lanes of 8" in found(slot)["narrow-pcie"].what
 
@@ -254,8 +318,12 @@ def test_bitsandbytes_runs_on_a_cpu_from_the_version_that_was_tried(storage):
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
 @pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
-def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
-    capability = read_profile(changed("rtx-4090", packages={"torchao": version})).capability(f"quantization.{storage}")
+def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(
+    storage, version, usable
+):
+    capability = read_profile(changed("rtx-4090", packages={"torchao": version})).capability(
+        f"quantization.{storage}"
+    )
     assert capability.available is usable
 
 
@@ -264,7 +332,11 @@ def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was
     [
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "all"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "visible-devices"),
-        ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "\N{SUPERSCRIPT TWO}"}}, "visible-devices"),
+        (
+            "rtx-4090",
+            {"environment": {"CUDA_VISIBLE_DEVICES": "\N{SUPERSCRIPT TWO}"}},
+            "visible-devices",
+        ),
         ("two-gpus", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"DIFFUSERS_ATTN_BACKEND": "sage"}}, "sage-chosen"),
         ("rtx-4090", {"os": {"compiler": {"absent": "none on PATH"}}}, "no-compiler"),
@@ -283,17 +355,23 @@ def test_the_doctor_notices(name, sources, finding):
 
 
 def test_the_doctor_requires_the_versions_that_an_installation_requires():
-    required = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    required = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     assert {f"{name}>={version}" for name, version in MIN_VERSIONS.items()} <= set(required)
 
 
 @pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])
 def test_the_doctor_accepts_indices_and_uuids(value):
-    assert "visible-devices" not in found(changed("two-gpus", environment={"CUDA_VISIBLE_DEVICES": value}))
+    assert "visible-devices" not in found(
+        changed("two-gpus", environment={"CUDA_VISIBLE_DEVICES": value})
+    )
 
 
 def test_without_nvml_hidden_gpus_are_not_counted_so_no_index_is_too_high():
-    assert "visible-devices" not in found(changed("no-nvml", environment={"CUDA_VISIBLE_DEVICES": "3"}))
+    assert "visible-devices" not in found(
+        changed("no-nvml", environment={"CUDA_VISIBLE_DEVICES": "3"})
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +388,10 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
     card = {"name": "GPU", "capability": capability}
     system = changed(
         "rtx-4090",
-        packages={"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "torch is not installed"}},
+        packages={
+            "torch": {"absent": "not installed"},
+            "torch_cuda": {"absent": "torch is not installed"},
+        },
         nvml={"driver": driver, "devices": [card]},
     )
     assert build in found(system)["no-torch"].fix
@@ -318,13 +399,20 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
 
 def test_a_gpu_whose_driver_version_is_unknown_gets_no_build_for_cpus():
     without = {"absent": "this torch is built without CUDA"}
-    findings_by_name = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
+    findings_by_name = found(
+        changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without})
+    )
     assert "cu126" in findings_by_name["cpu-only-torch"].fix
 
 
 def test_a_driver_that_runs_no_build_of_torch_is_updated_first():
-    for versions in ({"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "not installed"}}, {}):
-        findings_by_name = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
+    for versions in (
+        {"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "not installed"}},
+        {},
+    ):
+        findings_by_name = found(
+            changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"})
+        )
         fix = findings_by_name["driver-too-old" if not versions else "no-torch"].fix
         assert fix.startswith("update the driver to 580 or newer, then install the cu130 build")
 
@@ -344,7 +432,11 @@ def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choos
         for capability in read_profile(machine(name)).capabilities
         if capability.name.startswith("attention.")
     ]
-    assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
-        Attention().names
-    )
-    assert {f"attention.{backend}" for backend in Attention().names} <= {capability.name for capability in capabilities}
+    assert {
+        capability.name.removeprefix("attention.")
+        for capability in capabilities
+        if capability.available
+    } <= set(Attention().names)
+    assert {f"attention.{backend}" for backend in Attention().names} <= {
+        capability.name for capability in capabilities
+    }

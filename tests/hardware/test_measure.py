@@ -52,7 +52,11 @@ def small_effort(monkeypatch, tmp_path):
 
 def reports_of(name="no-gpu"):
     reports = []
-    measuring.measure(read_profile(machine(name)), machine(name), lambda kind, value: reports.append((kind, value)))
+    measuring.measure(
+        read_profile(machine(name)),
+        machine(name),
+        lambda kind, value: reports.append((kind, value)),
+    )
     return reports
 
 
@@ -78,7 +82,11 @@ def test_a_cpu_is_measured_whole(small_effort):
         "matmul.int8.8x64x128",
         "matmul.bf16.8x64x128",
         "matmul.fp32.8x64x128",
-        *(f"attention.{b}.bf16.{n}" for b in ("native", "_native_flash", "_native_math") for n in (16, 32)),
+        *(
+            f"attention.{b}.bf16.{n}"
+            for b in ("native", "_native_flash", "_native_math")
+            for n in (16, 32)
+        ),
         *(f"{place}.{loader}" for place in ("disk", "page_cache") for loader in rates.LOADERS),
     }
     for rate in found:
@@ -97,7 +105,9 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(small_effort, monkeypatch, calls_before):
+def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(
+    small_effort, monkeypatch, calls_before
+):
     """It is made once more at the end, to see whether the machine kept its pace."""
     whole, calls = rates.Meter.matmul, []
 
@@ -117,7 +127,9 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     none_left = dataclasses.replace(rates.BENCHMARK_SIZES["cpu"], total_seconds=-1.0)
     monkeypatch.setitem(rates.BENCHMARK_SIZES, "cpu", none_left)
     reports = reports_of()
-    assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
+    assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == [
+        "process.overhead"
+    ]
     assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 32
 
 
@@ -125,7 +137,9 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
 def test_4_bit_weights_are_measured_where_they_work(small_effort):
     profile = read_profile(machine("no-gpu"))
     capabilities = tuple(
-        capability.model_copy(update={"available": True}) if capability.name == "quantization.bnb-nf4" else capability
+        capability.model_copy(update={"available": True})
+        if capability.name == "quantization.bnb-nf4"
+        else capability
         for capability in profile.capabilities
     )
     reports = []
@@ -138,7 +152,9 @@ def test_4_bit_weights_are_measured_where_they_work(small_effort):
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
 
-def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enough_for_small_cards(monkeypatch):
+def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enough_for_small_cards(
+    monkeypatch,
+):
     """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
     meter = rates.Meter(read_profile(machine("no-gpu")), lambda: None)
     moved = []
@@ -146,7 +162,9 @@ def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enoug
     monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
     for name in rates.kernel_names(read_profile(machine("no-gpu"))):
         meter.kernel(name, "bf16")
-    each = rates.BENCHMARK_SIZES["cuda"].kernel_elements / rates.BENCHMARK_SIZES["cpu"].kernel_elements
+    each = (
+        rates.BENCHMARK_SIZES["cuda"].kernel_elements / rates.BENCHMARK_SIZES["cpu"].kernel_elements
+    )
     fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9
     assert each * min(moved) / fastest > 4 * 5e-6
     assert each * max(moved) < 2 * rates.BENCHMARK_SIZES["cuda"].copy_bytes  # as the copies take
@@ -162,7 +180,9 @@ def test_what_a_library_takes_to_load_is_not_taken_for_the_time_of_a_call(monkey
 
 
 def child(code, **options):
-    return measure_rates(read_profile(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
+    return measure_rates(
+        read_profile(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options
+    )
 
 
 RATE = Rate(name="memory.bandwidth", value=3e12, unit="B/s", spread=0.01, num_samples=9)
@@ -170,7 +190,10 @@ REPORT = f"import json; print(json.dumps({{'rate': {RATE.model_dump_json()!r}}})
 
 
 def test_a_child_that_dies_keeps_what_it_reported():
-    profile = child(f"{REPORT}; print(json.dumps({{'measuring': 'attention x'}}), flush=True); import os; os.abort()")
+    profile = child(
+        f"{REPORT}; print(json.dumps({{'measuring': 'attention x'}}), flush=True); import os; "
+        "os.abort()"
+    )
     assert profile.rates == (RATE,)
     assert any("in attention x" in note for note in profile.notes)
 
@@ -185,7 +208,8 @@ def test_a_child_that_hangs_is_ended():
 def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
     act = "signal.raise_signal(signal.SIGINT)" if "interrupt" in ends else "report('note', 'x')"
     code = (
-        f"import signal; from autotune.hardware import measure as m; m.measure = lambda p, s, report: {act}; m.main()"
+        "import signal; from autotune.hardware import measure as m; m.measure = lambda p, s, "
+        f"report: {act}; m.main()"
     )
     pipe = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen((sys.executable, "-c", code), **pipe) as started:
@@ -209,7 +233,10 @@ def test_a_killed_measurement_of_the_disk_leaves_no_file(monkeypatch, tmp_path):
 
 
 def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_nothing():
-    code = "import json, sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']; sys.stdout.buffer.write(b'\\xff\\n')"
+    code = (
+        "import json, sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']; "
+        "sys.stdout.buffer.write(b'\\xff\\n')"
+    )
     report = "print(json.dumps({'note': cpu})); print(json.dumps({'measuring': 'done'}))"
     profile = read_profile(machine("no-gpu"))
     named = profile.changed(host=profile.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
@@ -219,7 +246,8 @@ def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_not
 
 def test_a_child_that_chatters_is_understood():
     profile = child(
-        f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': 'why'}}))"
+        f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': "
+        f"'why'}}))"
     )
     assert profile.rates == (RATE,)
     assert profile.noisy
@@ -236,7 +264,9 @@ def test_own_work_is_no_other_process():
     begin = time.process_time()
     while time.process_time() < begin + 0.2:
         pass
-    busy, _, own = (now - before for now, before in zip(others._times(), others._begin, strict=True))
+    busy, _, own = (
+        now - before for now, before in zip(others._times(), others._begin, strict=True)
+    )
     assert own >= 0.15
     assert 0 <= others.share() <= 1
     assert busy >= own - 0.1
@@ -244,11 +274,16 @@ def test_own_work_is_no_other_process():
 
 @pytest.mark.parametrize(
     ("spreads", "again", "noisy"),
-    [((0.01, 0.02, 0.03), 1.0, False), ((0.01, 0.3, 0.4), 1.0, True), ((0.01, 0.01, 0.01), 1.2, True)],
+    [
+        ((0.01, 0.02, 0.03), 1.0, False),
+        ((0.01, 0.3, 0.4), 1.0, True),
+        ((0.01, 0.01, 0.01), 1.2, True),
+    ],
 )
 def test_disagreement_is_noise(spreads, again, noisy):
     found = tuple(
-        Rate(name=f"r{i}", value=1.0, unit="s", spread=spread, num_samples=9) for i, spread in enumerate(spreads)
+        Rate(name=f"r{i}", value=1.0, unit="s", spread=spread, num_samples=9)
+        for i, spread in enumerate(spreads)
     )
     repeated = Rate(name="r0", value=again, unit="s", spread=0.0, num_samples=9)
     assert rates.is_noisy(found, repeated) is noisy

@@ -37,7 +37,13 @@ def test_an_override_is_a_known_kind_or_refused(text):
         classify_memory(None, None, text)
 
 
-@given(st.sampled_from((*OVERRIDES, "host")), SIZES, SIZES, st.booleans(), st.one_of(st.none(), st.integers(0, 2**40)))
+@given(
+    st.sampled_from((*OVERRIDES, "host")),
+    SIZES,
+    SIZES,
+    st.booleans(),
+    st.one_of(st.none(), st.integers(0, 2**40)),
+)
 def test_a_budget_never_exceeds_what_is_free(kind, total, free, display, reserve):
     if total is None and free is None:
         with pytest.raises(AutotuneError):

@@ -1,4 +1,6 @@
-"""A GPU is found by as much of its name as means it alone; a name that means several is refused with all of them."""
+"""A GPU is found by as much of its name as means it alone; a name that means several is refused
+with all of them.
+"""
 
 import itertools
 import re
@@ -14,7 +16,9 @@ from autotune.hardware.store import hardware_named, save_profile
 
 IDS = [gpu.id for gpu in load_catalog()]
 WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
-NUMBERS = Counter(word for id_ in IDS for word in id_.split("-") if re.fullmatch(r"[a-z]{0,2}\d+[a-z]?", word))
+NUMBERS = Counter(
+    word for id_ in IDS for word in id_.split("-") if re.fullmatch(r"[a-z]{0,2}\d+[a-z]?", word)
+)
 
 
 def meant(name):
@@ -36,19 +40,34 @@ def refusal(name):
 
 
 @pytest.mark.parametrize("gpu", load_catalog(), ids=lambda gpu: gpu.id)
-def test_every_card_is_found_by_its_id_with_and_without_maker_and_series_and_by_what_cuda_calls_it(gpu):
+def test_every_card_is_found_by_its_id_with_and_without_maker_and_series_and_by_what_cuda_calls_it(
+    gpu,
+):
     short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
-    for name in (gpu.id, gpu.id.upper(), gpu.id.removeprefix("nvidia-"), short, f"RTX {short}", gpu.name):
+    for name in (
+        gpu.id,
+        gpu.id.upper(),
+        gpu.id.removeprefix("nvidia-"),
+        short,
+        f"RTX {short}",
+        gpu.name,
+    ):
         assert meant(name) == gpu.id
 
 
-@given(st.sampled_from(IDS), st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8), st.randoms())
+@given(
+    st.sampled_from(IDS),
+    st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8),
+    st.randoms(),
+)
 def test_words_may_be_joined_and_written_in_any_way(id_, joints, random):
     words = [random.choice([word, word.upper(), word.title()]) for word in id_.split("-")]
     assert meant("".join(itertools.chain(*zip(words, joints, strict=False)))) == id_
 
 
-@pytest.mark.parametrize("number", sorted(number for number, count in NUMBERS.items() if count == 1))
+@pytest.mark.parametrize(
+    "number", sorted(number for number, count in NUMBERS.items() if count == 1)
+)
 def test_a_number_that_one_card_has_is_enough_unless_the_card_is_another_than_it_names(number):
     card = next(id_ for id_ in IDS if number in id_.split("-"))
     if VARIANTS.isdisjoint(card.split("-")):
@@ -107,12 +126,16 @@ def test_a_name_of_several_cards_is_refused_with_all_of_them(name, ids):
     assert all_meant(refusal(name)) == ids
 
 
-@pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "l40", "90", "4090d", "quadro rtx 4000"])
+@pytest.mark.parametrize(
+    "name", ["", " ", "-", "nvidia", "GeForce RTX", "l40", "90", "4090d", "quadro rtx 4000"]
+)
 def test_a_name_of_no_card_is_refused(name):
     assert "no hardware called" in refusal(name).message
 
 
-@pytest.mark.parametrize(("name", "other"), [("4070 Ti", "4070-ti-super"), ("4060", "4060-ti-16gb")])
+@pytest.mark.parametrize(
+    ("name", "other"), [("4070 Ti", "4070-ti-super"), ("4060", "4060-ti-16gb")]
+)
 def test_a_card_that_is_not_known_is_not_taken_for_its_ti_or_super(name, other):
     assert f"another card is nvidia-rtx-{other}" in refusal(name).hint
 

@@ -60,7 +60,9 @@ def test_a_driver_that_does_not_start_is_a_reason(libcuda):
 
 
 class FakeNvml:
-    """As much of the pynvml module as the probe calls, with its conventions (milliwatts, bytes, handles)."""
+    """As much of the pynvml module as the probe calls, with its conventions (milliwatts, bytes,
+    handles).
+    """
 
     NVMLError = type("NVMLError", (Exception,), {})
     nvmlMemory_v2 = 33554472
@@ -115,20 +117,26 @@ class FakeNvml:
 
 def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
     monkeypatch.setattr(nvidia, "pynvml", FakeNvml())
-    queries = NvmlSource(lambda index: str(1 - index)).queries  # CUDA's order is the other way round
+    queries = NvmlSource(
+        lambda index: str(1 - index)
+    ).queries  # CUDA's order is the other way round
     assert queries["driver"](0) == "580.95.05"
     assert queries["cuda_driver"](0) == "13.0"
     assert queries["free_bytes"](0) == 60
     assert queries["power_limit_watts"](0) == 350.0
     assert [FLAG.validate_python(queries["mig"](index)) for index in (0, 1)] == [False, True]
     assert queries["links"](0) == [(0, "nvlink")]
-    assert queries["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
+    assert (
+        queries["other_process_bytes"](1) == 30
+    )  # ours is left out, and a process seen twice counts once
     with pytest.raises(Unavailable, match="1 other processes"):
         queries["other_process_bytes"](0)
 
 
 def test_every_function_that_is_called_exists_in_the_real_module():
-    called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", Path(nvidia.__file__).read_text()))
+    called = set(
+        re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", Path(nvidia.__file__).read_text())
+    )
     assert len(called) > 20
     assert [name for name in sorted(called) if not hasattr(nvidia.pynvml, name)] == []
 
@@ -156,7 +164,9 @@ def test_the_real_machine_knows_its_memory_and_packages():
 
 def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
     looked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7)
+    )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
     (tmp_path / "large").mkdir()
     assert RealSystem(torch=False).query("os", "disk_free_bytes") == 7

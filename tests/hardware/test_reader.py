@@ -1,4 +1,6 @@
-"""No value that a driver reports, however wrong, raises anything but the typed error; no absent fact becomes 0."""
+"""No value that a driver reports, however wrong, raises anything but the typed error; no absent
+fact becomes 0.
+"""
 
 import copy
 
@@ -70,11 +72,17 @@ def test_nonsense_raises_only_the_typed_error(data):
         device.pcie_generation,
     ):
         assert number is None or number > 0
-    most = device.free_memory_bytes if device.free_memory_bytes is not None else device.total_memory_bytes
+    most = (
+        device.free_memory_bytes
+        if device.free_memory_bytes is not None
+        else device.total_memory_bytes
+    )
     assert 0 <= device.budget_bytes <= most
 
 
-@given(st.sampled_from(sorted({source for sources in SOURCES.values() for source in sources} - {"os"})))
+@given(
+    st.sampled_from(sorted({source for sources in SOURCES.values() for source in sources} - {"os"}))
+)
 def test_a_missing_source_is_survived(source):
     for name in MACHINES:
         survived({**SOURCES[name], source: {"absent": "gone"}})

@@ -35,12 +35,16 @@ RATES = (
 
 
 def measured(name):
-    return read_profile(machine(name)).changed(rates=RATES, notes=("an old note", "not measured: gds"))
+    return read_profile(machine(name)).changed(
+        rates=RATES, notes=("an old note", "not measured: gds")
+    )
 
 
 @pytest.fixture
 def probes(monkeypatch, tmp_path):
-    """Probes of this list's machine, in a cache folder of its own; readings and measurements are counted."""
+    """Probes of this list's machine, in a cache folder of its own; readings and measurements are
+    counted.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     state = {"machine": "rtx-4090", "read": 0, "measured": 0}
 
@@ -73,14 +77,18 @@ def test_any_damage_is_noticed(tmp_path, data):
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 2))
     damage = data.draw(st.sampled_from(["cut", "flip"]))
-    path.write_bytes(whole[:at] if damage == "cut" else whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    path.write_bytes(
+        whole[:at] if damage == "cut" else whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    )
     try:
         assert load_profile(path) == measured("gb10")  # blanks between the values may change
     except InvalidInput:
         return
 
 
-def test_a_cache_that_cannot_be_written_costs_only_what_it_would_have_kept(probes, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_only_what_it_would_have_kept(
+    probes, tmp_path, monkeypatch
+):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     first, again = cached_profile(), cached_profile()
@@ -119,7 +127,9 @@ def test_another_card_or_stack_is_measured_again(probes):
         ("no-gpu", "host", {"logical_cores": 2}, False),
     ],
 )
-def test_rates_are_measured_again_if_the_machine_or_what_decides_its_kernels_has_changed(name, part, change, holds):
+def test_rates_are_measured_again_if_the_machine_or_what_decides_its_kernels_has_changed(
+    name, part, change, holds
+):
     saved = measured(name)
     now = saved.changed(**{part: getattr(saved, part).changed(**change)})
     assert has_valid_rates(saved, now) == holds
@@ -131,7 +141,9 @@ def test_fresh_measures_again(probes):
     assert probes["measured"] == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999]
+)
 def test_a_damaged_file_is_measured_again(probes, content):
     path = profile_path(read_profile(machine("rtx-4090")))
     path.parent.mkdir(parents=True)
@@ -153,7 +165,9 @@ def test_an_edited_rate_is_not_trusted(probes):
 
 def test_a_profile_that_0_1_0_saved_keeps_its_rates():
     """Its file has other names for some fields and no fingerprint."""
-    saved = load_profile(Path(__file__).parents[1] / "fixtures" / "schema1" / "hardware-profile.json")
+    saved = load_profile(
+        Path(__file__).parents[1] / "fixtures" / "schema1" / "hardware-profile.json"
+    )
     assert saved.rates
     assert saved.capability("attention.native").available
     assert has_valid_rates(saved, saved.changed(notes=()))

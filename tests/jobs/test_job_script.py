@@ -1,4 +1,6 @@
-"""`job_script`: jobs that can run, with the folders that they need, or a refusal; and where the file is written."""
+"""`job_script`: jobs that can run, with the folders that they need, or a refusal; and where the
+file is written.
+"""
 
 import shlex
 from itertools import pairwise
@@ -26,12 +28,16 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def written(plan: TrainingPlan, file: Path, *, controls: int = 0, evidence: str = "measured", **job: Any) -> Path:
+def written(
+    plan: TrainingPlan, file: Path, *, controls: int = 0, evidence: str = "measured", **job: Any
+) -> Path:
     work = plan.frozen.workload.model_copy(update={"num_control_images": controls})
     expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
     frozen = plan.frozen.model_copy(update={"workload": work, "expected": expected})
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_plan(file, seal(plan.job.model_copy(update={"data": "photos", "output": "out", **job}), frozen))
+    write_plan(
+        file, seal(plan.job.model_copy(update={"data": "photos", "output": "out", **job}), frozen)
+    )
     return file
 
 
@@ -45,7 +51,9 @@ def test_a_plan_without_data_needs_some_and_hands_it_to_the_run(work: Path) -> N
     with pytest.raises(InvalidInput, match="names no data folder") as refused:
         job_script(plan, "slurm")
     assert "--data" in refused.value.hint
-    call = job_script(plan, "slurm", data="photos", model="org/other", output="elsewhere").partition("\nsrun ")[2]
+    call = job_script(
+        plan, "slurm", data="photos", model="org/other", output="elsewhere"
+    ).partition("\nsrun ")[2]
     assert call.split(" || ")[0] == (
         f"--kill-on-bad-exit=1 autotune train {work}/plan.yaml --model org/other --data photos"
         f" --output {work}/elsewhere --resume"
@@ -68,12 +76,19 @@ def test_a_plan_that_edits_images_needs_their_control_images(work: Path) -> None
     assert " --control before --output " in job_script(plan, "slurm", control="before")
 
 
-def test_a_container_is_given_every_folder_outside_of_this_one(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_is_given_every_folder_outside_of_this_one(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = work.parent
     (root / "home" / "model").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(root / "home"))
     (work / "before").symlink_to(root / "linked")
-    job = {"model": "~/model", "data": "../photos", "output": str(root / "out"), "control": "before"}
+    job = {
+        "model": "~/model",
+        "data": "../photos",
+        "output": str(root / "out"),
+        "control": "before",
+    }
     plan = written(plan_for(1), root / "plans" / "plan.yaml", **job)
     script = job_script(plan, "docker", image="lora:1")
     read_only = [root / "home" / "model", root / "photos", root / "linked", plan]
@@ -90,12 +105,17 @@ def test_a_container_is_given_every_folder_outside_of_this_one(work: Path, monke
 def test_folders_in_this_one_need_no_mount_of_their_own(work: Path) -> None:
     plan = written(plan_for(1), work / "plan.yaml", data=str(work / "photos"), model="org/name")
     assert len(mounts(job_script(plan, "docker", image="lora:1"))) == 1
-    assert yaml.safe_load(job_script(plan, "kubernetes", image="lora:1", claim="team"))["kind"] == "Job"
+    assert (
+        yaml.safe_load(job_script(plan, "kubernetes", image="lora:1", claim="team"))["kind"]
+        == "Job"
+    )
 
 
 def test_a_predicted_plan_lies_where_the_run_can_write_the_measured_one(work: Path) -> None:
     plan = written(plan_for(1), work.parent / "plans" / "plan.yaml", evidence="predicted")
-    assert f"type=bind,source={plan.parent},target={plan.parent}" in mounts(job_script(plan, "docker", image="lora:1"))
+    assert f"type=bind,source={plan.parent},target={plan.parent}" in mounts(
+        job_script(plan, "docker", image="lora:1")
+    )
 
 
 @pytest.mark.parametrize("output", ["/", "/cache"])
@@ -127,7 +147,9 @@ def test_a_file_with_variants_needs_the_hardware_that_the_job_is_for(
         job_script("team.yaml", "slurm")
     assert "--hardware" in refused.value.hint
     for name, number in (("4090", 1), ("h100-sxm", 2)):
-        shown = autotune_here(capfd, "job-script", "team.yaml", "--for", "slurm", "--hardware", name)
+        shown = autotune_here(
+            capfd, "job-script", "team.yaml", "--for", "slurm", "--hardware", name
+        )
         assert f"--ntasks-per-node={number}\n" in shown.stdout, shown.stderr
 
 
@@ -142,7 +164,9 @@ def test_an_arrays_time_is_that_of_the_most_epochs_too(work: Path, images: int) 
     steps = -(-90_000 * number // per_step)
 
     def script(job: str) -> str:
-        Path("subjects.yaml").write_text(f"subjects: [{{name: a}}, {{name: b, data: photos, {job}}}]")
+        Path("subjects.yaml").write_text(
+            f"subjects: [{{name: a}}, {{name: b, data: photos, {job}}}]"
+        )
         return job_script("plan.yaml", "slurm", over="subjects.yaml")
 
     assert script("num_train_epochs: 90000") == script(f"num_steps: {steps}")

@@ -1,4 +1,6 @@
-"""Job files: what they ask for, that no path can break out of them, and SLURM's through preemption and requeue."""
+"""Job files: what they ask for, that no path can break out of them, and SLURM's through
+preemption and requeue.
+"""
 
 import os
 import re
@@ -28,21 +30,29 @@ from tests.training.small import machine, make_plan, write_model_and_images
 from tests.training.test_fit import planned
 
 NASTY = """it's a "folder" $(touch pwned) `touch pwned`; touch pwned #\n- {x: !!python/object}"""
-PATHS = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=30)
+PATHS = st.text(
+    st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=30
+)
 
 
 def plan_for(number: int = 4, **changes: Any) -> TrainingPlan:
     plan = planned()
     strategy = "ddp" if number > 1 else "single"
-    hardware = plan.frozen.hardware.model_copy(update={"num_processes": number, "strategy": strategy, **changes})
-    expected = plan.frozen.expected.model_copy(update={"host_memory_bytes": 10 * 2**30, "step_seconds": 2.0})
+    hardware = plan.frozen.hardware.model_copy(
+        update={"num_processes": number, "strategy": strategy, **changes}
+    )
+    expected = plan.frozen.expected.model_copy(
+        update={"host_memory_bytes": 10 * 2**30, "step_seconds": 2.0}
+    )
     job = plan.job.model_copy(update={"num_steps": 3600, "output": "My dog/run_1"})
     return seal(job, plan.frozen.model_copy(update={"hardware": hardware, "expected": expected}))
 
 
 def a_job(folder: str = "/work", **changes: Any) -> JobFile:
     root = PurePosixPath(folder)
-    return JobFile(root, root / "plan.yaml", root / "out", **{"image": "lora:1", "claim": "team", **changes})
+    return JobFile(
+        root, root / "plan.yaml", root / "out", **{"image": "lora:1", "claim": "team", **changes}
+    )
 
 
 def test_a_job_asks_for_what_the_plan_predicts_with_a_margin() -> None:
@@ -54,7 +64,9 @@ def test_a_job_asks_for_what_the_plan_predicts_with_a_margin() -> None:
 
 
 def test_no_memory_limit_where_none_holds_what_the_gpu_takes() -> None:
-    assert JobNeeds.of_plan(plan_for(match_keys={"memory_kind": "integrated"})).host_memory_gib is None
+    assert (
+        JobNeeds.of_plan(plan_for(match_keys={"memory_kind": "integrated"})).host_memory_gib is None
+    )
 
 
 def test_a_cpu_plan_asks_for_memory_and_no_gpu() -> None:
@@ -88,7 +100,8 @@ def test_slurm_directives() -> None:
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert directives == [
         "--job-name=autotune-run-1", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4",
-        "--gpus-per-node=2", "--mem=25G", "--time=0-03:15:00", "--signal=TERM@120", "--open-mode=append",
+        "--gpus-per-node=2", "--mem=25G", "--time=0-03:15:00", "--signal=TERM@120",
+        "--open-mode=append",
         "--output=autotune-%j.log", "--requeue",
     ]  # fmt: skip
 
@@ -132,7 +145,11 @@ PLAN = plan_for()
 def test_a_job_of_kubernetes_is_valid_by_its_schema() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     for plan in (plan_for(1), plan_for(4)):
-        validate.validate(yaml.safe_load(kubernetes_manifest(JobNeeds.of_plan(plan), a_job())), "1.31", strict=True)
+        validate.validate(
+            yaml.safe_load(kubernetes_manifest(JobNeeds.of_plan(plan), a_job())),
+            "1.31",
+            strict=True,
+        )
 
 
 def test_a_job_of_kubernetes_goes_on_after_a_checkpoint_and_not_after_a_wrong_plan() -> None:
@@ -151,10 +168,15 @@ def test_a_job_of_kubernetes_goes_on_after_a_checkpoint_and_not_after_a_wrong_pl
 
 
 def test_pods_of_several_nodes_start_their_processes_themselves() -> None:
-    manifest = yaml.safe_load(kubernetes_manifest(JobNeeds.of_plan(plan_for(), num_nodes=2), a_job()))
+    manifest = yaml.safe_load(
+        kubernetes_manifest(JobNeeds.of_plan(plan_for(), num_nodes=2), a_job())
+    )
     assert (manifest["kind"], manifest["spec"]["nprocPerNode"]) == ("PyTorchJob", "2")
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 1}
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {
+        "Master": 1,
+        "Worker": 1,
+    }
     assert replicas["Master"]["template"]["spec"]["containers"][0]["name"] == "pytorch"
 
 
@@ -174,13 +196,32 @@ def test_docker_runs_one_container_and_what_it_cannot_do_is_refused() -> None:
 
 def test_the_command_writes_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan.yaml", plan_for())
-    shown = autotune_here(capfd, "job-script", tmp_path / "plan.yaml", "--for", "slurm", "--nodes", "2")
-    autotune_here(
-        capfd, "job-script", tmp_path / "plan.yaml", "--for", "slurm", "--nodes", "2", "-o", tmp_path / "job.sh"
+    shown = autotune_here(
+        capfd, "job-script", tmp_path / "plan.yaml", "--for", "slurm", "--nodes", "2"
     )
-    assert shown.stdout == (tmp_path / "job.sh").read_text() == job_script(tmp_path / "plan.yaml", "slurm", nodes=2)
-    assert autotune_here(capfd, "job-script", tmp_path / "plan.yaml", "--for", "slrum").returncode == 2
-    assert autotune_here(capfd, "job-script", tmp_path / "plan.yaml", "--for", "kubernetes").returncode == 2
+    autotune_here(
+        capfd,
+        "job-script",
+        tmp_path / "plan.yaml",
+        "--for",
+        "slurm",
+        "--nodes",
+        "2",
+        "-o",
+        tmp_path / "job.sh",
+    )
+    assert (
+        shown.stdout
+        == (tmp_path / "job.sh").read_text()
+        == job_script(tmp_path / "plan.yaml", "slurm", nodes=2)
+    )
+    assert (
+        autotune_here(capfd, "job-script", tmp_path / "plan.yaml", "--for", "slrum").returncode == 2
+    )
+    assert (
+        autotune_here(capfd, "job-script", tmp_path / "plan.yaml", "--for", "kubernetes").returncode
+        == 2
+    )
 
 
 SRUN = """\
@@ -211,14 +252,19 @@ while :; do sleep 0.05; done
 
 
 class Slurm:
-    """A stand-in for SLURM on this machine: runs a script as sbatch would, and again if it is put back."""
+    """A stand-in for SLURM on this machine: runs a script as sbatch would, and again if it is
+    put back.
+    """
 
     def __init__(self, folder: Path, autotune: str, num_tasks: int) -> None:
         self.folder, self.num_tasks, self.bin = folder, num_tasks, folder / "bin"
         self.bin.mkdir(parents=True)
         for name, text in {
             "srun": f"#!{sys.executable}\n{SRUN}",
-            "scontrol": f'#!/bin/sh\n[ "$*" = "requeue 4711" ] && touch {shlex.quote(str(folder))}/requeued\n',
+            "scontrol": (
+                '#!/bin/sh\n[ "$*" = "requeue 4711" ] && touch '
+                f"{shlex.quote(str(folder))}/requeued\n"
+            ),
             "autotune": autotune,
         }.items():
             (self.bin / name).write_text(text)
@@ -226,9 +272,20 @@ class Slurm:
 
     def start(self, script: str) -> subprocess.Popen[str]:
         path = f"{self.bin}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "4711", "SLURM_NTASKS": str(self.num_tasks)}
-        environment |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TMPDIR": str(self.folder)}  # as sbatch does
-        return subprocess.Popen(["bash", "-c", script], env=environment, text=True, stderr=subprocess.PIPE)
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "SLURM_JOB_ID": "4711",
+            "SLURM_NTASKS": str(self.num_tasks),
+        }
+        environment |= {
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_TMPDIR": str(self.folder),
+        }  # as sbatch does
+        return subprocess.Popen(
+            ["bash", "-c", script], env=environment, text=True, stderr=subprocess.PIPE
+        )
 
     def preempt(self, job: subprocess.Popen[str], work: Path) -> None:
         """SIGTERM to the tasks and the script, as SLURM sends it."""
@@ -264,7 +321,9 @@ def test_a_preempted_job_of_slurm_goes_back_into_the_queue_and_ends_well(tmp_pat
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, 0), (4, 4), (137, 137)])
-def test_a_job_of_slurm_that_failed_is_not_put_back(tmp_path: Path, status: int, expected: int) -> None:
+def test_a_job_of_slurm_that_failed_is_not_put_back(
+    tmp_path: Path, status: int, expected: int
+) -> None:
     slurm = Slurm(tmp_path / "slurm", f"#!/bin/sh\nexit {status}\n", num_tasks=1)
     job = slurm.start(slurm_script(JobNeeds.of_plan(plan_for(1)), a_job(str(tmp_path))))
     assert (job.wait(timeout=60), slurm.was_requeued) == (expected, False)
@@ -273,9 +332,13 @@ def test_a_job_of_slurm_that_failed_is_not_put_back(tmp_path: Path, status: int,
 @pytest.mark.slow
 def test_a_real_run_of_two_tasks_is_preempted_put_back_and_finished(tmp_path: Path) -> None:
     model, images = write_model_and_images(tmp_path)
-    plan = make_plan(model, images, machine(), num_processes=2, num_steps=16, checkpointing_steps=0, output="out")
+    plan = make_plan(
+        model, images, machine(), num_processes=2, num_steps=16, checkpointing_steps=0, output="out"
+    )
     write_plan(tmp_path / "plan.yaml", plan)
-    slurm = Slurm(tmp_path / "slurm", f'#!/bin/sh\nexec {sys.executable} -m autotune "$@"\n', num_tasks=2)
+    slurm = Slurm(
+        tmp_path / "slurm", f'#!/bin/sh\nexec {sys.executable} -m autotune "$@"\n', num_tasks=2
+    )
     script = slurm_script(JobNeeds.of_plan(plan), a_job(str(tmp_path)))
     job = slurm.start(script)
     wait_until(lambda: len(read_metrics(tmp_path / "out" / "metrics.jsonl")) >= 3, seconds=240)

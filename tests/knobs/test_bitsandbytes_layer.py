@@ -1,4 +1,6 @@
-"""bitsandbytes' layers as we make them: its own bits, in a fraction of the memory, and gradients after any input."""
+"""bitsandbytes' layers as we make them: its own bits, in a fraction of the memory, and gradients
+after any input.
+"""
 
 import subprocess
 import sys
@@ -15,7 +17,12 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.quantization.bitsandbytes_layer import pack_int8, pack_nf4, quantize_int8, quantize_nf4
+from autotune.quantization.bitsandbytes_layer import (
+    pack_int8,
+    pack_nf4,
+    quantize_int8,
+    quantize_nf4,
+)
 from tests.profiled import peak_allocated_bytes
 
 WEIGHT_FORMATS = ("bnb-nf4", "bnb-int8")
@@ -26,11 +33,15 @@ SLICE_BYTES = 1 << 12
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(96, 128), (37, 64), (33, 48), (1, 2), (5, 2000)])
-def test_slices_give_the_bits_of_quantizing_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_slices_give_the_bits_of_quantizing_whole(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype)
     four, eight = (pack(layer.weight.data, SLICE_BYTES) for pack in PACK)
-    whole, state = functional.quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
+    whole, state = functional.quantize_4bit(
+        layer.weight.data, compress_statistics=True, quant_type="nf4"
+    )
     own = four.quant_state
     assert torch.equal(four.data, whole)
     for mine, theirs in (
@@ -41,15 +52,24 @@ def test_slices_give_the_bits_of_quantizing_whole(shape: tuple[int, int], dtype:
         (own.state2.code, state.state2.code),
     ):
         assert torch.equal(mine, theirs)
-    assert (own.shape, own.dtype, own.blocksize, own.nested) == (state.shape, state.dtype, state.blocksize, True)
-    assert torch.equal(functional.dequantize_4bit(four.data, own), functional.dequantize_4bit(whole, state))
+    assert (own.shape, own.dtype, own.blocksize, own.nested) == (
+        state.shape,
+        state.dtype,
+        state.blocksize,
+        True,
+    )
+    assert torch.equal(
+        functional.dequantize_4bit(four.data, own), functional.dequantize_4bit(whole, state)
+    )
     rows, scales, _ = functional.int8_vectorwise_quant(layer.weight.data.half())
     assert torch.equal(eight.CB, rows)
     assert torch.equal(eight.SCB, scales)
 
 
 @pytest.mark.parametrize("pack", PACK)
-def test_quantizing_takes_the_result_and_some_slices(pack: Callable[[torch.Tensor, int], object]) -> None:
+def test_quantizing_takes_the_result_and_some_slices(
+    pack: Callable[[torch.Tensor, int], object],
+) -> None:
     weight = torch.randn(4096, 1024, dtype=torch.bfloat16)  # 8 MiB
     slice_bytes = 1 << 18
     stored = weight.numel() // (2 if pack is pack_nf4 else 1)
@@ -61,8 +81,12 @@ def test_quantizing_takes_the_result_and_some_slices(pack: Callable[[torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 @pytest.mark.parametrize("rows", [96, 40])
-def test_a_pass_without_gradients_changes_no_later_one(storage: str, rows: int, dtype: torch.dtype) -> None:
-    """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32 rows."""
+def test_a_pass_without_gradients_changes_no_later_one(
+    storage: str, rows: int, dtype: torch.dtype
+) -> None:
+    """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32
+    rows.
+    """
     torch.manual_seed(0)
     layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)
     quantized = quantize_inside([layer], storage)("", layer).eval()  # type: ignore[misc, union-attr]
@@ -80,7 +104,9 @@ def test_a_pass_without_gradients_changes_no_later_one(storage: str, rows: int, 
     for found, expected in zip(run(), before, strict=True):
         assert torch.equal(found, expected)
     plain = torch.ones(2, 5, rows, dtype=dtype) @ layer.weight
-    assert float((before[1] - plain).norm() / plain.norm()) < (0.15 if storage == "bnb-nf4" else 0.02)
+    assert float((before[1] - plain).norm() / plain.norm()) < (
+        0.15 if storage == "bnb-nf4" else 0.02
+    )
 
 
 def test_a_layer_is_what_peft_and_others_know() -> None:
@@ -90,7 +116,9 @@ def test_a_layer_is_what_peft_and_others_know() -> None:
 
 
 def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
-    """On a CPU int8 layers in training mode leave their inputs unquantized: another algorithm than on CUDA."""
+    """On a CPU int8 layers in training mode leave their inputs unquantized: another algorithm
+    than on CUDA.
+    """
     for quantize in QUANTIZE:
         assert quantize(nn.Linear(64, 32)).training
         assert not quantize(nn.Linear(64, 32).eval()).training
@@ -98,6 +126,11 @@ def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
 
 @pytest.mark.slow
 def test_importing_it_says_nothing() -> None:
-    script = "from autotune.runtime.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script = (
+        "from autotune.runtime.quiet import silence_libraries; silence_libraries(); import "
+        "bitsandbytes"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == done.stderr == ""

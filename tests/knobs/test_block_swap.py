@@ -1,4 +1,6 @@
-"""Swapped blocks give the gradients of unswapped ones, bit for bit, and at most two are on the device."""
+"""Swapped blocks give the gradients of unswapped ones, bit for bit, and at most two are on the
+device.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"base": nn.Linear(32, 32).requires_grad_(False), "adapter": nn.Linear(32, 32)})
+            nn.ModuleDict(
+                {"base": nn.Linear(32, 32).requires_grad_(False), "adapter": nn.Linear(32, 32)}
+            )
             for _ in range(num_blocks)
         )
         for block in self.blocks:
@@ -86,7 +90,9 @@ def test_the_host_gives_each_block_the_bytes_of_its_tensors_each_aligned():
         assert block.region.num_bytes == 32 * 32 * 4 + 256  # the bias takes 128 bytes of its 256
         assert block.region.bytes.data_ptr() % 4096 == 0
         assert [weight.offsets for weight in block.weights] == [(0,), (4096,)]
-        places = [weight.on_host.data_ptr() - block.region.bytes.data_ptr() for weight in block.weights]
+        places = [
+            weight.on_host.data_ptr() - block.region.bytes.data_ptr() for weight in block.weights
+        ]
         assert places == [0, 4096]
 
 
@@ -119,7 +125,9 @@ def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monke
     gradients(model)
     for block in model.blocks:
         block["adapter"] = nn.Linear(32, 32)
-    monkeypatch.setattr(block_swap, "_move_trained", lambda block, device: brought.append((block, device)))
+    monkeypatch.setattr(
+        block_swap, "_move_trained", lambda block, device: brought.append((block, device))
+    )
     with torch.no_grad():
         model(torch.randn(3, 32))
     assert brought == [(block, CPU) for block in model.blocks]

@@ -30,7 +30,9 @@ CAPABILITIES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb
 
 def other_gpu(index: int, budget_gib: float) -> OtherGpu:
     size = int(budget_gib * GIB)
-    return OtherGpu(index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=size)
+    return OtherGpu(
+        index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=size
+    )
 
 
 def on(
@@ -53,7 +55,10 @@ def on(
                     "total_memory_bytes": 24 * GIB,
                     "others": tuple(
                         OtherGpu(
-                            index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=int(gib * GIB)
+                            index=index,
+                            name=f"GPU {index}",
+                            total_memory_bytes=48 * GIB,
+                            budget_bytes=int(gib * GIB),
                         )
                         for index, gib in enumerate(others, 1)
                     ),
@@ -71,19 +76,27 @@ def on(
         (on(22), "training device, as they are"),
         (on(11), "training device, torchao-int8"),
         (on(11, others=(22,)), "cuda:1, as they are"),
-        (on(11, others=(12,)), "training device, torchao-int8"),  # its own size counts, not the trainer's
+        (
+            on(11, others=(12,)),
+            "training device, torchao-int8",
+        ),  # its own size counts, not the trainer's
         (on(11, others=(12, 20, 18)), "cuda:2, as they are"),
         (on(11, quality="exact"), "cpu, as they are"),
         (on(11, quality="exact", host_gib=12), "training device, streamed"),
         (on(7), "cpu, as they are"),
         (on(7, quality="compact"), "cpu, as they are"),
         (on(8, quality="compact"), "training device, bnb-nf4"),
-        (on(17), "training device, torchao-int8"),  # the weights alone would leave the context no room
+        (
+            on(17),
+            "training device, torchao-int8",
+        ),  # the weights alone would leave the context no room
         (on(7, kind="integrated"), "training device, streamed"),
         (on(11, capabilities=("precision.bf16",)), "cpu, as they are"),
     ],
 )
-def test_the_encoder_of_qwen_image_goes_where_it_fits(context: TuningContext, expected: str) -> None:
+def test_the_encoder_of_qwen_image_goes_where_it_fits(
+    context: TuningContext, expected: str
+) -> None:
     caching, reason = choose_caching(context, QWEN)
     assert describe_caching(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
@@ -91,7 +104,9 @@ def test_the_encoder_of_qwen_image_goes_where_it_fits(context: TuningContext, ex
 
 def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> None:
     _, reason = choose_caching(on(11.2), QWEN)
-    assert [item.choice for item in reason.rejected if "17.8 GiB" in item.reason] == ["training device, as they are"]
+    assert [item.choice for item in reason.rejected if "17.8 GiB" in item.reason] == [
+        "training device, as they are"
+    ]
 
 
 @given(
@@ -102,7 +117,9 @@ def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> Non
     quality=st.sampled_from(["exact", "high", "compact"]),
     parameters=st.integers(0, 10**11),
 )
-def test_some_way_is_always_found_and_never_below_the_quality_floor(budget, host, others, kind, quality, parameters):
+def test_some_way_is_always_found_and_never_below_the_quality_floor(
+    budget, host, others, kind, quality, parameters
+):
     context = on(budget, host_gib=host, others=tuple(others), kind=kind, quality=quality)
     size = EncoderSize(parameters, 2, 0)
     caching, _ = choose_caching(context, size)
@@ -147,12 +164,17 @@ CLIP = dataclasses.replace(QWEN, vae_working_bytes=30 * GIB)
         (on(24, others=(30, 44)), "training device, as they are, VAE on cuda:2"),
         (on(24, others=(30,)), "training device, as they are, VAE on cpu"),  # its own size counts
         (on(11, others=(44,)), "cuda:1, as they are, VAE on cuda:1"),  # one after the other
-        (on(24, host_gib=12), "training device, as they are"),  # which the plan then says does not fit
+        (
+            on(24, host_gib=12),
+            "training device, as they are",
+        ),  # which the plan then says does not fit
         (on(24, kind="integrated"), "training device, as they are"),
         (on(44, kind="integrated"), "training device, as they are"),
     ],
 )
-def test_a_vae_whose_clips_do_not_fit_encodes_elsewhere(context: TuningContext, expected: str) -> None:
+def test_a_vae_whose_clips_do_not_fit_encodes_elsewhere(
+    context: TuningContext, expected: str
+) -> None:
     caching, reason = choose_caching(context, CLIP)
     assert describe_caching(caching) == expected == reason.chosen
     refused = [one.reason for one in reason.rejected if one.choice == "VAE on training device"]
@@ -167,7 +189,9 @@ def test_captions_and_images_share_another_gpu_one_after_the_other_unless_kept()
     assert planned is not None
     assert planned.needed_bytes == pytest.approx(1.04 * CLIP.bytes_at("cuda:1", caching), rel=0.05)
     kept = caching.changed(residency="keep")
-    assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + CLIP.captions_bytes(caching)
+    assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + CLIP.captions_bytes(
+        caching
+    )
     assert CLIP.bytes_at("cpu", caching) == 0
     with_kept, _ = choose_caching(context, CLIP, {"residency": "keep"})
     assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
@@ -176,20 +200,35 @@ def test_captions_and_images_share_another_gpu_one_after_the_other_unless_kept()
 def test_the_vaes_place_is_pinned_and_excluded_apart_from_the_text_encoders() -> None:
     roomy, small = on(48, others=(44, 20)), on(11)
     pinned, reason = choose_caching(small, QWEN, {"vae_device": "cpu"})
-    assert (describe_caching(pinned), reason.why) == ("training device, torchao-int8, VAE on cpu", "pinned by the user")
+    assert (describe_caching(pinned), reason.why) == (
+        "training device, torchao-int8, VAE on cpu",
+        "pinned by the user",
+    )
     assert choose_caching(roomy, QWEN, {"vae_device": "cuda:2"})[0].vae_device == "cuda:2"
     both = {"vae_device": "cuda:2", "text_encoder_device": "cuda:2"}
-    assert describe_caching(choose_caching(roomy, QWEN, both)[0]) == "cuda:2, as they are, VAE on cuda:2"
-    with pytest.raises(InvalidInput, match=r"images cannot be encoded on cuda:2: it needs 31\.\d GiB, 20\.0 GiB"):
+    assert (
+        describe_caching(choose_caching(roomy, QWEN, both)[0])
+        == "cuda:2, as they are, VAE on cuda:2"
+    )
+    with pytest.raises(
+        InvalidInput, match=r"images cannot be encoded on cuda:2: it needs 31\.\d GiB, 20\.0 GiB"
+    ):
         choose_caching(roomy, CLIP, {"vae_device": "cuda:2"})
-    assert choose_caching(roomy, QWEN, exclusions=[("vae_device", "training")])[0].vae_device == "cuda:1"
+    assert (
+        choose_caching(roomy, QWEN, exclusions=[("vae_device", "training")])[0].vae_device
+        == "cuda:1"
+    )
     with pytest.raises(InvalidInput, match="leave no way to encode images"):
         choose_caching(on(48, kind="integrated"), QWEN, exclusions=[("vae_device", "training")])
 
 
 def test_residency_is_excluded_as_other_settings_are_and_what_is_none_is_refused() -> None:
-    assert choose_caching(on(30), QWEN, exclusions=[("residency", "release")])[0].residency == "keep"
-    assert choose_caching(on(30), QWEN, exclusions=[("residency", "keep")])[0].residency == "release"
+    assert (
+        choose_caching(on(30), QWEN, exclusions=[("residency", "release")])[0].residency == "keep"
+    )
+    assert (
+        choose_caching(on(30), QWEN, exclusions=[("residency", "keep")])[0].residency == "release"
+    )
     with pytest.raises(InvalidInput, match="leave no residency"):
         choose_caching(on(30), QWEN, exclusions=[("residency", "keep"), ("residency", "release")])
     for wrong in (("residency", "sometimes"), ("no_such_field", "x"), ("vae_device", "gpu")):
@@ -198,7 +237,11 @@ def test_residency_is_excluded_as_other_settings_are_and_what_is_none_is_refused
 
 
 def test_pins_choose_among_what_a_machine_has() -> None:
-    assert caching_choices(on(48, others=(44,)))["caching.vae_device"] == ("training", "cuda:1", "cpu")
+    assert caching_choices(on(48, others=(44,)))["caching.vae_device"] == (
+        "training",
+        "cuda:1",
+        "cpu",
+    )
     assert caching_choices(on(48, kind="integrated"))["caching.vae_device"] == ("training",)
 
 
@@ -241,7 +284,10 @@ def test_pins_are_taken_over_what_fits() -> None:
         ({"text_encoder_device": "gpu"}, "no device"),
         ({"vae_device": "gpu"}, "no device for the VAE"),
         ({"vae_device": "cuda:3"}, "images cannot be encoded on cuda:3 here"),
-        ({"vae_device": "cuda:1", "text_encoder_device": "cuda:2"}, "on one GPU beside the one that trains"),
+        (
+            {"vae_device": "cuda:1", "text_encoder_device": "cuda:2"},
+            "on one GPU beside the one that trains",
+        ),
         ({"text_encoder_quantization": "int3"}, "unknown"),
         ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),
         ({"residency": "sometimes"}, "caching.residency"),

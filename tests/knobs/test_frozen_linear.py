@@ -1,4 +1,6 @@
-"""Layers on stored 8-bit weights compute with what is stored, keep no cast copy, and move no more bytes than told."""
+"""Layers on stored 8-bit weights compute with what is stored, keep no cast copy, and move no
+more bytes than told.
+"""
 
 import peft
 import pytest
@@ -20,7 +22,9 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that a few roundings to the dtype give outputs."""
 
 
-def layer_of(storage: str, dtype: torch.dtype, *, bias: bool = True, device: str = "cpu") -> FrozenLinear:
+def layer_of(
+    storage: str, dtype: torch.dtype, *, bias: bool = True, device: str = "cpu"
+) -> FrozenLinear:
     torch.manual_seed(0)
     layer = nn.Linear(64, 96, bias=bias, dtype=dtype, device=device).requires_grad_(False)
     transform = quantize_inside([layer], storage)
@@ -50,7 +54,9 @@ def run(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
 @pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_those_of_what_is_stored(storage, dtype, bias, converts_as_it_reads, monkeypatch):
+def test_outputs_and_gradients_are_those_of_what_is_stored(
+    storage, dtype, bias, converts_as_it_reads, monkeypatch
+):
     monkeypatch.setitem(CONVERTS_AS_IT_READS, "cpu", converts_as_it_reads)
     layer = layer_of(storage, dtype, bias=bias)
     weight = weight_of(layer)
@@ -61,7 +67,9 @@ def test_outputs_and_gradients_are_those_of_what_is_stored(storage, dtype, bias,
         assert (found.double() - expected).norm() < ROUNDING[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize(("storage", "least", "most"), [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.03)])
+@pytest.mark.parametrize(
+    ("storage", "least", "most"), [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.03)]
+)
 def test_what_is_stored_is_as_near_as_its_format_can_be(storage, least, most):
     torch.manual_seed(0)
     given = nn.Linear(64, 96, dtype=torch.bfloat16).weight.data
@@ -77,7 +85,9 @@ def test_the_last_slice_may_be_shorter(storage, num_rows, monkeypatch):
     layers = [nn.Linear(48, num_rows) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     for layer, num_slice_rows in zip(layers, (8, 1000), strict=True):
-        monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _, rows=num_slice_rows: rows * 48 * 4)
+        monkeypatch.setattr(
+            stored_rows, "slice_bytes_of", lambda _, rows=num_slice_rows: rows * 48 * 4
+        )
         quantize_inside([layer], storage)("", layer)
     assert torch.equal(layers[0].weight, layers[1].weight)
     assert torch.equal(layers[0].scale, layers[1].scale)
@@ -92,7 +102,11 @@ def test_slices_give_the_same_bits_in_a_fraction_of_the_working_memory(storage, 
     for layer, size in zip(layers, (slice_bytes, 8 << 20), strict=True):
         monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _, size=size: size)
         transform = quantize_inside([layer], storage)
-        peaks.append(peak_allocated_bytes(lambda t=transform, layer=layer: t("", layer)) - (4 << 20) - 4 * 4096)
+        peaks.append(
+            peak_allocated_bytes(lambda t=transform, layer=layer: t("", layer))
+            - (4 << 20)
+            - 4 * 4096
+        )
     assert torch.equal(layers[0].weight, layers[1].weight)
     assert torch.equal(layers[0].scale, layers[1].scale)
     assert peaks[0] < 4.1 * slice_bytes
@@ -158,7 +172,11 @@ def test_a_pass_moves_no_more_than_this_beside_its_product(
         recorder.mark("backward")
         torch.autograd.grad(out, x, gradient)
     for segment in recorder.segments:
-        moved = sum(work[3] * count for work, count in segment.work.items() if not work[0].startswith("matmul"))
+        moved = sum(
+            work[3] * count
+            for work, count in segment.work.items()
+            if not work[0].startswith("matmul")
+        )
         wanted = bytes_a_weight * 64 * 96 + passes_over_outputs * rows * 96 * 4
         assert wanted <= moved <= wanted + 96 * 16
 

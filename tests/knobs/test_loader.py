@@ -27,7 +27,9 @@ def machine(
         {
             **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
             "device": plain.device.model_copy(update={"memory_kind": kind}),
-            "rates": tuple(Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates),
+            "rates": tuple(
+                Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates
+            ),
         }
     )
 
@@ -58,23 +60,36 @@ def test_without_measurements_it_is_the_default():
 def test_on_shared_memory_a_mapped_file_counts_twice():
     cold = {"safetensors": 3.0, "pread": 2.0}
     assert choices(machine(cold, kind="integrated")).admitted == ("safetensors",)
-    tight = choices(machine(cold, budget_bytes=50 * GIB, kind="integrated"))  # the model takes 38 GiB
+    tight = choices(
+        machine(cold, budget_bytes=50 * GIB, kind="integrated")
+    )  # the model takes 38 GiB
     assert tight.admitted == ("pread",)
     assert "38.1 GiB beside" in tight.on_request["safetensors"]
-    assert choices(machine({}, budget_bytes=50 * GIB, kind="integrated")).admitted != ("safetensors",)
+    assert choices(machine({}, budget_bytes=50 * GIB, kind="integrated")).admitted != (
+        "safetensors",
+    )
 
 
 def test_a_pinned_loader_is_searched_with_though_none_would_choose_it():
     context = builders.context(machine({"safetensors": 1.0, "pread": 2.0}))
     assert {c.loader for c in build_search_space(context).candidates} == {"pread"}
-    assert {c.loader for c in build_search_space(context, (("loader", "safetensors"),)).candidates} == {"safetensors"}
+    assert {
+        c.loader for c in build_search_space(context, (("loader", "safetensors"),)).candidates
+    } == {"safetensors"}
 
 
 RATES = st.dictionaries(st.sampled_from(sorted(LOADERS)), st.floats(0.01, 20))
 
 
-@given(RATES, RATES, st.integers(1, 200), st.sampled_from(["discrete", "integrated", "host", "coherent"]))
-def test_whatever_was_measured_one_loader_is_chosen_and_each_other_has_a_reason(cold, warm, gib, kind):
+@given(
+    RATES,
+    RATES,
+    st.integers(1, 200),
+    st.sampled_from(["discrete", "integrated", "host", "coherent"]),
+)
+def test_whatever_was_measured_one_loader_is_chosen_and_each_other_has_a_reason(
+    cold, warm, gib, kind
+):
     hardware = machine(cold, warm, budget_bytes=gib * GIB, kind=kind)
     found = choices(hardware)
     assert len(found.admitted) == 1

@@ -6,7 +6,9 @@ from autotune.knobs.micro_batch import MicroBatchSize
 from tests.builders import hardware, workload
 
 
-def test_every_divisor_of_the_effective_batch_is_tried_and_of_a_family_that_takes_one_image_one() -> None:
+def test_every_divisor_of_the_effective_batch_is_tried_and_of_a_family_that_takes_one_image_one() -> (
+    None
+):
     asked = workload().changed(effective_batch_size=6)
     several, one = (
         MicroBatchSize().choices(TuningContext(hardware(), get_family(name), asked))

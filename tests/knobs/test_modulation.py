@@ -1,4 +1,6 @@
-"""Modulation ahead of time: where it is admitted, how long its windows are, and that it takes what it says."""
+"""Modulation ahead of time: where it is admitted, how long its windows are, and that it takes
+what it says.
+"""
 
 import copy
 
@@ -11,7 +13,11 @@ from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
 from autotune.knobs.base import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
-from autotune.knobs.modulation_ahead import ModulationPart, find_modulation_ahead, take_loaded_layers
+from autotune.knobs.modulation_ahead import (
+    ModulationPart,
+    find_modulation_ahead,
+    take_loaded_layers,
+)
 from autotune.planning.alternatives import keep_shardable
 from autotune.schema.candidate import Candidate
 from autotune.search.space import build_search_space
@@ -33,7 +39,11 @@ def test_every_family_names_its_layers_or_says_why_not(name: str) -> None:
         return
     assert choices.admitted == ("ahead", "resident")
     model = build_on_meta(FAMILIES[name], FAMILIES[name].transformer_config)
-    away = sum(p.numel() for _, layer in layers.find(model) for p in model.get_submodule(layer).parameters())
+    away = sum(
+        p.numel()
+        for _, layer in layers.find(model)
+        for p in model.get_submodule(layer).parameters()
+    )
     assert away > 0.1 * sum(p.numel() for p in model.parameters())
 
 
@@ -53,7 +63,9 @@ def test_it_goes_neither_with_compiled_blocks_nor_with_sharded_weights() -> None
     assert space.choices["modulation"] == ("ahead", "resident")
     sharded = keep_shardable(space)
     assert {candidate.modulation for candidate in sharded.candidates} == {"resident"}
-    assert any(one.choice == "ahead" and "gathered" in one.reason for one in sharded.rejected["modulation"])
+    assert any(
+        one.choice == "ahead" and "gathered" in one.reason for one in sharded.rejected["modulation"]
+    )
 
 
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
@@ -68,23 +80,31 @@ def test_a_window_is_within_its_limits_or_one_step(row_bytes: int, images: int) 
 
 def test_parts_of_a_row_lie_side_by_side_and_a_copy_is_its_own() -> None:
     family = get_family("flux1-dev")
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(device="cpu")
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(
+        device="cpu"
+    )
     take_loaded_layers(family, model)
     other = copy.deepcopy(model)
     ahead, copied = find_modulation_ahead(model), find_modulation_ahead(other)
     assert ahead is not None
     assert copied is not None
     parts = [module for module in model.modules() if isinstance(module, ModulationPart)]
-    assert sorted((part.start, part.stop) for part in parts) == [(layer.start, layer.stop) for layer in ahead.layers]
+    assert sorted((part.start, part.stop) for part in parts) == [
+        (layer.start, layer.stop) for layer in ahead.layers
+    ]
     assert ahead.layers[0].start == 0
-    assert all(one.stop == after.start for one, after in zip(ahead.layers, ahead.layers[1:], strict=False))
+    assert all(
+        one.stop == after.start for one, after in zip(ahead.layers, ahead.layers[1:], strict=False)
+    )
     (hook,) = other.time_text_embed._forward_hooks.values()
     assert hook.func.__self__ is copied
 
 
 def test_a_failing_call_leaves_the_blocks_where_they_were() -> None:
     family = get_family("qwen-image")
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(device="cpu")
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(
+        device="cpu"
+    )
     take_loaded_layers(family, model)
     ahead, blocks = find_modulation_ahead(model), model.transformer_blocks
     assert ahead is not None

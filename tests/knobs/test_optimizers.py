@@ -1,4 +1,6 @@
-"""Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's code runs unasked."""
+"""Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's
+code runs unasked.
+"""
 
 import json
 import sys
@@ -23,7 +25,9 @@ SHAPES = ((4, 1200), (1200, 4), (8, 8))
 CHOICES = [
     *(pytest.param(OptimizerChoice(name=name), id=name) for name in OPTIMIZERS),
     pytest.param(OptimizerChoice(name="prodigy", options=(("slice_p", 11),)), id="sliced prodigy"),
-    pytest.param(OptimizerChoice(name="torch.optim:RMSprop", options=(("momentum", 0.9),)), id="class"),
+    pytest.param(
+        OptimizerChoice(name="torch.optim:RMSprop", options=(("momentum", 0.9),)), id="class"
+    ),
 ]
 
 
@@ -36,7 +40,9 @@ def fresh(choice: OptimizerChoice) -> AdapterOptimizer:
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     rate = 1.0 if choice.name == "prodigy" else 1e-2
-    return AdapterOptimizer(parameters, learning_rate=rate, weight_decay=0.1, max_grad_norm=1.0, choice=choice)
+    return AdapterOptimizer(
+        parameters, learning_rate=rate, weight_decay=0.1, max_grad_norm=1.0, choice=choice
+    )
 
 
 def take_steps(optimizer: AdapterOptimizer, numbers: range) -> None:
@@ -60,7 +66,9 @@ def test_a_run_goes_on_to_the_bit_and_holds_what_is_predicted(choice: OptimizerC
     assert all(torch.equal(tensor, second.state()[name]) for name, tensor in whole.state().items())
     assert whole.numbers() == second.numbers()
     assert not torch.equal(whole.masters[0], fresh(choice).masters[0])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in whole.live_tensors()}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in whole.live_tensors()
+    }
     masters = sum(master.nbytes for master in whole.masters)
     assert optimizer_bytes(choice, dict.fromkeys(SHAPES, 1))[0] == sum(storages.values()) - masters
 
@@ -122,7 +130,9 @@ def test_what_is_wrong_is_said(name: str, options: dict[str, float], what: str) 
         check_options(choose_optimizer(ADAMW, name, options or None))
 
 
-@pytest.mark.parametrize("line", ["import torch; torch.nothing", "1 / 0", "raise RuntimeError('no such device')"])
+@pytest.mark.parametrize(
+    "line", ["import torch; torch.nothing", "1 / 0", "raise RuntimeError('no such device')"]
+)
 def test_a_package_that_fails_as_it_is_imported_is_named_with_its_error(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +162,8 @@ def test_what_predictions_do_not_need_is_there_for_code_that_may(
         lambda: found.append(optimizer_class("acme_optimizers:Own")),
         lambda: load_entry_points("acme", found.append),
     ):
-        monkeypatch.setitem(sys.modules, "acme_optimizers", None)  # as `prepare_process(only_predicts=True)` leaves it
+        monkeypatch.setitem(
+            sys.modules, "acme_optimizers", None
+        )  # as `prepare_process(only_predicts=True)` leaves it
         look()
     assert found == [torch.optim.SGD] * 2

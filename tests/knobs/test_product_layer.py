@@ -1,4 +1,6 @@
-"""Layers that multiply in 8 bits: what they compute, what they keep, and what kernels on CUDA ask of them."""
+"""Layers that multiply in 8 bits: what they compute, what they keep, and what kernels on CUDA
+ask of them.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from tests.profiled import peak_allocated_bytes
 FORMATS = ("int8-matmul", "fp8-matmul")
 
 
-def layer_of(weight_format: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> EightBitLinear:
+def layer_of(
+    weight_format: str, dtype: torch.dtype = torch.float32, *, bias: bool = True
+) -> EightBitLinear:
     torch.manual_seed(0)
     layer = nn.Linear(64, 96, bias=bias).to(dtype).requires_grad_(False)
     layer.weight.data *= torch.linspace(0.01, 10, 96, dtype=dtype)[:, None]  # scales differ
@@ -52,11 +56,15 @@ def test_outputs_and_gradients_are_products_of_rounded_rows(weight_format: str, 
     weight = plain.weight * torch.linspace(0.01, 10, 96)[:, None]
     assert torch.equal(stored.double() * scale, rounded(weight, weight_format))
     out, gradient = run(layer, x)
-    expected = rounded(x, weight_format) @ (stored.double() * scale).t() + (plain.bias.double() if bias else 0)
+    expected = rounded(x, weight_format) @ (stored.double() * scale).t() + (
+        plain.bias.double() if bias else 0
+    )
     torch.manual_seed(2)
     folded = torch.randn(7, 96) * layer.scale
     assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(gradient.double(), rounded(folded, weight_format) @ stored.double(), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(
+        gradient.double(), rounded(folded, weight_format) @ stored.double(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -89,16 +97,23 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_layers_of_all_sizes_share_what_is_compiled(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_all_sizes_share_what_is_compiled(
+    weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     counters = [CompileCounter() for _ in PLAIN[:3]]
-    compiled = [torch.compile(one, dynamic=True, backend=by) for one, by in zip(PLAIN[:3], counters, strict=True)]
+    compiled = [
+        torch.compile(one, dynamic=True, backend=by)
+        for one, by in zip(PLAIN[:3], counters, strict=True)
+    ]
     monkeypatch.setitem(PRODUCT_KERNELS, "cpu", Kernels(*compiled, True))  # type: ignore[arg-type]
     for inputs, outputs in ((64, 96), (96, 64), (64, 128), (128, 192)):
         layer = nn.Linear(inputs, outputs).requires_grad_(False)
         quantize_inside([layer], weight_format)("", layer)  # type: ignore[misc]
         run(layer, torch.randn(40, inputs))
-    assert max(counter.frame_count for counter in counters) <= 2  # with columns and bias, and without
+    assert (
+        max(counter.frame_count for counter in counters) <= 2
+    )  # with columns and bias, and without
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -154,7 +169,9 @@ def test_a_compiler_traces_it_whole(weight_format: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_quantizing_takes_the_result_and_some_slices(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_takes_the_result_and_some_slices(
+    weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slice_bytes, layer = 1 << 18, nn.Linear(1024, 4096, dtype=torch.bfloat16, bias=False)
     monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _: slice_bytes)
     transform, stored = quantize_inside([layer], weight_format), (4 << 20) + 4 * 4096

@@ -33,7 +33,9 @@ def context(*capabilities: str, **changes: object) -> TuningContext:
 def integrated() -> TuningContext:
     one = hardware()
     device = one.device.model_copy(update={"memory_kind": "integrated"})
-    return TuningContext(one.model_copy(update={"device": device}), get_family("qwen-image"), workload())
+    return TuningContext(
+        one.model_copy(update={"device": device}), get_family("qwen-image"), workload()
+    )
 
 
 def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
@@ -62,7 +64,9 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, told):
 
 
 def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_already(told):
-    """The probe's questions start CUDA, and then the variables have been read; an import alone may read them, too."""
+    """The probe's questions start CUDA, and then the variables have been read; an import alone
+    may read them, too.
+    """
     configure_allocator("expandable")
     assert all(os.environ[name] == "expandable_segments:True" for name in VARIABLES)
     assert told == ["expandable_segments:True"]
@@ -110,7 +114,9 @@ def test_plain_tensors_of_8_bits_go_with_compiled_blocks_and_other_formats_do_no
 def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request():
     names = ("quantization.int8-matmul", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
-    assert all("--quality compact" in strict.rejected[name] for name in ("int8-matmul", "fp8-matmul"))
+    assert all(
+        "--quality compact" in strict.rejected[name] for name in ("int8-matmul", "fp8-matmul")
+    )
     card, cpu = (
         Quantization().choices(replace(where, workload=where.workload.changed(quality="compact")))
         for where in (context(*names), context(*names, kind="cpu"))
@@ -121,7 +127,9 @@ def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request
 
 
 def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
-    both = Quantization().choices(context("quantization.torchao-int8", "quantization.layerwise-fp8"))
+    both = Quantization().choices(
+        context("quantization.torchao-int8", "quantization.layerwise-fp8")
+    )
     assert both.admitted == ("torchao-int8", "none")
     assert [*both.on_request] == ["layerwise-fp8"]
     alone = Quantization().choices(context("quantization.layerwise-fp8"))
@@ -129,7 +137,9 @@ def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
 
 
 def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
-    card, shared, host = (BatchMemory().choices(where) for where in (context(), integrated(), context(kind="cpu")))
+    card, shared, host = (
+        BatchMemory().choices(where) for where in (context(), integrated(), context(kind="cpu"))
+    )
     assert card.admitted == ("pinned",)
     assert [*card.on_request] == ["pageable"]
     for choices, word in ((shared, "share one memory"), (host, "only CUDA")):
@@ -155,12 +165,22 @@ def test_what_learns_is_the_users():
         assert "--optimizer" in choices.rejected["adamw"]
 
 
-@pytest.mark.parametrize(("speed", "is_tried"), [(1.5, True), (1.0, False), (0.5, False), (None, False)])
-def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_pinned(speed, is_tried):
+@pytest.mark.parametrize(
+    ("speed", "is_tried"), [(1.5, True), (1.0, False), (0.5, False), (None, False)]
+)
+def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_pinned(
+    speed, is_tried
+):
     one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-h100-sxm"))
     speeds = {"native": 1.0} if speed is None else {"native": 1.0, "_native_flash": speed}
     rates = tuple(
-        Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, unit="FLOP/s", spread=0.0, num_samples=3)
+        Rate(
+            name=f"attention.{name}.bf16.4096",
+            value=value * 1e14,
+            unit="FLOP/s",
+            spread=0.0,
+            num_samples=3,
+        )
         for name, value in speeds.items()
     )
     choices = Attention().choices(
@@ -173,7 +193,9 @@ def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_p
 
 
 def attention_choices(one, padding):
-    return Attention().choices(TuningContext(one, get_family("qwen-image"), workload(text_padding=padding)))
+    return Attention().choices(
+        TuningContext(one, get_family("qwen-image"), workload(text_padding=padding))
+    )
 
 
 @pytest.mark.parametrize("padding", ["masked", "exact"])
@@ -182,12 +204,20 @@ def test_under_a_mask_a_backend_has_to_beat_what_native_then_is(padding):
     one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-rtx-4090"))
     speeds = {"native": 1.0, "_native_efficient": 0.55, "_native_flash": 1.0, "_native_cudnn": 0.8}
     rates = tuple(
-        Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, unit="FLOP/s", spread=0.0, num_samples=3)
+        Rate(
+            name=f"attention.{name}.bf16.4096",
+            value=value * 1e14,
+            unit="FLOP/s",
+            spread=0.0,
+            num_samples=3,
+        )
         for name, value in speeds.items()
     )
     choices = attention_choices(one.changed(rates=rates), padding)
     assert choices.admitted == (("native", "_native_cudnn") if padding == "masked" else ("native",))
-    assert choices.on_request["_native_flash"] == "the probe measured 1.00 times the speed of native"
+    assert (
+        choices.on_request["_native_flash"] == "the probe measured 1.00 times the speed of native"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,12 +228,17 @@ def test_under_a_mask_a_backend_has_to_beat_what_native_then_is(padding):
         ("h100-sxm", "masked", "0.60", "0.33"),  # cuDNN is faster
     ],
 )
-def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures(card, padding, flash, xformers):
+def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures(
+    card, padding, flash, xformers
+):
     one = with_assumed_packages(hardware_named(card), ["flash-attn", "xformers"])
     choices = attention_choices(one, padding)
     assert choices.admitted == ("native",)
     for name, speed in {"flash": flash, "xformers": xformers}.items():
-        assert choices.on_request[name] == f"published for its kernel is {speed} times the speed of native"
+        assert (
+            choices.on_request[name]
+            == f"published for its kernel is {speed} times the speed of native"
+        )
     without = attention_choices(hardware_named(card), padding)
     assert without.rejected["flash"] == "package: flash_attn is not installed"
 
@@ -212,12 +247,24 @@ def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures
     ("card", "package", "name", "says"),
     [
         ("h100-sxm", "flash-attn-3", "flash-3", None),
-        ("h100-sxm", "flash-attn-4", "flash-4", "published for its kernel is 0.96 times the speed of native"),
+        (
+            "h100-sxm",
+            "flash-attn-4",
+            "flash-4",
+            "published for its kernel is 0.96 times the speed of native",
+        ),
         ("b200", "flash-attn-4", "flash-4", None),
-        ("5090", "flash-attn-4", "flash-4", "published for its kernel is 1.00 times the speed of native"),
+        (
+            "5090",
+            "flash-attn-4",
+            "flash-4",
+            "published for its kernel is 1.00 times the speed of native",
+        ),
     ],
 )
-def test_later_versions_of_flash_attention_are_tried_where_they_are_published_to_be_faster(card, package, name, says):
+def test_later_versions_of_flash_attention_are_tried_where_they_are_published_to_be_faster(
+    card, package, name, says
+):
     choices = attention_choices(with_assumed_packages(hardware_named(card), [package]), "exact")
     assert choices.admitted == (("native", name) if says is None else ("native",))
     assert choices.on_request.get(name) == says

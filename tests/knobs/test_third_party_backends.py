@@ -1,4 +1,6 @@
-"""Another distribution's attention backend and weight format are planned with, checked and trained."""
+"""Another distribution's attention backend and weight format are planned with, checked and
+trained.
+"""
 
 import json
 import os
@@ -88,7 +90,9 @@ def quantize(layer):
 '''
 
 
-def install(folder: Path, name: str, entry_points: str, group: str = "autotune.backends", **modules: str) -> Path:
+def install(
+    folder: Path, name: str, entry_points: str, group: str = "autotune.backends", **modules: str
+) -> Path:
     """A distribution as pip would leave it in `folder`, which then belongs on PYTHONPATH."""
     package, info = folder / name, folder / f"{name}-1.0.dist-info"
     for made in (package, info):
@@ -134,7 +138,9 @@ class Acme:
     def python(self, script: str, *arguments: str) -> str:
         """What the script prints."""
         command = [sys.executable, "-c", script, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=self.environment
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -166,7 +172,14 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Acme:
 @pytest.fixture(scope="module")
 def walked(acme: Acme) -> Journey:
     model, images = write_model_and_images(acme.folder)
-    pins = ("--pin", "quantization=acme-int8", "--pin", "attention=acme-attention", "--max-trials", 1)
+    pins = (
+        "--pin",
+        "quantization=acme-int8",
+        "--pin",
+        "attention=acme-attention",
+        "--max-trials",
+        1,
+    )
     data = ("--model", model, "--data", images, "--resolution", 32, "--rank", 2, "--steps", 4)
     asked = ("--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", 256)
     chosen = ("--quantization", "acme-int8", "--attention", "acme-attention")
@@ -177,14 +190,21 @@ def walked(acme: Acme) -> Journey:
         ("train", plan, "--output", acme.folder / "result"),
         ("estimate", *asked, *chosen, "--json"),
     )
-    printed = acme.python(SEVERAL, json.dumps([list(map(str, words)) for words in commands])).split("\0")
-    return Journey(acme, {str(words[0]): text for words, text in zip(commands, printed, strict=False)})
+    printed = acme.python(SEVERAL, json.dumps([list(map(str, words)) for words in commands])).split(
+        "\0"
+    )
+    return Journey(
+        acme, {str(words[0]): text for words, text in zip(commands, printed, strict=False)}
+    )
 
 
 @pytest.mark.slow
 def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(walked: Journey) -> None:
     frozen = read_plan(walked.plan).frozen
-    assert (frozen.settings.quantization, frozen.settings.attention) == ("acme-int8", "acme-attention")
+    assert (frozen.settings.quantization, frozen.settings.attention) == (
+        "acme-int8",
+        "acme-attention",
+    )
     assert frozen.expected.evidence == "measured"
     assert all(trial.outcome == "ok" for trial in frozen.trials)
     for command in ("plan", "train"):
@@ -203,7 +223,9 @@ def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(walked: Jo
 def test_the_cost_model_traces_a_format_from_outside(walked: Journey) -> None:
     prediction = json.loads(walked.printed["estimate"])["prediction"]
     weights = {phase["name"]: phase["breakdown"]["weight_bytes"] for phase in prediction["phases"]}
-    assert 19 << 30 < weights["train"] < 21 << 30  # 20.4 billion parameters, few of them outside the blocks
+    assert (
+        19 << 30 < weights["train"] < 21 << 30
+    )  # 20.4 billion parameters, few of them outside the blocks
 
 
 @pytest.mark.slow
@@ -223,7 +245,8 @@ print(name, meter.attention("acme-attention", "fp32", 16).name)
 def test_light_commands_find_entries_without_loading_what_they_name(acme: Acme) -> None:
     script = (
         "import sys; from autotune.backends import WEIGHT_FORMATS; "
-        "print('acme-int8' in WEIGHT_FORMATS, 'acme.kernels' in sys.modules, 'torch' in sys.modules)"
+        "print('acme-int8' in WEIGHT_FORMATS, 'acme.kernels' in sys.modules, 'torch' in "
+        "sys.modules)"
     )
     assert acme.python(script).split() == ["True", "False", "False"]
 
@@ -234,7 +257,8 @@ def test_light_commands_find_entries_without_loading_what_they_name(acme: Acme) 
         ("raise RuntimeError('no licence')", "no licence"),
         ("ENTRY = 'int8'", "neither an AttentionBackend nor a WeightFormat"),
         (
-            "from autotune.backends import AttentionBackend; ENTRY = AttentionBackend('native', '')",
+            "from autotune.backends import AttentionBackend; ENTRY = AttentionBackend('native', "
+            "'')",
             "already an entry called native",
         ),
     ],
@@ -245,7 +269,9 @@ def test_a_distribution_that_is_broken_costs_a_warning(
     site = install(tmp_path, "broken", "one = broken.entries:ENTRY", entries=entry)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
     script = "from autotune.backends import WEIGHT_FORMATS; print(len(WEIGHT_FORMATS))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(len(WEIGHT_FORMATS))
     assert "broken.entries:ENTRY adds nothing to autotune" in done.stderr
     assert words in done.stderr

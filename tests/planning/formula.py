@@ -1,4 +1,6 @@
-"""Predictions by formula instead of traces, without torch; the measured golden plan has the real ones."""
+"""Predictions by formula instead of traces, without torch; the measured golden plan has the real
+ones.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +35,9 @@ KEPT_BYTES = 5 * GIB
 
 @dataclass(frozen=True, eq=False)
 class FormulaCostModel:
-    """Twelve GiB of weights, activations by pixels and blocks that keep them, a quarter more time where recomputed."""
+    """Twelve GiB of weights, activations by pixels and blocks that keep them, a quarter more
+    time where recomputed.
+    """
 
     hardware: Any
     workload: Any
@@ -42,18 +46,25 @@ class FormulaCostModel:
     model: Any = None
     encoder_gpu: None = None
     caching: CachingSettings = field(default_factory=CachingSettings)
-    caching_reason: Reason = field(default_factory=lambda: Reason(knob="caching", chosen="release", why="test"))
+    caching_reason: Reason = field(
+        default_factory=lambda: Reason(knob="caching", chosen="release", why="test")
+    )
     parallel: Parallel = ONE_PROCESS
     calibration: Calibration | None = None
     overheads: None = None
 
     @classmethod
     def build(
-        cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *, memory_budget: Any = None,
-        caching: Any = None, caching_pins: Any = None, caching_exclusions: Any = (), parallel: Parallel = ONE_PROCESS,
+        cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *,
+        memory_budget: Any = None,
+        caching: Any = None, caching_pins: Any = None, caching_exclusions: Any = (),
+        parallel: Parallel = ONE_PROCESS,
         overheads: None = None
     ) -> "FormulaCostModel":  # fmt: skip
-        model, budget = SimpleNamespace(config=config, parts=parts), memory_budget or hardware.device.budget
+        model, budget = (
+            SimpleNamespace(config=config, parts=parts),
+            memory_budget or hardware.device.budget,
+        )
         made = cls(hardware, workload, family, budget, model, parallel=parallel)
         return replace(made, caching=caching[0], caching_reason=caching[1]) if caching else made
 
@@ -63,7 +74,9 @@ class FormulaCostModel:
 
     @property
     def training_budget(self) -> MemoryBudget:
-        return self.memory_budget.changed(num_bytes=max(0, self.memory_budget.num_bytes - self.resident_encoder_bytes))
+        return self.memory_budget.changed(
+            num_bytes=max(0, self.memory_budget.num_bytes - self.resident_encoder_bytes)
+        )
 
     @property
     def context(self) -> TuningContext:
@@ -82,7 +95,9 @@ class FormulaCostModel:
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> "FormulaCostModel":
-        pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
+        pairs = [
+            (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
+        ]
         return replace(self, calibration=Calibration.of(pairs, rates_measured=False, priors=priors))
 
     def with_parallel(self, parallel: Parallel) -> "FormulaCostModel":
@@ -113,11 +128,17 @@ class FormulaCostModel:
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         """Allocated bytes and seconds; of arrays, if numbers of blocks are."""
-        blocks, work, size = self.workload.model.num_blocks, self.workload, candidate.micro_batch_size
+        blocks, work, size = (
+            self.workload.model.num_blocks,
+            self.workload,
+            candidate.micro_batch_size,
+        )
         freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks
         repeated = (candidate.checkpointed_blocks + 0.8 * candidate.selective_blocks) / blocks
         pixels = work.largest_bucket.width_px * work.largest_bucket.height_px / 2**16
-        activations = 0.4 * pixels * size * (1.1 - freed - 0.01 * candidate.offloaded_inputs / blocks)
+        activations = (
+            0.4 * pixels * size * (1.1 - freed - 0.01 * candidate.offloaded_inputs / blocks)
+        )
         allocated = self.weight_bytes(candidate) + GIB * (activations + work.rank / 16)
         accumulation = -(-work.effective_batch_size // size)
         pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
@@ -128,12 +149,20 @@ class FormulaCostModel:
 
     def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
         whole, selective, offloaded = passes.T[:, :, None]
-        numbers = {"checkpointed_blocks": whole, "selective_blocks": selective, "offloaded_inputs": offloaded}
-        found = self._formula(SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]}))
+        numbers = {
+            "checkpointed_blocks": whole,
+            "selective_blocks": selective,
+            "offloaded_inputs": offloaded,
+        }
+        found = self._formula(
+            SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]})
+        )
         shape = len(passes), len(swapped)
         return tuple(np.broadcast_to(np.asarray(each, dtype=float), shape) for each in found)  # type: ignore[return-value]
 
-    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float) -> Prediction:
+    def _raw(
+        self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float
+    ) -> Prediction:
         allocated, seconds = self._formula(candidate)
         allocated, seconds = int(memory * allocated), time * seconds
         phase = PhaseMemory.model_construct(name="train", run_memory_bytes=allocated + GIB)
@@ -145,7 +174,9 @@ class FormulaCostModel:
             phases=(phase,),
             step_seconds=seconds,
             **uncertainty,
-            step_time=StepTime.model_validate({**dict.fromkeys(StepTime.model_fields, 0.0), "matmul_seconds": seconds}),
+            step_time=StepTime.model_validate(
+                {**dict.fromkeys(StepTime.model_fields, 0.0), "matmul_seconds": seconds}
+            ),
         )
 
 
@@ -156,7 +187,11 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
     def resolve(model: str) -> ResolvedModel:
         family = get_family(model)
         spec = ModelSpec(
-            family=model, architecture="sha256:0", num_parameters=6 * 10**9, num_blocks=num_blocks, name=model
+            family=model,
+            architecture="sha256:0",
+            num_parameters=6 * 10**9,
+            num_blocks=num_blocks,
+            name=model,
         )
         found = ResolvedModel(family, family.transformer_config, model, None)
         vars(found)["spec"] = spec  # as if it had been built
@@ -167,5 +202,7 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
             patch.setattr(module, "CostModel", FormulaCostModel)
         for module in (request_module, sealing):
             patch.setattr(module, "resolve_model", resolve)
-        patch.setattr(publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
+        patch.setattr(
+            publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0)
+        )
         yield

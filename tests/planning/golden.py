@@ -10,7 +10,13 @@ from pathlib import Path
 
 from autotune.planning import planner
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
+from autotune.planning.recording import (
+    Recording,
+    read_recording,
+    recording_of,
+    replayed,
+    write_recording,
+)
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
@@ -45,8 +51,12 @@ def plain(
     keep: Mapping[str, object],
     exclusions: tuple[tuple[str, str], ...] = (),
 ) -> PlanRequest:
-    """Knobs that are not in `keep` stay at their usual value, so that new ones change no recording."""
-    defaults = Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep})
+    """Knobs that are not in `keep` stay at their usual value, so that new ones change no
+    recording.
+    """
+    defaults = Candidate.model_validate(
+        {"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep}
+    )
     pins = tuple(
         (name, str(value)) for name, value in dict(defaults).items()
         if name not in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
@@ -73,7 +83,11 @@ GOLDEN = (
             "qwen-image",
             WorkloadOverrides(size_px=(112, 112), rank=8, effective_batch_size=4),
             {"precision": "fp32"},
-            (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
+            (
+                ("checkpointed_blocks", "3"),
+                ("attention", "_native_flash"),
+                ("quantization", "torchao-fp8"),
+            ),
         ),
         num_blocks=6,
     ),
@@ -99,7 +113,9 @@ def _simulated(golden: Golden) -> Recording:
         memory = int(predicted.allocated_memory_bytes * 1.04)
         time = predicted.step_seconds * slow[candidate.attention] * rng.gauss(1, 0.03)
         fits = memory < golden.wall_gib * 2**30
-        trials[candidate] = builders.trial(candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0)
+        trials[candidate] = builders.trial(
+            candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0
+        )
     backend = replace(surroundings(trials.__getitem__), autotune_version="0.1.0")
     made = make_plan(golden.request, golden.hardware, backend=backend)
     if not golden.known:
@@ -108,8 +124,10 @@ def _simulated(golden: Golden) -> Recording:
     record = Record.model_validate(
         {
             "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
-            "machine": shareable_machine(golden.hardware), "workload": first.workload, "settings": first.settings,
-            "expected": first.expected, "trials": first.trials, "search_seconds": first.search_seconds,
+            "machine": shareable_machine(golden.hardware), "workload": first.workload,
+            "settings": first.settings,
+            "expected": first.expected, "trials": first.trials,
+            "search_seconds": first.search_seconds,
         },
         strict=False,
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""A machine that answers trials by formula, for tests of planning; and planning workers in forked processes.
+"""A machine that answers trials by formula, for tests of planning; and planning workers in forked
+processes.
 
-Forked, because importing torch again takes seconds: the children inherit it from the test's process.
+Forked, because importing torch again takes seconds: the children inherit it from the test's
+process.
 """
 
 import json
@@ -57,7 +59,9 @@ def answer(candidate: Candidate) -> TrialResult:
     """What a trial gives: the same each time."""
     seconds = 1.0 + 0.01 * candidate.checkpointed_blocks - 0.2 * (candidate.micro_batch_size == 2)
     seconds *= 0.9 if candidate.attention == "_native_cudnn" else 1.0
-    memory = int(builders.GIB * (20 - 0.05 * candidate.checkpointed_blocks + candidate.micro_batch_size))
+    memory = int(
+        builders.GIB * (20 - 0.05 * candidate.checkpointed_blocks + candidate.micro_batch_size)
+    )
     return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
 
 

@@ -27,11 +27,18 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
 def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
     """Four processes that share the weights out have no use for smaller storages."""
-    hardware = builders.hardware(*CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30))
-    workload_overrides = replace(
-        request().workload_overrides, size_px=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes
+    hardware = builders.hardware(
+        *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
-    tight = request(workload_overrides=workload_overrides, num_processes=num_processes, is_local=False)
+    workload_overrides = replace(
+        request().workload_overrides,
+        size_px=(2048, 2048),
+        quality="exact",
+        effective_batch_size=4 * num_processes,
+    )
+    tight = request(
+        workload_overrides=workload_overrides, num_processes=num_processes, is_local=False
+    )
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint
@@ -45,18 +52,26 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
     }
     for option, value in named.items():
         make_plan(
-            replace(tight, workload_overrides=replace(tight.workload_overrides, **options[option](value))), hardware
+            replace(
+                tight,
+                workload_overrides=replace(tight.workload_overrides, **options[option](value)),
+            ),
+            hardware,
         )
 
 
 def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
-    hardware = builders.hardware(*CAPABILITIES, "quantization.torchao-int8", budget_bytes=10 * 2**30)
+    hardware = builders.hardware(
+        *CAPABILITIES, "quantization.torchao-int8", budget_bytes=10 * 2**30
+    )
     pinned = request(pins=(("quantization", "none"),), is_local=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(pinned, hardware)
     assert "--quality" not in caught.value.hint
     assert "without --pin (" in caught.value.hint
-    assert make_plan(replace(pinned, pins=()), hardware).frozen.settings.quantization == "torchao-int8"
+    assert (
+        make_plan(replace(pinned, pins=()), hardware).frozen.settings.quantization == "torchao-int8"
+    )
     excluded = request(exclusions=(("quantization", "torchao-int8"),), is_local=False)
     with pytest.raises(NothingFits, match="weights alone") as caught:
         make_plan(excluded, hardware)
@@ -71,7 +86,9 @@ def test_a_larger_batch_is_mentioned_with_its_price() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
-def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[str, object]) -> None:
+def test_a_larger_batch_is_predicted_only_with_settings_that_run(
+    settings: dict[str, object],
+) -> None:
     """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
     work = builders.workload(effective_batch_size=1)
     context = builders.context(HARDWARE, work)
@@ -89,7 +106,9 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[
 
 
 def test_the_same_question_can_be_asked_again() -> None:
-    asked = request(exclusions=(("attention", "_native_cudnn"),), job_overrides={"num_steps": 77, "seed": 5})
+    asked = request(
+        exclusions=(("attention", "_native_cudnn"),), job_overrides={"num_steps": 77, "seed": 5}
+    )
     plan = make_plan(asked, HARDWARE, backend=surroundings())
     again = make_plan(request_from(plan), HARDWARE, backend=surroundings())
     assert again == plan
@@ -98,10 +117,14 @@ def test_the_same_question_can_be_asked_again() -> None:
 def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -> None:
     for number in range(5):
         Image.new("RGB", (256, 256), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    asked = request(job_overrides={"data": str(tmp_path), "caption": "a color", "num_train_epochs": 6})
+    asked = request(
+        job_overrides={"data": str(tmp_path), "caption": "a color", "num_train_epochs": 6}
+    )
     job = make_plan(asked, HARDWARE, backend=surroundings()).job
     assert (job.num_train_epochs, job.num_steps) == (6, 15)  # 5 images, 2 a step
-    longer = make_plan(request(job_overrides={"num_steps": 99}, job=job), HARDWARE, backend=surroundings()).job
+    longer = make_plan(
+        request(job_overrides={"num_steps": 99}, job=job), HARDWARE, backend=surroundings()
+    ).job
     assert (longer.num_train_epochs, longer.num_steps) == (None, 99)
 
 
@@ -115,13 +138,19 @@ def test_a_search_stops_at_its_share_of_the_run() -> None:
     def slow(candidate: object) -> object:
         return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
 
-    plan = make_plan(request(job_overrides={"num_steps": 100}), HARDWARE, backend=surroundings(slow))  # type: ignore[arg-type]
+    plan = make_plan(
+        request(job_overrides={"num_steps": 100}), HARDWARE, backend=surroundings(slow)
+    )  # type: ignore[arg-type]
     assert len(plan.frozen.trials) == 3  # 60 s
     assert plan.frozen.search_seconds == 75
 
 
 def test_the_smallest_settings_are_found_where_memory_is_the_objective() -> None:
     workload_overrides = replace(request().workload_overrides, objective="memory")
-    plan = make_plan(request(workload_overrides=workload_overrides), HARDWARE, backend=surroundings())
+    plan = make_plan(
+        request(workload_overrides=workload_overrides), HARDWARE, backend=surroundings()
+    )
     smallest = min(trial.peak_memory_bytes or 0 for trial in plan.frozen.trials)
-    assert smallest <= plan.frozen.expected.peak_memory_bytes <= 1.03 * smallest, "ties go to the faster"
+    assert smallest <= plan.frozen.expected.peak_memory_bytes <= 1.03 * smallest, (
+        "ties go to the faster"
+    )

@@ -31,23 +31,32 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
 
     def weight_bytes(cost: FormulaCostModel, candidate: Candidate) -> int:
         whole = 6 * GIB * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
-        return int(whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1))
+        return int(
+            whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1)
+        )
 
     monkeypatch.setattr(FormulaCostModel, "weight_bytes", weight_bytes)
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
-    workload_overrides = replace(request().workload_overrides, effective_batch_size=4, quality="compact")
+    workload_overrides = replace(
+        request().workload_overrides, effective_batch_size=4, quality="compact"
+    )
     case = PlanningProblem.build(
-        request(workload_overrides=workload_overrides, num_processes=4, is_local=False), hardware, surroundings()
+        request(workload_overrides=workload_overrides, num_processes=4, is_local=False),
+        hardware,
+        surroundings(),
     )
     assert case.cost.parallel.strategy == strategy
 
 
 def tight() -> HardwareProfile:
-    """3% more than the least prediction: too little for a search, which allows for doubt, enough without."""
+    """3% more than the least prediction: too little for a search, which allows for doubt, enough
+    without.
+    """
     roomy = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
     return builders.hardware(
-        *CAPABILITIES, budget_bytes=round(1.03 * min_required_bytes(roomy.space.candidates, roomy.cost))
+        *CAPABILITIES,
+        budget_bytes=round(1.03 * min_required_bytes(roomy.space.candidates, roomy.cost)),
     )
 
 
@@ -55,7 +64,9 @@ def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
     with by_formula(num_blocks=50):
         case = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
-    deep = case.space.candidates[0].changed(checkpointed_blocks=49, selective_blocks=0, offloaded_inputs=0)
+    deep = case.space.candidates[0].changed(
+        checkpointed_blocks=49, selective_blocks=0, offloaded_inputs=0
+    )
     every = tuple(deep.changed(swapped_blocks=number) for number in range(50))
     space = drop_beyond_host(replace(case.space, candidates=every), case.cost)
     assert [candidate.swapped_blocks for candidate in space.candidates] == list(range(44))
@@ -67,14 +78,20 @@ def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
 
 def test_a_prediction_for_other_hardware_shows_the_progress_of_its_work() -> None:
     told: list[Event] = []
-    planner.make_plan(request(is_local=False), builders.hardware(*CAPABILITIES), told.append, surroundings())
-    done = [(event.name, event.done, event.total) for event in told if isinstance(event, Progressed)]
+    planner.make_plan(
+        request(is_local=False), builders.hardware(*CAPABILITIES), told.append, surroundings()
+    )
+    done = [
+        (event.name, event.done, event.total) for event in told if isinstance(event, Progressed)
+    ]
     (count,) = (event.num_candidates for event in told if isinstance(event, SearchSpaceBuilt))
     assert done == [("predicting", number, count) for number in range(count)]
 
 
 def test_processes_get_a_batch_that_they_can_share_unless_the_user_named_one() -> None:
-    usual = request(workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False)
+    usual = request(
+        workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False
+    )
     resolved = ResolvedRequest.build(usual)
     assert resolved.workload.effective_batch_size == 8
     assert resolved.notes == (
@@ -86,7 +103,10 @@ def test_processes_get_a_batch_that_they_can_share_unless_the_user_named_one() -
 
 def test_a_price_is_that_of_each_gpu() -> None:
     asked = request(
-        workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False, price_per_hour=2.0
+        workload_overrides=WorkloadOverrides(size_px=(256, 256)),
+        num_processes=8,
+        is_local=False,
+        price_per_hour=2.0,
     )
     plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
     hours = plan.job_seconds / 3600
@@ -97,7 +117,9 @@ def test_a_price_is_that_of_each_gpu() -> None:
 def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -> None:
     roomy = builders.hardware(*CAPABILITIES)
     small = roomy.changed(host=roomy.host.changed(available_memory_bytes=GIB // 2))
-    with pytest.raises(NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"):
+    with pytest.raises(
+        NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"
+    ):
         PlanningProblem.build(request(is_local=False), small, surroundings())
 
 
@@ -105,21 +127,35 @@ ONE_EACH = WorkloadOverrides(size_px=(256, 256), effective_batch_size=8)
 """Work that 8 processes can share."""
 
 
-@pytest.mark.parametrize(("number", "num_nodes", "fits"), [(8, 1, False), (8, 2, True), (1, 1, True)])
-def test_a_host_must_hold_what_each_of_its_processes_needs(number: int, num_nodes: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "num_nodes", "fits"), [(8, 1, False), (8, 2, True), (1, 1, True)]
+)
+def test_a_host_must_hold_what_each_of_its_processes_needs(
+    number: int, num_nodes: int, fits: bool
+) -> None:
     """By formula each process takes a GiB of it."""
     roomy = builders.hardware(*CAPABILITIES)
     small = roomy.changed(host=roomy.host.changed(available_memory_bytes=5 * GIB))
-    asked = request(workload_overrides=ONE_EACH, num_processes=number, num_nodes=num_nodes, is_local=False)
-    expected = pytest.raises(NothingFits, match=r"a run's 8 processes need 8\.0 GiB of the host's memory, 5\.0 GiB")
+    asked = request(
+        workload_overrides=ONE_EACH, num_processes=number, num_nodes=num_nodes, is_local=False
+    )
+    expected = pytest.raises(
+        NothingFits, match=r"a run's 8 processes need 8\.0 GiB of the host's memory, 5\.0 GiB"
+    )
     with contextlib.nullcontext() if fits else expected:
         PlanningProblem.build(asked, small, surroundings())
 
 
-def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By this formula, inputs that wait on the host take 10 GiB of it for each process; 44 of 48 may be taken."""
+def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By this formula, inputs that wait on the host take 10 GiB of it for each process; 44 of 48
+    may be taken.
+    """
     each = {True: 10 * GIB, False: GIB}
-    monkeypatch.setattr(FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.offloaded_inputs > 0])
+    monkeypatch.setattr(
+        FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.offloaded_inputs > 0]
+    )
     several = request(workload_overrides=ONE_EACH, num_processes=8, is_local=False)
     usual = replace(several, num_processes=4)
     offloads = []
@@ -132,11 +168,16 @@ def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(monkeypatc
 def test_a_plan_of_several_processes_tells_the_memory_of_their_host_together() -> None:
     asked = request(workload_overrides=ONE_EACH, num_processes=8, num_nodes=2, is_local=False)
     plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
-    assert any(line.startswith("host memory    4.00 GiB") and "for 4 processes" in line for line in plan_lines(plan))
+    assert any(
+        line.startswith("host memory    4.00 GiB") and "for 4 processes" in line
+        for line in plan_lines(plan)
+    )
 
 
 def test_a_predicted_plan_tells_host_memory_and_how_uncertain_its_seconds_are() -> None:
-    plan = planner.make_plan(request(is_local=False), builders.hardware(*CAPABILITIES), backend=surroundings()).plan
+    plan = planner.make_plan(
+        request(is_local=False), builders.hardware(*CAPABILITIES), backend=surroundings()
+    ).plan
     expected = plan.frozen.expected
     assert expected.time_uncertainty is not None
     share = f" ±{expected.time_uncertainty:.0%}"

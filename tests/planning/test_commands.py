@@ -23,9 +23,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_search_is_recorded_resumed_and_replayed(
     capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path
 ) -> None:
-    asked = ("--from", journey.plan_file, "--max-trials", 2, "--pin", "quantization=none", "--no-profiles")
+    asked = (
+        "--from",
+        journey.plan_file,
+        "--max-trials",
+        2,
+        "--pin",
+        "quantization=none",
+        "--no-profiles",
+    )
     first = autotune_here(
-        capfd, "plan", *asked, "--study", "s", "--record", folder / "r.jsonl", "-o", folder / "a.yaml"
+        capfd,
+        "plan",
+        *asked,
+        "--study",
+        "s",
+        "--record",
+        folder / "r.jsonl",
+        "-o",
+        folder / "a.yaml",
     )
     assert first.returncode == 0, first.stderr
     plan = read_plan(folder / "a.yaml")
@@ -34,7 +50,11 @@ def test_a_search_is_recorded_resumed_and_replayed(
     assert plan.frozen.pins == (("quantization", "none"),)
     assert all(trial.outcome == "ok" for trial in plan.frozen.trials)
     assert len({trial.candidate for trial in plan.frozen.trials}) >= 2
-    assert 0 < plan.frozen.search_seconds == pytest.approx(sum(t.wall_seconds or 0 for t in plan.frozen.trials))
+    assert (
+        0
+        < plan.frozen.search_seconds
+        == pytest.approx(sum(t.wall_seconds or 0 for t in plan.frozen.trials))
+    )
     words, _, command = first.stdout.partition("train it with:")
     assert max(len(line) for line in words.splitlines() if not line.startswith("written to ")) <= 80
     assert shlex.split(command) == ["autotune", "train", str(folder / "a.yaml")]
@@ -42,18 +62,24 @@ def test_a_search_is_recorded_resumed_and_replayed(
     resumed = autotune_here(capfd, "plan", *asked, "--study", "s", "-o", folder / "b.yaml")
     assert resumed.returncode == 0, resumed.stderr
     assert (folder / "b.yaml").read_bytes() == (folder / "a.yaml").read_bytes()
-    replayed = autotune_here(capfd, "plan", *asked, "--replay", folder / "r.jsonl", "-o", folder / "c.yaml")
+    replayed = autotune_here(
+        capfd, "plan", *asked, "--replay", folder / "r.jsonl", "-o", folder / "c.yaml"
+    )
     assert replayed.returncode == 0, replayed.stderr
     assert (folder / "c.yaml").read_bytes() == (folder / "a.yaml").read_bytes()
 
 
-def test_two_plans_are_compared(capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path) -> None:
+def test_two_plans_are_compared(
+    capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path
+) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["settings"]["micro_batch_size"] = 2
     frozen["expected"]["step_seconds"] *= 2
     other = folder / "slower.yaml"
     write_plan(other, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
-    found = json.loads(autotune_here(capfd, "diff", journey.plan_file, other, "--json", "--price", 3.6).stdout)
+    found = json.loads(
+        autotune_here(capfd, "diff", journey.plan_file, other, "--json", "--price", 3.6).stdout
+    )
     by_name = {item["name"]: item for item in found}
     assert set(by_name) == {"settings.micro_batch_size", "step_seconds", "run_seconds", "cost"}
     assert by_name["step_seconds"]["ratio"] == pytest.approx(2)
@@ -69,7 +95,9 @@ def test_two_plans_are_compared(capfd: pytest.CaptureFixture[str], journey: Jour
 def test_plans_are_compared_by_what_a_run_and_a_step_take(journey: Journey) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["expected"]["peak_memory_bytes"] += 1 << 40
-    found = differences(journey.plan, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    found = differences(
+        journey.plan, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen)))
+    )
     expected = journey.plan.frozen.expected
     firsts = {item.name: item.first for item in found}
     assert firsts == {
@@ -119,7 +147,9 @@ def test_train_measures_a_predicted_plan_once_and_writes_it_beside(
         (("plan", "--model", "x", "--replay", "r.jsonl", "--study", "s"), "brings its machine"),
     ],
 )
-def test_wrong_usage_is_named(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_usage_is_named(
+    capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
     process = autotune_here(capfd, *arguments)
     assert process.returncode == 2
     assert words in " ".join(process.stderr.split())
@@ -127,7 +157,10 @@ def test_wrong_usage_is_named(capfd: pytest.CaptureFixture[str], arguments: tupl
 
 def test_a_plan_without_data_names_what_its_train_command_needs(journey: Journey) -> None:
     plan, file = journey.plan, Path("my plan.yaml")
-    assert train_hint(plan, file) == "written to my plan.yaml; train it with: autotune train 'my plan.yaml'"
+    assert (
+        train_hint(plan, file)
+        == "written to my plan.yaml; train it with: autotune train 'my plan.yaml'"
+    )
     without = plan.changed(job=plan.job.changed(data=None))
     assert train_hint(without, file).endswith("autotune train 'my plan.yaml' --data FOLDER")
 

@@ -1,4 +1,6 @@
-"""A job on several GPUs: what hours and cost count, in what order GPUs come, and which price files are refused."""
+"""A job on several GPUs: what hours and cost count, in what order GPUs come, and which price
+files are refused.
+"""
 
 import json
 from pathlib import Path
@@ -17,15 +19,26 @@ from tests.conftest import autotune_here
 from tests.training.small import write_model_and_images
 
 
-def gpu(name: str, step_seconds: float | None = 2.0, price: float | None = None, **changes: Any) -> ComparedGpu:
+def gpu(
+    name: str, step_seconds: float | None = 2.0, price: float | None = None, **changes: Any
+) -> ComparedGpu:
     if step_seconds is None:
         return ComparedGpu(gpu=name, memory_gb=8, misfit="too small")
-    known = {"num_steps": 1000, "time_uncertainty": 0.1, "image_seconds": step_seconds / 4, **changes}
-    return ComparedGpu(gpu=name, memory_gb=24, step_seconds=step_seconds, price_per_hour=price, **known)
+    known = {
+        "num_steps": 1000,
+        "time_uncertainty": 0.1,
+        "image_seconds": step_seconds / 4,
+        **changes,
+    }
+    return ComparedGpu(
+        gpu=name, memory_gb=24, step_seconds=step_seconds, price_per_hour=price, **known
+    )
 
 
 def test_hours_and_cost_count_everything_from_an_empty_machine_on() -> None:
-    one = gpu("a", 3.0, price=2.0, download_seconds=100.0, search_seconds=200.0, other_seconds=300.0)
+    one = gpu(
+        "a", 3.0, price=2.0, download_seconds=100.0, search_seconds=200.0, other_seconds=300.0
+    )
     assert one.total_seconds == 3600
     assert one.cost == 2.0
     assert one.hours_range == pytest.approx((3300 / 3600, 3900 / 3600))
@@ -47,12 +60,17 @@ def test_hours_and_cost_count_everything_from_an_empty_machine_on() -> None:
     st.sampled_from([None, "cost", "hours", "name"]),
 )
 def test_what_is_selected_is_within_the_limits_and_in_order(
-    rows: list[tuple[str, float | None, float | None]], max_cost: float | None, max_hours: float | None, order: Any
+    rows: list[tuple[str, float | None, float | None]],
+    max_cost: float | None,
+    max_hours: float | None,
+    order: Any,
 ) -> None:
     every = [gpu(*row) for row in rows]
     chosen = select_gpus(every, max_cost=max_cost, max_hours=max_hours, order=order)
     fitting = [one for one in chosen if one.misfit is None]
-    assert [one for one in chosen if one.misfit] == sorted((e for e in every if e.misfit), key=lambda e: e.gpu)
+    assert [one for one in chosen if one.misfit] == sorted(
+        (e for e in every if e.misfit), key=lambda e: e.gpu
+    )
     for one in every:
         is_within = (max_cost is None or (one.cost is not None and one.cost <= max_cost)) and (
             max_hours is None or (one.total_seconds or 0) <= 3600 * max_hours
@@ -61,7 +79,10 @@ def test_what_is_selected_is_within_the_limits_and_in_order(
     by_cost = order == "cost" or (order is None and any(one.cost is not None for one in every))
     keys: list[Any] = [one.gpu for one in fitting]
     if order != "name":
-        keys = [(one.cost if one.cost is not None else 1e9) if by_cost else one.total_seconds for one in fitting]
+        keys = [
+            (one.cost if one.cost is not None else 1e9) if by_cost else one.total_seconds
+            for one in fitting
+        ]
     assert keys == sorted(keys)
 
 
@@ -74,11 +95,24 @@ def test_a_published_model_is_downloaded_with_its_text_encoders() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_compares_prices_and_limits(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_compares_prices_and_limits(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model, _ = write_model_and_images(tmp_path)
     prices = tmp_path / "prices.yaml"
     prices.write_text("currency: EUR\ndate: 2026-11-22\nper_hour: {rtx 4090: 0.5, rtx 3060: 60}\n")
-    asked = ("compare", "--model", model, "--resolution", "64", "--steps", "100", "--price-file", prices, "--hardware")
+    asked = (
+        "compare",
+        "--model",
+        model,
+        "--resolution",
+        "64",
+        "--steps",
+        "100",
+        "--price-file",
+        prices,
+        "--hardware",
+    )
     done = autotune_here(capfd, *asked, "4090,rtx-4080,3060")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -88,7 +122,9 @@ def test_the_command_compares_prices_and_limits(capfd: pytest.CaptureFixture[str
     assert rows[2][-1] == "-", "without a price it comes last"
     assert "cost EUR" in done.stdout
     assert "download" not in done.stdout, "the model is here"
-    told = json.loads(autotune_here(capfd, *asked, "4090,rtx-4080,3060", "--under", "0.02", "--json").stdout)
+    told = json.loads(
+        autotune_here(capfd, *asked, "4090,rtx-4080,3060", "--under", "0.02", "--json").stdout
+    )
     assert [one["gpu"] for one in told["gpus"]] == ["nvidia-rtx-4090"]
     assert told["gpus"][0]["cost"] < 0.02
     assert told["num_left_out"] == 2
@@ -135,7 +171,14 @@ def test_a_price_may_be_named_by_a_number_and_a_missing_file_is_told(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"hardware": []}, {"hardware": "4990"}, {"download_rate": 0}, {"record": "x"}, {"nonsense": 1}]
+    "wrong",
+    [
+        {"hardware": []},
+        {"hardware": "4990"},
+        {"download_rate": 0},
+        {"record": "x"},
+        {"nonsense": 1},
+    ],
 )
 def test_what_is_no_comparison_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):

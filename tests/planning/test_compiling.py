@@ -1,4 +1,6 @@
-"""The fastest settings are compiled only if measured steps pay the measured start-up back, and the plan says why."""
+"""The fastest settings are compiled only if measured steps pay the measured start-up back, and
+the plan says why.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ FEW = tuple((knob, "0") for knob in ("selective_blocks", "offloaded_inputs", "sw
 
 
 def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunction, list[Candidate]]:
-    """A machine whose compiled steps are so much faster than others; each trial of them starts up as told."""
+    """A machine whose compiled steps are so much faster than others; each trial of them starts
+    up as told.
+    """
     tried: list[Candidate] = []
 
     def run(candidate: Candidate) -> TrialResult:
@@ -35,7 +39,10 @@ def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunctio
         best = answer(candidate.changed(compile="off")).median_step_seconds or 0.0
         seconds = best - saved_seconds
         return builders.trial(
-            candidate, seconds, plain.peak_memory_bytes or 0, warmup_seconds=(seconds + startup, seconds)
+            candidate,
+            seconds,
+            plain.peak_memory_bytes or 0,
+            warmup_seconds=(seconds + startup, seconds),
         )
 
     return run, tried
@@ -69,14 +76,17 @@ def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> N
     run, tried = machine(0.3, 400.0, 50.0)
     plan = plan_on(run)
     assert plan.frozen.settings.compile == "block"
-    assert [trial.outcome for trial in plan.frozen.trials if trial.candidate.compile == "block"] == ["unpaid", "ok"]
+    assert [
+        trial.outcome for trial in plan.frozen.trials if trial.candidate.compile == "block"
+    ] == ["unpaid", "ok"]
     assert "50 s to start" in reason_of(plan).why
     assert len(tried) == 2
 
 
 @pytest.mark.quick("-0.1")
 @pytest.mark.parametrize(
-    ("saved", "startup", "words"), [(0.3, 400.0, "400 s to start"), (-0.1, 1.0, "steps become 0.1 s slower")]
+    ("saved", "startup", "words"),
+    [(0.3, 400.0, "400 s to start"), (-0.1, 1.0, "steps become 0.1 s slower")],
 )
 def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
     saved: float, startup: float, words: str
@@ -86,7 +96,9 @@ def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
     assert words in reason_of(plan).rejected[0].reason
 
 
-def test_no_trial_is_spent_where_the_cost_model_expects_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_is_spent_where_the_cost_model_expects_too_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 1e6)
     run, tried = machine(0.3, 1.0)
     plan = plan_on(run)
@@ -94,8 +106,12 @@ def test_no_trial_is_spent_where_the_cost_model_expects_too_little(monkeypatch: 
     assert "predicted: saves" in reason_of(plan).rejected[0].reason
 
 
-@pytest.mark.parametrize(("recomputing", "waiting", "kinds"), [(0, 0, 1), (2, 0, 2), (2, 2, 1), (4, 0, 1)])
-def test_blocks_that_recompute_beside_others_start_up_by_themselves(recomputing: int, waiting: int, kinds: int) -> None:
+@pytest.mark.parametrize(
+    ("recomputing", "waiting", "kinds"), [(0, 0, 1), (2, 0, 2), (2, 2, 1), (4, 0, 1)]
+)
+def test_blocks_that_recompute_beside_others_start_up_by_themselves(
+    recomputing: int, waiting: int, kinds: int
+) -> None:
     family, work = get_family("qwen-image"), builders.workload(text_padding="exact")
     work = work.changed(model=work.model.changed(num_blocks=4))
     fields = {"checkpointed_blocks": recomputing, "offloaded_inputs": waiting, "compile": "block"}
@@ -113,14 +129,18 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
     run, tried = machine(0.3, 1.0)
 
     def check(context: object, choices: object, model: object) -> object:
-        verdict = Capability(name="parity.compile.block", available=False, reason="gradients differ by 3")
+        verdict = Capability(
+            name="parity.compile.block", available=False, reason="gradients differ by 3"
+        )
         hardware = context.hardware  # type: ignore[attr-defined]
         assert choices["precision"], "what compiled code is compared with"
         found = () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
         return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
     backend = replace(surroundings(run), check_parity=check)
-    plan = make_plan(request(job_overrides={"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend)
+    plan = make_plan(
+        request(job_overrides={"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend
+    )
     assert plan.frozen.settings.compile == "off"
     assert not tried
     assert "gradients differ" in reason_of(plan).rejected[0].reason

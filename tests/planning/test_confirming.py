@@ -1,4 +1,6 @@
-"""A plan promises what its winner did for longer; its ladder's first rung has run; what fails then gives way."""
+"""A plan promises what its winner did for longer; its ladder's first rung has run; what fails
+then gives way.
+"""
 
 from dataclasses import replace
 
@@ -80,13 +82,19 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
-    plan = make_plan(request(pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(
+        request(pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse)
+    )  # type: ignore[arg-type]
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
     assert expected.phases == (phase,)
     assert expected.run_memory_bytes == 22 * GIB + expected.process_memory_bytes
-    smaller = [t for t in plan.frozen.trials if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"]
+    smaller = [
+        t
+        for t in plan.frozen.trials
+        if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"
+    ]
     assert smaller or not plan.frozen.fallbacks
 
 
@@ -94,32 +102,46 @@ def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
 
-    plan = make_plan(request(max_trials=1, pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(
+        request(max_trials=1, pins=FEW),
+        HARDWARE,
+        backend=replace(surroundings(), rehearse=rehearse),
+    )  # type: ignore[arg-type]
     assert plan.frozen.expected.step_seconds == 0.5
     assert any("no such encoder (in the caching phase)" in note for note in plan.frozen.advice)
 
 
 def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:
-    """The text encoder needs more than a step: its phase takes what it was measured to, and the context."""
+    """The text encoder needs more than a step: its phase takes what it was measured to, and the
+    context.
+    """
     phases = [
         PhasePeak(name=name, seconds=1.0, device_bytes=size * GIB, host_bytes=GIB)
         for name, size in (("caching", 17), ("loading", 11), ("training", 12))
     ]
 
     def planned(*rehearsed: PhasePeak) -> Expected:
-        def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
+        def rehearse(
+            model: str, cost: object, candidate: Candidate, max_seconds: float
+        ) -> TrialResult:
             return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
 
         asked = request(max_trials=1, pins=FEW)
-        return make_plan(asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
+        return make_plan(
+            asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)
+        ).frozen.expected  # type: ignore[arg-type]
 
     whole, without_caching = planned(*phases), planned(*phases[1:])
     assert 17 * GIB < whole.run_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
-    assert without_caching.process_memory_bytes > 2 * GIB, "predicted for caching, which nothing measured"
+    assert without_caching.process_memory_bytes > 2 * GIB, (
+        "predicted for caching, which nothing measured"
+    )
 
 
 def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
-    """Its context and 1 MiB are left beside it, though prediction rounds up by more: it would not have run else."""
+    """Its context and 1 MiB are left beside it, though prediction rounds up by more: it would
+    not have run else.
+    """
     hardware = builders.hardware(*CAPABILITIES, budget_bytes=23 * GIB)
     peak_bytes = 23 * GIB - process_overhead_bytes(hardware) - 2**20
 
@@ -135,6 +157,8 @@ def test_a_real_plan_was_rehearsed_through_every_phase(journey: Journey) -> None
     plan = journey.plan
     names = [phase.name for phase in plan.frozen.expected.phases]
     assert names == ["caching", "loading", "training", "previews", "saving"]
-    confirmation = next(t for t in plan.frozen.trials if t.confirms and t.candidate == plan.frozen.settings)
+    confirmation = next(
+        t for t in plan.frozen.trials if t.confirms and t.candidate == plan.frozen.settings
+    )
     assert plan.frozen.expected.step_seconds == confirmation.median_step_seconds
     assert len(confirmation.step_seconds) >= 3

@@ -1,4 +1,6 @@
-"""On a CPU one figure decides in search, plan, check and train: what the process as a whole takes of the memory."""
+"""On a CPU one figure decides in search, plan, check and train: what the process as a whole
+takes of the memory.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,13 +37,24 @@ def backend() -> PlannerBackend:
 
     def measure(cost: Any, candidate: Candidate, *, confirms: bool = False) -> TrialResult:
         tensors = int(1.01 * cost.predict_uncalibrated(candidate).allocated_memory_bytes)
-        host = {"training": tensors + PROCESS_BYTES, "caching": tensors + PROCESS_BYTES + CACHING_BYTES}
-        phases = [PhasePeak(name=name, seconds=1.0, device_bytes=None, host_bytes=size) for name, size in host.items()]
+        host = {
+            "training": tensors + PROCESS_BYTES,
+            "caching": tensors + PROCESS_BYTES + CACHING_BYTES,
+        }
+        phases = [
+            PhasePeak(name=name, seconds=1.0, device_bytes=None, host_bytes=size)
+            for name, size in host.items()
+        ]
         seconds = 5 - 0.01 * tensors / GIB  # the larger, the faster
-        measured = {"host_memory_bytes": host["training"], "phases": tuple(phases) if confirms else ()}
+        measured = {
+            "host_memory_bytes": host["training"],
+            "phases": tuple(phases) if confirms else (),
+        }
         result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
         budget, kept = cost.training_budget, cost.resident_encoder_bytes
-        with ProcessTrialRunner(cost.hardware, "m", cost.workload, budget=budget, resident_bytes=kept) as runner:
+        with ProcessTrialRunner(
+            cost.hardware, "m", cost.workload, budget=budget, resident_bytes=kept
+        ) as runner:
             return runner.classify(candidate, result)
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""A search's own file that is damaged, or of another Optuna, is begun anew; one that is in use is left alone."""
+"""A search's own file that is damaged, or of another Optuna, is begun anew; one that is in use
+is left alone.
+"""
 
 import sqlite3
 from collections.abc import Iterator

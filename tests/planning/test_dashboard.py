@@ -1,4 +1,6 @@
-"""optuna-dashboard opens the study that a plan leaves behind, and shows what a person understands."""
+"""optuna-dashboard opens the study that a plan leaves behind, and shows what a person
+understands.
+"""
 
 import json
 import subprocess
@@ -21,14 +23,18 @@ from tests.planning.machines import HARDWARE, answer, make_plan, request, surrou
 
 pytestmark = [
     pytest.mark.usefixtures("_by_formula"),
-    pytest.mark.skipif(find_spec("optuna_dashboard") is None, reason="optuna-dashboard is not installed"),
+    pytest.mark.skipif(
+        find_spec("optuna_dashboard") is None, reason="optuna-dashboard is not installed"
+    ),
 ]
 
 
 def run(candidate: Candidate) -> TrialResult:
     """Larger batches run out of memory."""
     if candidate.micro_batch_size > 1:
-        return TrialResult(candidate=candidate, outcome="oom", message="memory ran out in the first step")
+        return TrialResult(
+            candidate=candidate, outcome="oom", message="memory ran out in the first step"
+        )
     return answer(candidate)
 
 
@@ -47,7 +53,14 @@ def test_the_dashboard_shows_settings_outcomes_and_seconds(tmp_path: Path) -> No
         except OSError:
             return False
 
-    command = [sys.executable, "-c", "from optuna_dashboard._cli import main; main()", url, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-c",
+        "from optuna_dashboard._cli import main; main()",
+        url,
+        "--port",
+        str(port),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until(is_up)
@@ -70,4 +83,8 @@ def test_the_dashboard_shows_settings_outcomes_and_seconds(tmp_path: Path) -> No
         assert told["settings"].startswith("batch ")
         assert ("why" in told) is not ran
     study = optuna.load_study(study_name="portraits", storage=url)
-    assert all(trial.constraints[CONSTRAINT] == trial.constraints["0"] for trial in study.trials if trial.params)
+    assert all(
+        trial.constraints[CONSTRAINT] == trial.constraints["0"]
+        for trial in study.trials
+        if trial.params
+    )

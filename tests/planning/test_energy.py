@@ -1,4 +1,6 @@
-"""Energy as the objective: measured in trials, it chooses other settings than time does; elsewhere it is refused."""
+"""Energy as the objective: measured in trials, it chooses other settings than time does;
+elsewhere it is refused.
+"""
 
 import time
 from dataclasses import dataclass, replace
@@ -26,7 +28,9 @@ BATCH = 2
 
 
 def energy_request(**changes: object) -> PlanRequest:
-    return request(workload_overrides=replace(request().workload_overrides, objective="energy"), **changes)
+    return request(
+        workload_overrides=replace(request().workload_overrides, objective="energy"), **changes
+    )
 
 
 def watts_of(candidate: Candidate) -> float:
@@ -36,7 +40,9 @@ def watts_of(candidate: Candidate) -> float:
 
 @dataclass
 class MeteredTrials:
-    """Trials whose power is read from NVML's counter while the card takes what the settings make it take."""
+    """Trials whose power is read from NVML's counter while the card takes what the settings make
+    it take.
+    """
 
     card: Card
     meter: EnergyMeter
@@ -57,7 +63,9 @@ def metered(monkeypatch: pytest.MonkeyPatch, *, tells: bool = True) -> MeteredTr
     return MeteredTrials(card, EnergyMeter("cuda", 0, system_of(card, monkeypatch)), tells)
 
 
-def test_energy_chooses_other_settings_than_time_where_power_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_chooses_other_settings_than_time_where_power_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     by_time = make_plan(request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
     by_energy = make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
     assert by_time.frozen.settings.attention == "_native_cudnn"
@@ -65,7 +73,9 @@ def test_energy_chooses_other_settings_than_time_where_power_differs(monkeypatch
     expected = by_energy.frozen.expected
     told = [trial.joules_per_image or 0.0 for trial in by_energy.frozen.trials]
     assert expected.joules_per_image == pytest.approx(min(told), rel=0.03)
-    assert expected.joules_per_image == pytest.approx(300.0 * expected.step_seconds / BATCH, rel=0.2)
+    assert expected.joules_per_image == pytest.approx(
+        300.0 * expected.step_seconds / BATCH, rel=0.2
+    )
     assert expected.step_seconds > by_time.frozen.expected.step_seconds
     assert (by_time.frozen.expected.joules_per_image or 0.0) > 1.5 * expected.joules_per_image
     (reason,) = (reason for reason in by_energy.frozen.reasons if reason.knob == "attention")
@@ -73,19 +83,31 @@ def test_energy_chooses_other_settings_than_time_where_power_differs(monkeypatch
     assert any("x the energy" in other.reason for other in reason.rejected)
 
 
-def test_plan_and_explanation_tell_the_energy_whatever_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_explanation_tell_the_energy_whatever_the_objective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = make_plan(request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
     joules, steps = plan.frozen.expected.joules_per_image, plan.job.num_steps
     assert joules
     assert plan.job_kwh == pytest.approx(joules * steps * BATCH / 3.6e6)
-    assert [line for line in plan_lines(plan) if line.startswith("energy ") and " kWh for the steps" in line]
-    assert sum(line.endswith(" J an image") for line in explain_lines(plan)) == len(plan.frozen.trials)
+    assert [
+        line
+        for line in plan_lines(plan)
+        if line.startswith("energy ") and " kWh for the steps" in line
+    ]
+    assert sum(line.endswith(" J an image") for line in explain_lines(plan)) == len(
+        plan.frozen.trials
+    )
 
 
 def test_a_plan_whose_card_did_not_tell_says_nothing_of_it() -> None:
     plan = make_plan(request(), HARDWARE, backend=surroundings())
     assert plan.job_kwh is None
-    assert not [line for line in (*plan_lines(plan), *explain_lines(plan)) if "energy" in line or " J an" in line]
+    assert not [
+        line
+        for line in (*plan_lines(plan), *explain_lines(plan))
+        if "energy" in line or " J an" in line
+    ]
 
 
 def test_the_first_trial_that_cannot_tell_ends_the_search_with_its_reason() -> None:
@@ -95,7 +117,9 @@ def test_the_first_trial_that_cannot_tell_ends_the_search_with_its_reason() -> N
         tried.append(candidate)
         return answer(candidate).changed(message="several processes compute on the card")
 
-    with pytest.raises(NothingFits, match=r"no trial could measure how much energy.*: several processes") as caught:
+    with pytest.raises(
+        NothingFits, match=r"no trial could measure how much energy.*: several processes"
+    ) as caught:
         make_plan(energy_request(), HARDWARE, backend=surroundings(run))
     assert len(tried) == 1
     assert "leave --objective energy out" in caught.value.hint
@@ -120,7 +144,9 @@ def test_nothing_is_compiled_for_energy(monkeypatch: pytest.MonkeyPatch) -> None
     assert "only where time is the objective" in reason.rejected[0].reason
 
 
-def test_a_recorded_search_by_energy_is_planned_from_again_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_search_by_energy_is_planned_from_again_without_a_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
     recording = Recording("0.0", HARDWARE, (), plan.frozen.trials)
     again: TrainingPlan = make_plan(energy_request(), HARDWARE, backend=replayed(recording))
@@ -133,7 +159,9 @@ def test_energy_is_refused_where_nothing_runs(tmp_path: Path) -> None:
     assert "on the machine itself" in caught.value.hint
     small = builders.hardware("attention.native", "precision.bf16", budget_bytes=5 * builders.GIB)
     sharded = replace(energy_request(num_processes=4), pins=(("quantization", "none"),))
-    sharded = replace(sharded, workload_overrides=replace(sharded.workload_overrides, effective_batch_size=4))
+    sharded = replace(
+        sharded, workload_overrides=replace(sharded.workload_overrides, effective_batch_size=4)
+    )
     with pytest.raises(InvalidInput, match="sharded weights are never tried"):
         make_plan(sharded, small, backend=surroundings())
 

@@ -7,7 +7,9 @@ from autotune.schema.prediction import PhaseMemory, Prediction, StepTime
 from tests import builders
 
 GIB = 2**30
-STEP_TIME = StepTime.model_validate({**dict.fromkeys(StepTime.model_fields, 0.0), "matmul_seconds": 1 / 3})
+STEP_TIME = StepTime.model_validate(
+    {**dict.fromkeys(StepTime.model_fields, 0.0), "matmul_seconds": 1 / 3}
+)
 
 
 def prediction(candidate: Candidate, seconds: float, gib: float) -> Prediction:
@@ -22,7 +24,9 @@ def prediction(candidate: Candidate, seconds: float, gib: float) -> Prediction:
 
 
 def predictions() -> list[Prediction]:
-    """More batch is faster and larger; int8 is smaller and slower; fewer checkpointed blocks are faster and larger."""
+    """More batch is faster and larger; int8 is smaller and slower; fewer checkpointed blocks are
+    faster and larger.
+    """
     found = []
     for size in (1, 2, 4, 8):
         for storage in ("none", "torchao-int8"):
@@ -31,7 +35,9 @@ def predictions() -> list[Prediction]:
                 seconds = penalty * (1 + blocks / 200) / size**0.2
                 found.append(
                     prediction(
-                        builders.candidate(micro_batch_size=size, quantization=storage, checkpointed_blocks=blocks),
+                        builders.candidate(
+                            micro_batch_size=size, quantization=storage, checkpointed_blocks=blocks
+                        ),
                         seconds,
                         weights + size * (1.1 - blocks / 60),
                     )
@@ -39,9 +45,15 @@ def predictions() -> list[Prediction]:
     return found
 
 
-def forecast(settings: Candidate, budget_gib: float = 17.0, tried: tuple[Prediction, ...] = ()) -> Forecast:
+def forecast(
+    settings: Candidate, budget_gib: float = 17.0, tried: tuple[Prediction, ...] = ()
+) -> Forecast:
     return build_forecast(
-        predictions(), settings, int(budget_gib * GIB), STEP_TIME, {each.candidate: each for each in tried}
+        predictions(),
+        settings,
+        int(budget_gib * GIB),
+        STEP_TIME,
+        {each.candidate: each for each in tried},
     )
 
 

@@ -1,8 +1,10 @@
-"""More freedom never gives a slower predicted plan: a looser floor, more memory of the device or host, fewer pins.
+"""More freedom never gives a slower predicted plan: a looser floor, more memory of the device or
+host, fewer pins.
 
-On every card of the catalog and for models of every family's size, by a formula in place of traces: what is proven is
-that nothing bars what the cost model prefers. `benchmarks/freedom.py` asks the same of the traces. Ties go to what is
-more exact, smaller and simpler, so that a plan may be slower by the width of a tie, 3%, and no more.
+On every card of the catalog and for models of every family's size, by a formula in place of traces:
+what is proven is that nothing bars what the cost model prefers. `benchmarks/freedom.py` asks the
+same of the traces. Ties go to what is more exact, smaller and simpler, so that a plan may be slower
+by the width of a tie, 3%, and no more.
 """
 
 import itertools
@@ -37,16 +39,28 @@ SIZES = {
     "kandinsky5-video-lite": (2.0e9, 34),
 }
 """Parameters and blocks; all others are as large as Qwen-Image."""
-CONVERSION = {"none": 1.0, "torchao-int8": 1.1, "torchao-fp8": 1.13, "bnb-int8": 1.2, "bnb-nf4": 1.3}
+CONVERSION = {
+    "none": 1.0,
+    "torchao-int8": 1.1,
+    "torchao-fp8": 1.13,
+    "bnb-int8": 1.2,
+    "bnb-nf4": 1.3,
+}
 Pins = tuple[tuple[str, str], ...]
 
 
 class Formula(FormulaCostModel):
-    """Weights by their format, activations by blocks that keep them, transfers that computing hides or does not."""
+    """Weights by their format, activations by blocks that keep them, transfers that computing
+    hides or does not.
+    """
 
     def _all_weight_bytes(self, candidate: Any) -> float:
         wide = 2 if candidate.precision == "fp32" and candidate.quantization == "none" else 1
-        return wide * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter * self.workload.model.num_parameters
+        return (
+            wide
+            * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
+            * self.workload.model.num_parameters
+        )
 
     def weight_bytes(self, candidate: Any) -> Any:
         away = np.maximum(0, candidate.swapped_blocks - 2) / self.workload.model.num_blocks
@@ -60,14 +74,21 @@ class Formula(FormulaCostModel):
         spec, sheet = self.workload.model, self.hardware.datasheet
         whole, selective, offloaded, swapped = (
             getattr(candidate, name) / spec.num_blocks
-            for name in ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
+            for name in (
+                "checkpointed_blocks",
+                "selective_blocks",
+                "offloaded_inputs",
+                "swapped_blocks",
+            )
         )
         kept = 2.5 * spec.num_parameters * (1.02 - whole - 0.93 * selective - 0.03 * offloaded)
         rate = 0.5 * (sheet.bf16_flops_per_second or sheet.fp32_flops_per_second)
         computing = 1e4 * spec.num_parameters / rate * (1 + (whole + 0.85 * selective) / 3)
         computing = computing * CONVERSION.get(candidate.quantization, 1.2) + 1e-3 * offloaded
         sent = 2 * swapped * self._all_weight_bytes(candidate) / 2e10
-        return self.weight_bytes(candidate) + kept, computing + np.maximum(0.0, sent - swapped * computing)
+        return self.weight_bytes(candidate) + kept, computing + np.maximum(
+            0.0, sent - swapped * computing
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +96,11 @@ def _own_formula() -> Iterator[None]:
     def resolve(model: str) -> ResolvedModel:
         parameters, blocks = SIZES.get(model, (20.4e9, 60))
         spec = ModelSpec(
-            family=model, architecture="sha256:0", num_parameters=int(parameters), num_blocks=blocks, name=model
+            family=model,
+            architecture="sha256:0",
+            num_parameters=int(parameters),
+            num_blocks=blocks,
+            name=model,
         )
         found = ResolvedModel(get_family(model), get_family(model).transformer_config, model, None)
         vars(found)["spec"] = spec  # as if it had been built
@@ -90,7 +115,11 @@ def _own_formula() -> Iterator[None]:
 
 
 def seconds(
-    family: str, hardware: HardwareProfile, quality: str = "high", pins: Pins = (), share: float = 1.0
+    family: str,
+    hardware: HardwareProfile,
+    quality: str = "high",
+    pins: Pins = (),
+    share: float = 1.0,
 ) -> float:
     """Of the predicted plan; infinite if nothing fits."""
     work = WorkloadOverrides(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
@@ -112,11 +141,19 @@ ASKED = tuple(zip(load_catalog(), itertools.cycle(FAMILIES), itertools.cycle(BOU
 
 
 @pytest.mark.quick(*KINDS)
-@pytest.mark.parametrize(("card", "family", "bound"), ASKED, ids=lambda each: getattr(each, "id", each))
-def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(card: CatalogGpu, family: str, bound: str) -> None:
-    """Of a looser floor on every card; of no pin, more device memory and more host memory in turns."""
+@pytest.mark.parametrize(
+    ("card", "family", "bound"), ASKED, ids=lambda each: getattr(each, "id", each)
+)
+def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(
+    card: CatalogGpu, family: str, bound: str
+) -> None:
+    """Of a looser floor on every card; of no pin, more device memory and more host memory in
+    turns.
+    """
     hardware = profile_of_gpu(card)
-    exact, high, compact = (seconds(family, hardware, quality) for quality in ("exact", "high", "compact"))
+    exact, high, compact = (
+        seconds(family, hardware, quality) for quality in ("exact", "high", "compact")
+    )
     assert high <= (1 + TIE) * exact
     assert compact <= (1 + TIE) * high
     if bound == "pin":
@@ -128,7 +165,10 @@ def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(card: Catalog
     assert high <= (1 + TIE) * bounded
 
 
-cards, families = st.sampled_from([profile_of_gpu(card) for card in load_catalog()]), st.sampled_from([*FAMILIES])
+cards, families = (
+    st.sampled_from([profile_of_gpu(card) for card in load_catalog()]),
+    st.sampled_from([*FAMILIES]),
+)
 pins = st.lists(
     st.one_of(
         st.tuples(st.just("quantization"), st.sampled_from(["none", "torchao-int8"])),

@@ -1,4 +1,6 @@
-"""What a run holds of its data on the host is in its plan: masks, and a cache in memory, as encoding leaves them."""
+"""What a run holds of its data on the host is in its plan: masks, and a cache in memory, as
+encoding leaves them.
+"""
 
 from pathlib import Path
 

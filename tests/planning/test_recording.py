@@ -7,7 +7,13 @@ import pytest
 
 from autotune.cost.calibration import Posterior
 from autotune.errors import InvalidInput
-from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
+from autotune.planning.recording import (
+    Recording,
+    read_recording,
+    recording_of,
+    replayed,
+    write_recording,
+)
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from tests.planning.formula import by_formula
@@ -28,12 +34,18 @@ def test_a_recorded_search_gives_its_plan_byte_for_byte(golden: Golden) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_a_replay_depends_on_no_last_bits(golden: Golden, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs and libraries compute logarithms, exponentials and products that differ in their last bits."""
+def test_a_replay_depends_on_no_last_bits(
+    golden: Golden, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs and libraries compute logarithms, exponentials and products that differ in their last
+    bits.
+    """
     rng, log_factor, uncertainty = random.Random(seed), Posterior.log_factor, Posterior.uncertainty
     for name, exact in (("log_factor", log_factor), ("uncertainty", uncertainty)):
         monkeypatch.setattr(
-            Posterior, name, lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48)
+            Posterior,
+            name,
+            lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48),
         )
     assert replayed_text(golden) == (FOLDER / f"{golden.name}.yaml").read_text()
 
@@ -64,7 +76,9 @@ def test_a_question_that_was_not_recorded_is_refused() -> None:
         make_plan(other, HARDWARE, backend=replayed(recording))
 
 
-@pytest.mark.parametrize("text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"]
+)
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.jsonl").write_text(text)
     with pytest.raises(InvalidInput, match="not a recording of this version"):

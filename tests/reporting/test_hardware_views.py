@@ -22,15 +22,26 @@ def shown(view):
 
 
 def rate(value, unit, samples=9):
-    return Rate(name="matmul.bf16.4096x3072x18432", value=value, unit=unit, spread=0.04, num_samples=samples)
+    return Rate(
+        name="matmul.bf16.4096x3072x18432", value=value, unit=unit, spread=0.04, num_samples=samples
+    )
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_profile_fits_and_shows_budget_capabilities_and_notes(name):
-    profile = read_profile(machine(name)).changed(rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True)
+    profile = read_profile(machine(name)).changed(
+        rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True
+    )
     text = shown(profile_view(profile))
     assert max(len(line) for line in text.splitlines()) <= 80
-    for needed in ("budget", profile.device.memory_kind, "noisy", "140.0 TFLOP/s", "note: a note", "torchao-int8"):
+    for needed in (
+        "budget",
+        profile.device.memory_kind,
+        "noisy",
+        "140.0 TFLOP/s",
+        "note: a note",
+        "torchao-int8",
+    ):
         assert needed in text
     assert "None" not in text
 
@@ -46,7 +57,9 @@ def test_findings_fit_and_name_their_fix(name):
 
 def test_brackets_in_a_name_are_shown():
     profile = read_profile(
-        FakeSystem({**SOURCES["no-gpu"], "os": {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}})
+        FakeSystem(
+            {**SOURCES["no-gpu"], "os": {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}}
+        )
     )
     assert "CPU [/rev] [b]" in shown(profile_view(profile))
 

@@ -15,12 +15,23 @@ from tests.conftest import autotune_here
 def test_every_published_model_is_listed_once_under_the_name_that_plans_it():
     names = [model.name for model in list_models()]
     assert len(set(names)) == len(names) == sum(len(family.models) for family in FAMILIES.values())
-    assert {"wan-2.1", "wan-2.1-14b", "wan-2.2", "krea-2", "krea-2-turbo", "qwen-image-2512"} <= set(names)
+    assert {
+        "wan-2.1",
+        "wan-2.1-14b",
+        "wan-2.2",
+        "krea-2",
+        "krea-2-turbo",
+        "qwen-image-2512",
+    } <= set(names)
 
 
 def test_kinds_are_what_the_models_make():
     kinds = {model.family: model.kind for model in list_models()}
-    assert [kinds[name] for name in ("sdxl", "qwen-image-edit-plus", "wan-2.2")] == ["image", "edit", "video"]
+    assert [kinds[name] for name in ("sdxl", "qwen-image-edit-plus", "wan-2.2")] == [
+        "image",
+        "edit",
+        "video",
+    ]
 
 
 def test_lines_give_license_doubt_and_notes_in_80_columns():
@@ -38,7 +49,9 @@ def test_lines_give_license_doubt_and_notes_in_80_columns():
 
 def test_with_hardware_lines_say_what_fits_and_how_fast():
     models = {model.name: model for model in list_models("v100-pcie-16gb")}
-    expected = {each.gpu: each for each in catalog_predictions("flux1-dev")}["nvidia-v100-pcie-16gb"]
+    expected = {each.gpu: each for each in catalog_predictions("flux1-dev")}[
+        "nvidia-v100-pcie-16gb"
+    ]
     assert models["flux1-dev"].prediction == expected
     known = [model for model in models.values() if model.prediction]
     lines = model_lines(known, "v100-pcie-16gb")
@@ -46,7 +59,10 @@ def test_with_hardware_lines_say_what_fits_and_how_fast():
     fitting = [model for model in known if model.prediction.step_seconds is not None]
     assert sum("does not fit" in line for line in lines) == len(known) - len(fitting)
     assert expected.settings
-    assert lines[[line.split()[0] for line in lines].index("flux1-dev") + 1].strip() in expected.settings.label()
+    assert (
+        lines[[line.split()[0] for line in lines].index("flux1-dev") + 1].strip()
+        in expected.settings.label()
+    )
     assert sum(" s ±" in line for line in lines) == len(fitting)
     missing = models["flux1-dev"].model_copy(update={"prediction": None})
     assert "not computed" in model_lines([missing], "v100-pcie-16gb")[2]

@@ -26,15 +26,26 @@ def test_values_that_differ_from_the_defaults_are_the_users(plan: TrainingPlan) 
     usual = with_job(plan, learning_rate=1e-4, timestep_shift=2.2)
     assert _of(usual)["learning rate 0.0001"] is False
     assert _of(usual)["shift 2.2"] is False
-    own = _of(with_job(plan, learning_rate=3e-4, timestep_shift="by_resolution", timestep_sampling="uniform"))
-    assert own["learning rate 0.0003"] is own["shift by_resolution"] is own["noise levels uniform"] is True
+    own = _of(
+        with_job(
+            plan, learning_rate=3e-4, timestep_shift="by_resolution", timestep_sampling="uniform"
+        )
+    )
+    assert (
+        own["learning rate 0.0003"]
+        is own["shift by_resolution"]
+        is own["noise levels uniform"]
+        is True
+    )
 
 
 def test_a_batch_that_the_gpus_can_share_is_ours_and_another_the_users(plan: TrainingPlan) -> None:
     def told(batch: int) -> bool:
         work = plan.frozen.workload.changed(effective_batch_size=batch)
         eight = plan.frozen.hardware.changed(num_processes=8, strategy="ddp")
-        return _of(seal(plan.job, plan.frozen.changed(workload=work, hardware=eight)))[f"batch {batch}"]
+        return _of(seal(plan.job, plan.frozen.changed(workload=work, hardware=eight)))[
+            f"batch {batch}"
+        ]
 
     assert (told(8), told(16)) == (False, True)
 

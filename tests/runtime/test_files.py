@@ -37,7 +37,9 @@ def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> 
 def test_permissions_follow_the_mask_of_the_process_without_setting_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mask can be read only by setting it, and of two threads that do, one may leave it at 0."""
+    """The mask can be read only by setting it, and of two threads that do, one may leave it at
+    0.
+    """
     set_mask, before = os.umask, os.umask(0o027)
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("set by a writer"))
     try:

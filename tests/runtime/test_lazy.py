@@ -1,4 +1,6 @@
-"""Libraries that load when something of them is first used: once, for all threads, and with their own error."""
+"""Libraries that load when something of them is first used: once, for all threads, and with
+their own error.
+"""
 
 import sys
 import threading
@@ -14,7 +16,9 @@ NAME = "a_library_of_this_test"
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A library that notes each time it is loaded, and takes long enough for a second thread to come."""
+    """A library that notes each time it is loaded, and takes long enough for a second thread to
+    come.
+    """
     loads = tmp_path / "loads"
     text = f"import time\nopen({str(loads)!r}, 'a').write('x')\ntime.sleep(0.1)\nVALUE = object()\n"
     (tmp_path / f"{NAME}.py").write_text(text)

@@ -1,4 +1,6 @@
-"""Temporary folders of killed processes go when the next one makes any; those of living ones stay."""
+"""Temporary folders of killed processes go when the next one makes any; those of living ones
+stay.
+"""
 
 import os
 import signal

@@ -48,8 +48,12 @@ def test_of_a_url_only_what_cannot_be_a_secret_is_shown(url: str, shown: str) ->
         (None, "no\x1b[2J  route\n", True),
     ],
 )
-def test_a_library_is_quoted_whole_or_not_at_all(url: str | None, said: str, is_shown: bool) -> None:
-    """A mask in place of each `a` would tell a password of one letter, and leave the rest of another."""
+def test_a_library_is_quoted_whole_or_not_at_all(
+    url: str | None, said: str, is_shown: bool
+) -> None:
+    """A mask in place of each `a` would tell a password of one letter, and leave the rest of
+    another.
+    """
     quoted = quote_error(OSError(said), url)
     assert "***" not in quoted
     assert (quoted == " ".join(said.replace("\x1b", " ").split())) is is_shown
@@ -60,7 +64,10 @@ def test_a_library_is_quoted_whole_or_not_at_all(url: str | None, said: str, is_
 MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
 
 
-@given(st.lists(MARKS, min_size=5, max_size=5), st.sampled_from(["https://", "https:/", "s3://", "", "postgresql://"]))
+@given(
+    st.lists(MARKS, min_size=5, max_size=5),
+    st.sampled_from(["https://", "https:/", "s3://", "", "postgresql://"]),
+)
 def test_no_password_is_shown_wherever_marks_stand_in_it(marks: list[str], scheme: str) -> None:
     first, second, third, fourth, fifth = marks
     url = f"{scheme}{first}me{second}:{third}{SECRET}{fourth}@{fifth}host/db"

@@ -1,4 +1,6 @@
-"""Documents of older schemas: today's names, nothing lost, and only typed errors whatever the document holds."""
+"""Documents of older schemas: today's names, nothing lost, and only typed errors whatever the
+document holds.
+"""
 
 import copy
 import json
@@ -13,7 +15,15 @@ from hypothesis import strategies as st
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.planning.recording import read_recording, recording_of, write_recording
 from autotune.schema.base import digest_of
-from autotune.schema.migration import KEYS, MAX_DEPTH, SCHEMA_VERSION, VALUES, NewerSchema, from_schema_1, migrate
+from autotune.schema.migration import (
+    KEYS,
+    MAX_DEPTH,
+    SCHEMA_VERSION,
+    VALUES,
+    NewerSchema,
+    from_schema_1,
+    migrate,
+)
 from autotune.schema.plan_file import plan_text, read_plan, with_job, write_plan
 from autotune.sharing.exchange import export_store, import_file, merge_stores, verify_store
 from autotune.sharing.files import LocalFiles
@@ -34,21 +44,30 @@ SCALARS = (
     | st.sampled_from([value for _, value in VALUES])
 )
 JSON = st.recursive(
-    SCALARS, lambda parts: st.lists(parts, max_size=4) | st.dictionaries(NAMES | st.text(), parts, max_size=4)
+    SCALARS,
+    lambda parts: (
+        st.lists(parts, max_size=4) | st.dictionaries(NAMES | st.text(), parts, max_size=4)
+    ),
 )
 
 
 def as_schema_1(value: Any) -> Any:
     """The document as an autotune of schema 1 would have written it."""
     if isinstance(value, dict):
-        found = {OLD_KEYS.get(key, key): as_schema_1(part) for key, part in value.items() if key != "original_digest"}
+        found = {
+            OLD_KEYS.get(key, key): as_schema_1(part)
+            for key, part in value.items()
+            if key != "original_digest"
+        }
         return found | ({"schema_version": 1} if "schema_version" in found else {})
     return [as_schema_1(part) for part in value] if isinstance(value, list) else value
 
 
 @settings(max_examples=100)
 @given(JSON)
-def test_any_json_is_migrated_to_the_same_shape_or_refused_with_a_typed_error(document: Any) -> None:
+def test_any_json_is_migrated_to_the_same_shape_or_refused_with_a_typed_error(
+    document: Any,
+) -> None:
     before = copy.deepcopy(document)
     try:
         migrated = from_schema_1(document)
@@ -81,8 +100,16 @@ def test_depth_is_bounded(levels: int, key: str | None) -> None:
 
 
 def test_values_and_pins_are_renamed_in_their_fields_alone() -> None:
-    old = {"origin": "catalogue", "pins": [["caching.text_encoder_storage", "none"]], "why": "catalogue"}
-    new = {"origin": "catalog", "pins": [["caching.text_encoder_quantization", "none"]], "why": "catalogue"}
+    old = {
+        "origin": "catalogue",
+        "pins": [["caching.text_encoder_storage", "none"]],
+        "why": "catalogue",
+    }
+    new = {
+        "origin": "catalog",
+        "pins": [["caching.text_encoder_quantization", "none"]],
+        "why": "catalogue",
+    }
     assert from_schema_1(old) == new
     with pytest.raises(InvalidInput, match="gates and capabilities"):
         from_schema_1({"gates": [], "capabilities": []})
@@ -90,13 +117,21 @@ def test_values_and_pins_are_renamed_in_their_fields_alone() -> None:
 
 @given(st.integers(SCHEMA_VERSION + 1))
 def test_a_newer_schema_is_refused_with_both_versions(version: int) -> None:
-    with pytest.raises(NewerSchema, match=f"schema {version}, and this autotune knows schemas up to {SCHEMA_VERSION}"):
+    with pytest.raises(
+        NewerSchema,
+        match=f"schema {version}, and this autotune knows schemas up to {SCHEMA_VERSION}",
+    ):
         migrate({}, version)
 
 
-def test_a_plan_of_schema_1_is_read_under_a_new_digest_and_keeps_its_identity(tmp_path: Path) -> None:
+def test_a_plan_of_schema_1_is_read_under_a_new_digest_and_keeps_its_identity(
+    tmp_path: Path,
+) -> None:
     old = as_schema_1(yaml.safe_load(plan_text(make_plan())))
-    del old["frozen"]["settings"]["loader"], old["frozen"]["trials"][0]["candidate"]["loader"]  # as before that knob
+    del (
+        old["frozen"]["settings"]["loader"],
+        old["frozen"]["trials"][0]["candidate"]["loader"],
+    )  # as before that knob
     old["digest"] = digest_of(old["frozen"])
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(old))
@@ -129,11 +164,15 @@ def old_record() -> bytes:
     return canonical_json(data)
 
 
-def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(tmp_path: Path) -> None:
+def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
+    tmp_path: Path,
+) -> None:
     content = old_record()
     name = name_of(content)
     assert parse_record(content, name) == record()
-    first, second, third = (Store(LocalFiles(tmp_path / where)) for where in ("first", "second", "third"))
+    first, second, third = (
+        Store(LocalFiles(tmp_path / where)) for where in ("first", "second", "third")
+    )
     file = parse_file(name, content)
     first.files.write({file.key: content})
     assert merge_stores(first, second).num_new == 1
@@ -148,7 +187,9 @@ def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
 
 @settings(max_examples=100)
 @given(JSON)
-def test_any_json_that_says_it_is_an_old_record_is_refused_with_a_typed_error(document: Any) -> None:
+def test_any_json_that_says_it_is_an_old_record_is_refused_with_a_typed_error(
+    document: Any,
+) -> None:
     if isinstance(document, dict):
         document["schema_version"] = 1
     content = json.dumps(document).encode()
@@ -179,6 +220,8 @@ def test_a_recording_of_schema_1_is_read_and_a_newer_one_refused(tmp_path: Path)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in old))
     assert read_recording(path) == recording
     path.write_text(json.dumps({**head, "schema_version": 3}))
-    with pytest.raises(InvalidInput, match="has schema 3, and this autotune knows schemas up to 2") as refused:
+    with pytest.raises(
+        InvalidInput, match="has schema 3, and this autotune knows schemas up to 2"
+    ) as refused:
         read_recording(path)
     assert refused.value.hint.startswith("update autotune")

@@ -15,8 +15,22 @@ from autotune.errors import InvalidInput, InvalidPlan
 from autotune.schema.base import digest_of
 from autotune.schema.hardware import Versions
 from autotune.schema.job import Job
-from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
-from autotune.schema.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
+from autotune.schema.plan import (
+    Expected,
+    FrozenPart,
+    PlannedHardware,
+    Reason,
+    Rejected,
+    TrainingPlan,
+)
+from autotune.schema.plan_file import (
+    MAX_PLAN_BYTES,
+    plan_text,
+    read_plan,
+    seal,
+    with_job,
+    write_plan,
+)
 from tests import builders
 from tests.conftest import autotune_here
 
@@ -56,7 +70,14 @@ def make_plan(**job: Any) -> TrainingPlan:
             peak_memory_bytes=1 << 30,
             process_memory_bytes=0,
         ),
-        reasons=(Reason(knob="attention", chosen="native", why="fast", rejected=(Rejected(choice="x", reason="y"),)),),
+        reasons=(
+            Reason(
+                knob="attention",
+                chosen="native",
+                why="fast",
+                rejected=(Rejected(choice="x", reason="y"),),
+            ),
+        ),
         fallbacks=(),
         search_seconds=1.5,
         trials=(builders.trial(settings_),),
@@ -83,7 +104,13 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
     rate=st.floats(1e-12, 1, exclude_min=True),
     steps=st.integers(1, 10**9),
 )
-@example(model="1e5", data="0E0", prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"), rate=1e-4, steps=1)
+@example(
+    model="1e5",
+    data="0E0",
+    prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"),
+    rate=1e-4,
+    steps=1,
+)
 def test_any_job_reads_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     model: str,
@@ -93,14 +120,18 @@ def test_any_job_reads_back_as_it_was_written(
     steps: int,
 ) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    plan = make_plan(model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps)
+    plan = make_plan(
+        model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
+    )
     write_plan(path, plan)
     assert read_plan(path) == plan
 
 
 @settings(max_examples=150)
 @given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
-def test_arbitrary_text_raises_nothing_but_the_typed_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_arbitrary_text_raises_nothing_but_the_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(InvalidPlan):
@@ -124,7 +155,13 @@ def test_every_frozen_value_is_covered_by_the_digest(tmp_path: Path) -> None:
 
 
 def _leaves(node: Any, where: tuple[Any, ...]) -> Any:
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else None
+    )
     if items is None:
         yield where, node
         return
@@ -138,7 +175,9 @@ def _other(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else f"{value}x"
 
 
-@pytest.mark.parametrize("field", ["model", "data", "control", "output", "from_adapter", "validation"])
+@pytest.mark.parametrize(
+    "field", ["model", "data", "control", "output", "from_adapter", "validation"]
+)
 def test_an_empty_path_is_refused_rather_than_taken_for_this_folder(field: str) -> None:
     with pytest.raises(InvalidPlan, match=f"^job.{field}: value error, it is empty$"):
         with_job(make_plan(), **{field: ""})
@@ -163,19 +202,34 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: t + "extra: 1\n", "extra"),
         (lambda t: t.replace("num_steps: 100", "num_steps: many"), "job.num_steps"),
         (lambda t: t.replace("num_steps: 100", "num_steps: -1"), "job.num_steps"),
-        (lambda t: t.replace("preview_steps: 20", "preview_steps: 1000000000"), "job.preview_steps"),
+        (
+            lambda t: t.replace("preview_steps: 20", "preview_steps: 1000000000"),
+            "job.preview_steps",
+        ),
         (lambda t: t.replace("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
         (lambda t: t.replace("num_steps: 100", "num_steps: 2001-01-01"), "job.num_steps"),
         (lambda t: t.replace("seed: 0", f"seed: {2**63}"), "job.seed"),
         (lambda t: t.replace("output: output", 'output: "a\\0b"'), "job.output"),
         (lambda t: t.replace("job:", "job:\n  <<: {seed: 1}\n", 1), "line 5 has a key"),
-        (lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      1: a"), "a key that is not plain text"),
-        (lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      .nan: a"), "a key that is not plain text"),
-        (lambda t: t.replace("job:", "job:\n  ? [seed]\n  : 1\n", 1), "a key that is not plain text"),
+        (
+            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      1: a"),
+            "a key that is not plain text",
+        ),
+        (
+            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      .nan: a"),
+            "a key that is not plain text",
+        ),
+        (
+            lambda t: t.replace("job:", "job:\n  ? [seed]\n  : 1\n", 1),
+            "a key that is not plain text",
+        ),
         (lambda t: t.replace("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
         (lambda t: t.replace("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
         (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
-        (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),  # YAML 1.1 makes a number of it, in minutes
+        (
+            lambda t: "a: 1" + ":1" * (1 << 20),
+            "not a valid plan",
+        ),  # YAML 1.1 makes a number of it, in minutes
         (
             lambda t: t.replace("schema_version: 2", "schema_version: 3"),
             "has schema 3, and this autotune knows schemas up to 2",
@@ -200,7 +254,9 @@ def test_each_damage_has_its_own_message(tmp_path: Path, edit: Any, words: str) 
     assert words in refusal(tmp_path / "plan.yaml", edit(plan_text(make_plan()))).message
 
 
-def test_more_values_than_any_plan_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_values_than_any_plan_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
     monkeypatch.setattr("autotune.schema.plan_file.MAX_NODES", 1000)
     assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
@@ -218,7 +274,9 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
         read_plan(tmp_path / "binary.yaml")
 
 
-def test_a_failed_write_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.yaml"
     write_plan(path, make_plan())
     before = path.read_text()
@@ -238,13 +296,18 @@ def test_overrides_are_validated_like_the_file() -> None:
     assert with_job(plan, num_steps=None, data="other").job.data == "other"
     assert with_job(plan, num_steps=7).digest == plan.digest
     epochs = with_job(plan, num_train_epochs=3)
-    assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (3, None)
+    assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (
+        3,
+        None,
+    )
     with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
         with_job(plan, learning_rate=7.0)
 
 
 def test_steps_whose_times_would_be_absurd_are_refused() -> None:
-    with pytest.raises(InvalidPlan, match=r"job\.num_steps: input should be less than or equal to 1000000000"):
+    with pytest.raises(
+        InvalidPlan, match=r"job\.num_steps: input should be less than or equal to 1000000000"
+    ):
         with_job(make_plan(), num_steps=9 * 10**18)
     job = with_job(make_plan(), num_train_epochs=10**9).job
     assert job.steps_on(4, 4) == 10**9
@@ -275,4 +338,6 @@ def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
     told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
     assert "?[2J?fast" in told.stdout
     missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
-    assert missing.stderr.startswith(f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one")
+    assert missing.stderr.startswith(
+        f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one"
+    )

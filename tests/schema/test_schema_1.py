@@ -1,4 +1,6 @@
-"""Files that autotune 0.1.0 wrote with schema 1 (tests/fixtures/schema1) keep working, by the commands themselves."""
+"""Files that autotune 0.1.0 wrote with schema 1 (tests/fixtures/schema1) keep working, by the
+commands themselves.
+"""
 
 import hashlib
 import json
@@ -66,13 +68,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captions = [path.read_text().strip() for path in sorted(images.glob("*.txt"))]
     model = folder / "demo" / "model"
     get_family("qwen-image").write_small_pipeline(model, captions, seed=0)
-    (model / "tokenizer" / "chat_template.jinja").unlink()  # not written then, and part of a run's key
+    (
+        model / "tokenizer" / "chat_template.jinja"
+    ).unlink()  # not written then, and part of a run's key
     return folder
 
 
 @pytest.fixture
 def command(
-    material: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    material: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> Command:
     """Runs autotune in that folder, with a new home."""
     monkeypatch.chdir(material)
@@ -94,10 +101,19 @@ def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> N
     assert (written["frozen"]["schema_version"], plan.frozen.schema_version) == (1, 2)
     assert (plan.identity, plan.digest) == (written["digest"], digest_of(plan.frozen))
     later, later_job = (
-        as_json({name: field.get_default() for name, field in model.model_fields.items() if not field.is_required()})
+        as_json(
+            {
+                name: field.get_default()
+                for name, field in model.model_fields.items()
+                if not field.is_required()
+            }
+        )
         for model in (Candidate, Job)
     )
-    assert plan.frozen.settings.model_dump(mode="json") == {**later, **written["frozen"]["settings"]}
+    assert plan.frozen.settings.model_dump(mode="json") == {
+        **later,
+        **written["frozen"]["settings"],
+    }
     assert {**later_job, **written["job"]} == {**later_job, **plan.job.model_dump(mode="json")}
     explained = command("explain", path)
     assert explained.returncode == 0, explained.stderr
@@ -140,29 +156,48 @@ def test_the_predicted_plan_is_sealed_once_and_trains(command: Command, tmp_path
 
 
 def test_the_sealed_plan_is_known_as_the_predicted_ones() -> None:
-    sealed, predicted = (read_plan(SCHEMA_1 / f"plan-arriving{kind}.yaml") for kind in (".sealed", ""))
+    sealed, predicted = (
+        read_plan(SCHEMA_1 / f"plan-arriving{kind}.yaml") for kind in (".sealed", "")
+    )
     assert sealed.frozen.predicted_digest == predicted.identity
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDINGS)
-def test_a_recording_replays_to_the_same_settings(name: str, command: Command, tmp_path: Path) -> None:
+def test_a_recording_replays_to_the_same_settings(
+    name: str, command: Command, tmp_path: Path
+) -> None:
     asked = (SCHEMA_1 / f"{name}.command.txt").read_text().split()[1:]
     renamed = {"--record": "--replay", f"{name}.jsonl": SCHEMA_1 / f"{name}.jsonl"}
-    renamed["caching.text_encoder_storage=torchao-int8"] = "caching.text_encoder_quantization=torchao-int8"
+    renamed["caching.text_encoder_storage=torchao-int8"] = (
+        "caching.text_encoder_quantization=torchao-int8"
+    )
     arguments = [renamed.get(part, part) for part in asked[:-1]]
-    # A rule that is younger than these recordings settles this knob otherwise, and fallbacks come from what it admits.
-    replayed = command(*arguments[:-1], "--pin", "norm_rope=stock", arguments[-1], tmp_path / "plan.yaml")
+    # A rule that is younger than these recordings settles this knob otherwise, and fallbacks come
+    # from what it admits.
+    replayed = command(
+        *arguments[:-1], "--pin", "norm_rope=stock", arguments[-1], tmp_path / "plan.yaml"
+    )
     assert replayed.returncode == 0, replayed.stderr
     made, original = read_plan(tmp_path / "plan.yaml"), read_plan(SCHEMA_1 / asked[-1])
     now, then = made.frozen.expected, original.frozen.expected
-    if made.frozen.settings != original.frozen.settings:  # the rule for ties is younger than these recordings
+    if (
+        made.frozen.settings != original.frozen.settings
+    ):  # the rule for ties is younger than these recordings
         assert now.step_seconds <= 1.0301 * then.step_seconds
         assert made.frozen.trials == original.frozen.trials
         return
-    assert now.process_memory_bytes == pytest.approx(then.process_memory_bytes, rel=0.02)  # now the neediest phase
+    assert now.process_memory_bytes == pytest.approx(
+        then.process_memory_bytes, rel=0.02
+    )  # now the neediest phase
     assert now.other_seconds == pytest.approx(then.other_seconds, rel=0.01)  # predicted
-    since = ("host_memory_bytes", "time_uncertainty", "memory_uncertainty", "process_memory_bytes", "other_seconds")
+    since = (
+        "host_memory_bytes",
+        "time_uncertainty",
+        "memory_uncertainty",
+        "process_memory_bytes",
+        "other_seconds",
+    )
     same = {name: getattr(now, name) for name in since}
     assert now == then.changed(**same)
     for part in ("settings", "caching", "fallbacks", "trials", "records", "exclusions"):
@@ -174,7 +209,9 @@ def test_records_are_verified_listed_shown_and_pulled_byte_for_byte(command: Com
     store = SCHEMA_1 / "store"
     assert command("profiles", "verify", "--store", store).stdout == "records: 3, bad: 0\n"
     assert len(json.loads(command("profiles", "list", "--store", store, "--json").stdout)) == 3
-    assert command("profiles", "pull", store).stdout.startswith("new: 3, already there: 0, refused: 0")
+    assert command("profiles", "pull", store).stdout.startswith(
+        "new: 3, already there: 0, refused: 0"
+    )
     assert command("profiles", "import", SCHEMA_1 / "records-export.jsonl").stdout.startswith(
         "new: 0, already there: 3"
     )
@@ -201,8 +238,12 @@ def test_records_count_on_the_machine_that_they_are_of() -> None:
 
 def test_the_saved_hardware_profile_is_used(command: Command) -> None:
     profile = SCHEMA_1 / "hardware-profile.json"
-    assert {capability.name for capability in load_profile(profile).capabilities} >= {"precision.bf16"}
-    answer = command("estimate", "--model", "demo/model", "--hardware", profile, "--resolution", 64, "--json")
+    assert {capability.name for capability in load_profile(profile).capabilities} >= {
+        "precision.bf16"
+    }
+    answer = command(
+        "estimate", "--model", "demo/model", "--hardware", profile, "--resolution", 64, "--json"
+    )
     assert answer.returncode == 0, answer.stderr
     assert "AMD EPYC" in answer.stdout
 
@@ -210,12 +251,18 @@ def test_the_saved_hardware_profile_is_used(command: Command) -> None:
 def test_a_study_gives_the_plan_that_it_ended_in(tmp_path: Path) -> None:
     shutil.copy(SCHEMA_1 / "study" / "monday.db", tmp_path)
     study = optuna.load_study(study_name="monday", storage=f"sqlite:///{tmp_path}/monday.db")
-    assert parse_plan(published_plan(study) or "") == read_plan(SCHEMA_1 / "study" / "plan-study.yaml")
+    assert parse_plan(published_plan(study) or "") == read_plan(
+        SCHEMA_1 / "study" / "plan-study.yaml"
+    )
 
 
 @same_stack
-def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, material: Path, tmp_path: Path) -> None:
-    hashes = dict(reversed(line.split()) for line in (SCHEMA_1 / "material.sha256").read_text().splitlines())
+def test_an_interrupted_run_goes_on_to_the_same_adapter(
+    command: Command, material: Path, tmp_path: Path
+) -> None:
+    hashes = dict(
+        reversed(line.split()) for line in (SCHEMA_1 / "material.sha256").read_text().splitlines()
+    )
     other = [
         name
         for name, digest in hashes.items()
@@ -223,11 +270,15 @@ def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, materi
         and hashlib.sha256((material / "demo" / name).read_bytes()).hexdigest() != digest
     ]
     if other or differing(ENCODING_STACK):
-        pytest.skip(f"the run's key covers what is different here: {other or differing(ENCODING_STACK)}")
+        pytest.skip(
+            f"the run's key covers what is different here: {other or differing(ENCODING_STACK)}"
+        )
     output = tmp_path / "run"
     shutil.copytree(SCHEMA_1 / "run", output)
     plan = SCHEMA_1 / "plan-measured.yaml"
-    resumed = command("train", plan, "--output", output, "--resume", "--save-dtype", "fp32", "--json")
+    resumed = command(
+        "train", plan, "--output", output, "--resume", "--save-dtype", "fp32", "--json"
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["resumed_at"] == 26
     folders = (output, SCHEMA_1 / "run-finished")
@@ -235,9 +286,13 @@ def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, materi
     losses, expected = ([json.loads(line)["loss"] for line in lines] for lines in metrics)
     assert losses[:26] == expected[:26]
     assert losses == pytest.approx(expected, rel=1e-4)
-    adapter, original = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)
+    adapter, original = (
+        load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders
+    )
     assert adapter.keys() == original.keys()
-    assert all((adapter[name] - original[name]).norm() <= 1e-3 * original[name].norm() for name in original)
+    assert all(
+        (adapter[name] - original[name]).norm() <= 1e-3 * original[name].norm() for name in original
+    )
 
 
 def test_a_finished_run_is_sampled(command: Command, tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ from autotune.families.base import Batch
 from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
-from autotune.schema.typical import mean_text_tokens, padded_text_tokens, spread_of, typical_bucket, typical_text_tokens
+from autotune.schema.typical import (
+    mean_text_tokens,
+    padded_text_tokens,
+    spread_of,
+    typical_bucket,
+    typical_text_tokens,
+)
 from autotune.schema.workload import Bucket, Workload
 from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.parity import small_workload
@@ -39,9 +45,14 @@ def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch
     work = workload(values, batch)
     exact = len(values) % batch == 0 or batch % len(values) == 0
     if exact:
-        assert sum(typical_text_tokens(work)) / batch == pytest.approx(sum(values) / len(values), abs=0.5)
+        assert sum(typical_text_tokens(work)) / batch == pytest.approx(
+            sum(values) / len(values), abs=0.5
+        )
     padded = [padded_text_tokens(work, size) for size in (1, batch)]
-    assert padded == [pytest.approx(sum(typical_text_tokens(work)) / batch), max(typical_text_tokens(work))]
+    assert padded == [
+        pytest.approx(sum(typical_text_tokens(work)) / batch),
+        max(typical_text_tokens(work)),
+    ]
     assert padded[1] <= work.max_text_tokens
 
 
@@ -58,7 +69,9 @@ def test_the_usual_bucket_is_near_the_mean_and_the_largest_where_nothing_is_know
             for frames, number in zip((1, 41, 81), items, strict=True)
         )
 
-    works = (builders.workload(buckets=buckets(*items)) for items in ((1, 9, 1), (0, 0, 0), (0, 0, 3)))
+    works = (
+        builders.workload(buckets=buckets(*items)) for items in ((1, 9, 1), (0, 0, 0), (0, 0, 3))
+    )
     assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
@@ -69,18 +82,26 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     first = min(images.glob("*.txt"))
     first.write_text(" ".join(["sail"] * 60))
     work = describe_workload(
-        resolve_model(str(model)), read_dataset(images), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2)
+        resolve_model(str(model)),
+        read_dataset(images),
+        WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
-    request = TrialRequest(str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2)
+    request = TrialRequest(
+        str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2
+    )
     steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
     forward = steps.model.family.predict
 
-    def watched(transformer: object, noisy: torch.Tensor, sigmas: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def watched(
+        transformer: object, noisy: torch.Tensor, sigmas: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         seen.append(batch["prompt_embeds"].shape[1])
         return forward(transformer, noisy, sigmas, batch)
 
-    monkeypatch.setattr(type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments))
+    monkeypatch.setattr(
+        type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments)
+    )
     result = steps.measure(lambda times: len(times) < 2)
     assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
     by_step = list(zip(seen[::2], seen[1::2], strict=True))
@@ -96,4 +117,6 @@ def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
 
 def workload(values: list[int], batch: int) -> Workload:
     quantiles = tuple(values)
-    return builders.workload(max_text_tokens=values[-1], text_token_quantiles=quantiles, effective_batch_size=batch)
+    return builders.workload(
+        max_text_tokens=values[-1], text_token_quantiles=quantiles, effective_batch_size=batch
+    )

@@ -1,4 +1,6 @@
-"""Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may be pinned."""
+"""Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may
+be pinned.
+"""
 
 import itertools
 
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 
 from autotune.cost.predict import CostModel
 from autotune.schema.candidate import Candidate
-from autotune.search.mixtures import BLOCK_NUMBERS, MAX_STEP, Mixtures, _frontier, _thin, find_mixtures, with_mixtures
+from autotune.search.mixtures import (
+    BLOCK_NUMBERS,
+    MAX_STEP,
+    Mixtures,
+    _frontier,
+    _thin,
+    find_mixtures,
+    with_mixtures,
+)
 from autotune.search.space import build_search_space
 from tests import builders
 
@@ -25,7 +35,11 @@ def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
 def test_the_frontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
     kept = _frontier(mixtures_of(pairs))
     found = set(zip(kept.num_bytes, kept.seconds, strict=True))
-    wanted = {(a, b) for a, b in pairs if not any((x <= a and y <= b) and (x, y) != (a, b) for x, y in pairs)}
+    wanted = {
+        (a, b)
+        for a, b in pairs
+        if not any((x <= a and y <= b) and (x, y) != (a, b) for x, y in pairs)
+    }
     assert found == wanted
     assert len(kept.num_bytes) == len(found)
 
@@ -45,7 +59,9 @@ def test_thinning_leaves_the_ends_and_no_gap_that_a_point_could_close(
 @pytest.fixture(scope="module")
 def cost() -> CostModel:
     context = builders.context(builders.hardware("attention.native", "precision.bf16"))
-    return CostModel.build(context.hardware, context.workload, context.family, context.family.transformer_config)
+    return CostModel.build(
+        context.hardware, context.workload, context.family, context.family.transformer_config
+    )
 
 
 def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -> None:
@@ -56,7 +72,9 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
     assert num_bytes.shape == seconds.shape == (5, 4)
     predictions = [
         [
-            cost.predict_uncalibrated(base.changed(**dict(zip(BLOCK_NUMBERS, (*map(int, row), int(k)), strict=True))))
+            cost.predict_uncalibrated(
+                base.changed(**dict(zip(BLOCK_NUMBERS, (*map(int, row), int(k)), strict=True)))
+            )
             for k in swapped
         ]
         for row in passes
@@ -64,12 +82,19 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
     wanted = np.array([[one.step_seconds for one in row] for row in predictions])
     assert seconds == pytest.approx(wanted, rel=1e-9)
     peaks = np.array([[one.training.run_memory_bytes for one in row] for row in predictions])
-    besides = peaks - num_bytes  # adapter, optimizer, buffers, the process: the same for all but what rounds
+    besides = (
+        peaks - num_bytes
+    )  # adapter, optimizer, buffers, the process: the same for all but what rounds
     assert besides.max() - besides.min() < 0.001 * peaks.max()
 
 
 def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: CostModel) -> None:
-    pins = (("swapped_blocks", "0"), ("micro_batch_size", "1"), ("modulation", "resident"), ("norm_rope", "stock"))
+    pins = (
+        ("swapped_blocks", "0"),
+        ("micro_batch_size", "1"),
+        ("modulation", "resident"),
+        ("norm_rope", "stock"),
+    )
     found = with_mixtures(build_search_space(cost.context, pins), cost).candidates
     assert any(c.selective_blocks for c in found)
     assert any(c.offloaded_inputs for c in found)
@@ -80,7 +105,8 @@ def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: 
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("checkpointed_blocks", 13), ("selective_blocks", 31), ("swapped_blocks", 30)]
+    ("knob", "value"),
+    [("checkpointed_blocks", 13), ("selective_blocks", 31), ("swapped_blocks", 30)],
 )
 def test_any_number_of_blocks_may_be_pinned(cost: CostModel, knob: str, value: int) -> None:
     space = with_mixtures(build_search_space(cost.context, ((knob, str(value)),)), cost)

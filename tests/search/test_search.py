@@ -1,4 +1,6 @@
-"""The search on simulated machines: finds what is good, never repeats, learns from failures, ends."""
+"""The search on simulated machines: finds what is good, never repeats, learns from failures,
+ends.
+"""
 
 import dataclasses
 import math
@@ -39,7 +41,12 @@ from autotune.search.winner import (
 from tests import builders
 
 GIB = 2**30
-CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+CAPABILITIES = (
+    "attention.native",
+    "attention._native_cudnn",
+    "precision.bf16",
+    "quantization.torchao-int8",
+)
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 ON_DEVICE = (
@@ -72,31 +79,51 @@ def space_of(cost: CostModel) -> SearchSpace:
 
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
-    """A hidden truth of another form than the cost model: biased, with interactions, a memory wall and 3% noise."""
+    """A hidden truth of another form than the cost model: biased, with interactions, a memory
+    wall and 3% noise.
+    """
     rng = random.Random(seed)
-    speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
+    speed = {
+        name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")
+    }
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
     for candidate in space_of(cost).candidates:
         predicted = cost.predict(candidate)
-        time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
+        time = (
+            predicted.step_seconds
+            * bias
+            * speed[candidate.quantization]
+            * speed[candidate.attention]
+        )
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
         memory = predicted.allocated_memory_bytes * memory_bias
         fits = memory <= wall_bytes
-        truth[candidate] = builders.trial(candidate, time * rng.gauss(1, 0.03) if fits else None, int(memory))
+        truth[candidate] = builders.trial(
+            candidate, time * rng.gauss(1, 0.03) if fits else None, int(memory)
+        )
     return truth.__getitem__
 
 
 def search(
-    cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
+    cost: CostModel,
+    run: Machine,
+    max_trials: int = 8,
+    budget_bytes: int = 100 * GIB,
+    *,
+    ascending: bool = False,
 ) -> tuple[TrialResult, ...]:
     sampler = ResidualSearch(space_of(cost), cost, budget_bytes, ascending=ascending)
-    return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
+    return run_search(
+        sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None
+    )
 
 
 @pytest.mark.quick("0", "3", "6")
 @pytest.mark.parametrize("seed", range(8))
-def test_eight_trials_come_close_to_the_exhaustive_best(cost: CostModel, space: SearchSpace, seed: int) -> None:
+def test_eight_trials_come_close_to_the_exhaustive_best(
+    cost: CostModel, space: SearchSpace, seed: int
+) -> None:
     run = machine(cost, seed)
     exhaustive = min(run(c).median_step_seconds or math.inf for c in space.candidates)
     results = search(cost, run)
@@ -120,8 +147,12 @@ def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
 
     limits = SearchLimits(max_trials=20, max_seconds=math.inf)
     results = run_search(ResidualSearch(free, cost, 100 * GIB), run, limits, lambda result: None)
-    (compared_at,) = (number for number, result in enumerate(results) if result.candidate.norm_rope == "stock")
-    fastest = min(results[:compared_at], key=lambda result: result.median_step_seconds or math.inf).candidate
+    (compared_at,) = (
+        number for number, result in enumerate(results) if result.candidate.norm_rope == "stock"
+    )
+    fastest = min(
+        results[:compared_at], key=lambda result: result.median_step_seconds or math.inf
+    ).candidate
     assert results[compared_at].candidate == fastest.changed(norm_rope="stock")
     winner = choose_winner(score_trials(results), "throughput")
     assert winner is not None
@@ -133,13 +164,18 @@ def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
     assert "x the step time" in loser.reason
 
 
-def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostModel, space: SearchSpace) -> None:
+def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(
+    cost: CostModel, space: SearchSpace
+) -> None:
     run, budget = machine(cost, 3), 60 * GIB
     predicted = {c: cost.predict(c).run_memory_bytes for c in space.candidates}
     results = search(cost, run, 10, budget, ascending=True)
     for number, result in enumerate(results[1:], start=1):
-        largest = max(predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok")
-        # Predictions are corrected between the trials, by up to the simulated bias of 10% and what is left uncertain.
+        largest = max(
+            predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok"
+        )
+        # Predictions are corrected between the trials, by up to the simulated bias of 10% and what
+        # is left uncertain.
         assert predicted[result.candidate] <= 1.25 * max(MAX_GROWTH * largest, SAFE_SHARE * budget)
 
 
@@ -158,14 +194,18 @@ def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: Co
     for candidate in remaining:
         if candidate.swapped_blocks:
             fewer = [
-                c for c in siblings[candidate.changed(swapped_blocks=0)] if c.swapped_blocks < candidate.swapped_blocks
+                c
+                for c in siblings[candidate.changed(swapped_blocks=0)]
+                if c.swapped_blocks < candidate.swapped_blocks
             ]
             assert all(cost.predict(c).run_memory_bytes >= budget for c in fewer)
     first = sampler.next_candidate(())
     assert first is not None
     assert first.swapped_blocks == 0
     ran = builders.trial(first, 1.0, 20 * GIB)
-    assert not [c for c in sampler.remaining((ran,)) if c.candidate.changed(swapped_blocks=0) == first]
+    assert not [
+        c for c in sampler.remaining((ran,)) if c.candidate.changed(swapped_blocks=0) == first
+    ]
 
 
 def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
@@ -178,15 +218,25 @@ def test_the_first_trial_is_the_fastest_that_surely_fits_or_else_the_one_that_ne
     cost: CostModel, space: SearchSpace
 ) -> None:
     needs = {candidate: cost.predict(candidate).run_memory_bytes for candidate in space.candidates}
-    upper = {candidate: memory_upper_bound(cost.predict(candidate)) for candidate in space.candidates}
+    upper = {
+        candidate: memory_upper_bound(cost.predict(candidate)) for candidate in space.candidates
+    }
     first = search(cost, machine(cost, 1), budget_bytes=100 * GIB)[0].candidate
-    safe = [candidate for candidate in space.candidates if upper[candidate] <= SAFE_SHARE * 100 * GIB]
-    assert cost.predict(first).step_seconds == min(cost.predict(candidate).step_seconds for candidate in safe)
+    safe = [
+        candidate for candidate in space.candidates if upper[candidate] <= SAFE_SHARE * 100 * GIB
+    ]
+    assert cost.predict(first).step_seconds == min(
+        cost.predict(candidate).step_seconds for candidate in safe
+    )
     tight = int(1.5 * min(needs.values()))
-    assert needs[search(cost, machine(cost, 1), budget_bytes=tight)[0].candidate] == min(needs.values())
+    assert needs[search(cost, machine(cost, 1), budget_bytes=tight)[0].candidate] == min(
+        needs.values()
+    )
 
 
-def test_after_a_first_trial_that_did_not_fit_comes_the_one_that_needs_least(cost: CostModel) -> None:
+def test_after_a_first_trial_that_did_not_fit_comes_the_one_that_needs_least(
+    cost: CostModel,
+) -> None:
     def run(candidate: Candidate) -> TrialResult:
         return TrialResult(candidate=candidate, outcome="oom", message="as predicted nowhere")
 
@@ -218,20 +268,32 @@ def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
     cost: CostModel, space: SearchSpace
 ) -> None:
     plain = space.candidates[0]
-    some, many = (plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50))
+    some, many = (
+        plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50)
+    )
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
     sampler = ResidualSearch(wider, cost, 100 * GIB, objective="memory")
     before = {outlook.candidate for outlook in sampler.remaining(())}
-    after = {outlook.candidate for outlook in sampler.remaining((builders.trial(some, None, outcome="host_oom"),))}
+    after = {
+        outlook.candidate
+        for outlook in sampler.remaining((builders.trial(some, None, outcome="host_oom"),))
+    }
     assert {some, many} <= before
     assert after == before - {some, many}
-    as_the_device = {outlook.candidate for outlook in sampler.remaining((builders.trial(some, None, outcome="oom"),))}
+    as_the_device = {
+        outlook.candidate
+        for outlook in sampler.remaining((builders.trial(some, None, outcome="oom"),))
+    }
     assert len(as_the_device) < len(after), "what the device ran out of bars whatever is as large"
 
 
-@pytest.mark.parametrize("outcome", ["crash", "timeout", "numerics", "unsupported", "oom", "host_oom", "spill"])
+@pytest.mark.parametrize(
+    "outcome", ["crash", "timeout", "numerics", "unsupported", "oom", "host_oom", "spill"]
+)
 def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcome) -> None:
-    results = search(cost, lambda c: builders.trial(c, seconds=None, outcome=outcome, message="by design"))
+    results = search(
+        cost, lambda c: builders.trial(c, seconds=None, outcome=outcome, message="by design")
+    )
     assert results
     assert {result.outcome for result in results} == {outcome}
     with pytest.raises(NothingFits, match="by design"):
@@ -251,7 +313,9 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
     assert sum(result.candidate.quantization != "none" for result in results) == trials_of_int8
 
 
-def test_search_ends_when_everything_is_tried(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_ends_when_everything_is_tried(
+    cost: CostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 500)
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = with_mixtures(
@@ -277,16 +341,26 @@ def test_trials_that_contradict_predictions_are_followed_by_more(
         truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
     surprised = len(search(cost, truth.__getitem__, max_trials=20))
     monkeypatch.setattr(ResidualSearch, "is_overconfident", lambda self, results: False)
-    assert len(search(cost, truth.__getitem__, max_trials=20)) < surprised >= study.MIN_TRIALS + study.NUM_EXTRA_TRIALS
+    assert (
+        len(search(cost, truth.__getitem__, max_trials=20))
+        < surprised
+        >= study.MIN_TRIALS + study.NUM_EXTRA_TRIALS
+    )
 
 
-def test_time_limit_ends_the_search_after_the_running_trial(cost: CostModel, space: SearchSpace) -> None:
+def test_time_limit_ends_the_search_after_the_running_trial(
+    cost: CostModel, space: SearchSpace
+) -> None:
     sampler = ResidualSearch(space, cost, 100 * GIB)
-    results = run_search(sampler, machine(cost, 0), SearchLimits(max_trials=50, max_seconds=0), lambda r: None)
+    results = run_search(
+        sampler, machine(cost, 0), SearchLimits(max_trials=50, max_seconds=0), lambda r: None
+    )
     assert len(results) == 1
 
 
-def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: CostModel, space: SearchSpace) -> None:
+def test_where_nothing_is_predicted_to_fit_nothing_is_tried(
+    cost: CostModel, space: SearchSpace
+) -> None:
     sampler = ResidualSearch(space, cost, 10 * GIB)
     limits = SearchLimits(max_trials=8, max_seconds=60)
     assert run_search(sampler, lambda c: pytest.fail("tried"), limits, lambda r: None) == ()
@@ -305,7 +379,9 @@ def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shar
     assert search(cost, run, budget_bytes=round(0.99 * least), ascending=ascending) == ()
 
 
-def test_caution_is_about_the_step_and_not_about_other_phases(cost: CostModel, space: SearchSpace) -> None:
+def test_caution_is_about_the_step_and_not_about_other_phases(
+    cost: CostModel, space: SearchSpace
+) -> None:
     step = cost.predict(space.candidates[0])
     cache = next(phase for phase in step.phases if phase.name == "cache")
     needed = step.training.run_memory_bytes
@@ -326,7 +402,9 @@ def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
     assert any("refuses masks" in rejected.reason for rejected in space.rejected["attention"])
 
 
-def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_on_request_is_never_searched_but_may_be_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     offered = Choices(("native",), on_request={"xformers": "rarely pays"})
     monkeypatch.setattr(Attention, "choices", lambda self, context: offered)
     context = builders.context(builders.hardware("precision.bf16"), builders.workload())
@@ -337,7 +415,9 @@ def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pyt
     assert {c.attention for c in pinned.candidates} == {"xformers"}
 
 
-def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: CostModel, space: SearchSpace) -> None:
+def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(
+    cost: CostModel, space: SearchSpace
+) -> None:
     scores = score_trials(search(cost, machine(cost, 3)))
     winner = choose_winner(scores, "throughput")
     assert winner
@@ -350,7 +430,9 @@ def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Co
 
 
 @pytest.mark.parametrize(("chosen", "other"), [("flash", "native"), ("native", "flash")])
-def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(chosen: str, other: str) -> None:
+def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(
+    chosen: str, other: str
+) -> None:
     capabilities = ("attention.native", "attention.flash", "precision.bf16")
     space = build_search_space(
         builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked"))
@@ -358,14 +440,18 @@ def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_i
     trials = [builders.trial(builders.candidate(attention=chosen), seconds=1.0)]
     trials.append(builders.trial(builders.candidate(attention=other), seconds=2.0))
     scores = score_trials(trials)
-    (reason,) = (r for r in explain_choices(space, scores, scores[0], "throughput") if r.knob == "attention")
+    (reason,) = (
+        r for r in explain_choices(space, scores, scores[0], "throughput") if r.knob == "attention"
+    )
     said = {rejected.choice: rejected.reason for rejected in reason.rejected}
     assert chosen not in said
     assert said[other].startswith("at best 2.00x the step time")
 
 
 def test_objectives_choose_the_fastest_or_the_smallest() -> None:
-    fast = builders.trial(builders.candidate(micro_batch_size=4, checkpointed_blocks=0), seconds=1.0, memory=9 * GIB)
+    fast = builders.trial(
+        builders.candidate(micro_batch_size=4, checkpointed_blocks=0), seconds=1.0, memory=9 * GIB
+    )
     small = builders.trial(builders.candidate(), seconds=2.0, memory=2 * GIB)
     failed = builders.trial(builders.candidate(micro_batch_size=2), seconds=None)
     scores = score_trials((failed, small, fast))
@@ -384,9 +470,15 @@ def test_objectives_choose_the_fastest_or_the_smallest() -> None:
         (("none", 0, 1.0, 40), ("none", 4, 1.031, 20), "faster, and no tie"),
     ],
 )
-def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(one: tuple, other: tuple, why: str) -> None:  # type: ignore[type-arg]
-    def trial(quantization: str, blocks: int, seconds: float, gib: float, attention: str = "native") -> TrialResult:
-        settings = builders.candidate(quantization=quantization, checkpointed_blocks=blocks, attention=attention)
+def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(
+    one: tuple, other: tuple, why: str
+) -> None:  # type: ignore[type-arg]
+    def trial(
+        quantization: str, blocks: int, seconds: float, gib: float, attention: str = "native"
+    ) -> TrialResult:
+        settings = builders.candidate(
+            quantization=quantization, checkpointed_blocks=blocks, attention=attention
+        )
         return builders.trial(settings, seconds, int(gib * GIB))
 
     for both in ((trial(*one), trial(*other)), (trial(*other), trial(*one))):
@@ -399,8 +491,13 @@ def test_what_may_be_chosen_from_more_is_slower_by_a_tie_at_most() -> None:
     rng = random.Random(1)
     formats = ("none", "torchao-int8", "torchao-fp8", "bnb-nf4")
     for _ in range(200):
-        candidates = {builders.candidate(quantization=rng.choice(formats), checkpointed_blocks=k) for k in range(9)}
-        scores = score_trials([builders.trial(c, rng.uniform(1, 1.2), rng.randint(1, 9) * GIB) for c in candidates])
+        candidates = {
+            builders.candidate(quantization=rng.choice(formats), checkpointed_blocks=k)
+            for k in range(9)
+        }
+        scores = score_trials(
+            [builders.trial(c, rng.uniform(1, 1.2), rng.randint(1, 9) * GIB) for c in candidates]
+        )
         less, more = (choose_winner(some, "throughput") for some in (rng.sample(scores, 4), scores))
         assert less
         assert more
@@ -432,8 +529,12 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
     rng = random.Random(0)
     for expected, uncertainty in ((0.1, 0.2), (-0.1, 0.05), (0.0, 0.3)):
         drawn = [max(0.0, -rng.gauss(expected, uncertainty)) for _ in range(20_000)]
-        outlook = ScoredCandidate(builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0)
-        assert outlook.expected_improvement(0.0) == pytest.approx(sum(drawn) / len(drawn), abs=0.004)
+        outlook = ScoredCandidate(
+            builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0
+        )
+        assert outlook.expected_improvement(0.0) == pytest.approx(
+            sum(drawn) / len(drawn), abs=0.004
+        )
     certain = ScoredCandidate(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
     assert certain.expected_improvement(0.0) == pytest.approx(0.2)
 
@@ -441,22 +542,35 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
 def test_what_may_not_fit_is_worth_its_chance_and_is_never_tried_where_memory_is_the_hosts(
     cost: CostModel, space: SearchSpace
 ) -> None:
-    predictions = sorted(map(cost.predict, space.candidates), key=lambda each: each.run_memory_bytes)
+    predictions = sorted(
+        map(cost.predict, space.candidates), key=lambda each: each.run_memory_bytes
+    )
     doubted = predictions[len(predictions) // 2]
     assert doubted.memory_uncertainty > 0.01
     budget = round(1.005 * doubted.run_memory_bytes)  # less than one sigma above
     on_card = {one.candidate: one for one in ResidualSearch(space, cost, budget).remaining(())}
-    on_host = {one.candidate: one for one in ResidualSearch(space, cost, budget, ascending=True).remaining(())}
-    assert set(on_card) == {each.candidate for each in predictions if each.run_memory_bytes < budget}
-    assert set(on_host) == {each.candidate for each in predictions if memory_upper_bound(each) < budget}
+    on_host = {
+        one.candidate: one
+        for one in ResidualSearch(space, cost, budget, ascending=True).remaining(())
+    }
+    assert set(on_card) == {
+        each.candidate for each in predictions if each.run_memory_bytes < budget
+    }
+    assert set(on_host) == {
+        each.candidate for each in predictions if memory_upper_bound(each) < budget
+    }
     chance = on_card[doubted.candidate].chance_to_fit
     assert 0.5 < chance < 0.84 < min(one.chance_to_fit for one in on_host.values())
     scored = on_card[doubted.candidate]
     certain = dataclasses.replace(scored, chance_to_fit=1.0)
-    assert scored.expected_improvement(1.0) == pytest.approx(chance * certain.expected_improvement(1.0))
+    assert scored.expected_improvement(1.0) == pytest.approx(
+        chance * certain.expected_improvement(1.0)
+    )
 
 
-def test_workers_at_the_same_time_try_different_combinations(cost: CostModel, space: SearchSpace) -> None:
+def test_workers_at_the_same_time_try_different_combinations(
+    cost: CostModel, space: SearchSpace
+) -> None:
     run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
     results = [run(min(space.candidates, key=lambda c: cost.predict(c).run_memory_bytes))]
     taken: set[Candidate] = set()
@@ -474,7 +588,9 @@ def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidInput, match="block swap needs blocks that recompute"):
-        build_search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
+        build_search_space(
+            builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0"))
+        )
 
 
 def test_where_what_a_rule_settled_on_is_excluded_what_may_be_pinned_is_tried() -> None:

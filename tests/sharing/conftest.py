@@ -16,9 +16,21 @@ NUMBERS = count()
 
 def git(folder: Path, *arguments: str) -> str:
     """Run git with an identity of its own and none of the user's settings."""
-    settings = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "init.defaultBranch=main")
+    settings = (
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.com",
+        "-c",
+        "init.defaultBranch=main",
+    )
     return subprocess.run(
-        ["git", *settings, *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=60
+        ["git", *settings, *arguments],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     ).stdout
 
 
@@ -36,8 +48,14 @@ def s3() -> Iterator[tuple[str, Faults]]:
 def s3_store(s3: tuple[str, Faults]) -> Iterator[Callable[[], Store]]:
     """Opens the same new S3 store; fsspec shares the connections."""
     address, faults = s3
-    url, options = f"s3://team/{next(NUMBERS)}", {"endpoint_url": address, "key": "a", "secret": "b"}
-    options |= {"config_kwargs": {"retries": {"max_attempts": 1}}, "client_kwargs": {"region_name": "us-east-1"}}
+    url, options = (
+        f"s3://team/{next(NUMBERS)}",
+        {"endpoint_url": address, "key": "a", "secret": "b"},
+    )
+    options |= {
+        "config_kwargs": {"retries": {"max_attempts": 1}},
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
     yield lambda: open_store(url, **options)
     faults.set("none", 0, 0)
 

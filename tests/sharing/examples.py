@@ -18,22 +18,30 @@ DAY = date(2026, 3, 1)
 TRIALS = (
     trial(candidate(quantization="torchao-int8"), 2.0, 21 * GIB, load_seconds=3.0),
     trial(candidate(quantization="torchao-int8", checkpointed_blocks=50), 1.8, 22 * GIB),
-    trial(candidate(micro_batch_size=4, quantization="torchao-int8"), None, message="out of memory"),
+    trial(
+        candidate(micro_batch_size=4, quantization="torchao-int8"), None, message="out of memory"
+    ),
     trial(candidate(quantization="torchao-int8", checkpointed_blocks=25), 1.9, 22 * GIB),
 )
 
 
 def machine(**changes: object) -> HardwareProfile:
-    """An RTX 4090 with measured rates; `changes` are fields of its device, versions, host or profile."""
+    """An RTX 4090 with measured rates; `changes` are fields of its device, versions, host or
+    profile.
+    """
     profile = hardware()
     parts = {name: dict(getattr(profile, name)) for name in ("device", "versions", "host")}
     parts["device"] |= {"total_memory_bytes": 25_386_352_640, "power_limit_watts": 450.0}
     parts["versions"] |= {"driver": "580.95", "diffusers": "0.42.1", "cudnn": "9.13"}
-    top: dict[str, object] = {"rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))}
+    top: dict[str, object] = {
+        "rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))
+    }
     for key, value in changes.items():
         owner = next((part for part in parts.values() if key in part), top)
         owner[key] = value
-    built = {name: type(getattr(profile, name)).model_validate(part) for name, part in parts.items()}
+    built = {
+        name: type(getattr(profile, name)).model_validate(part) for name, part in parts.items()
+    }
     return HardwareProfile.model_validate({**dict(profile), **built, **top})
 
 
@@ -79,13 +87,16 @@ def plan(
         trials=trials,
     )
     values: dict[str, object] = {
-        "model": "qwen-image", "data": None, "num_steps": 10, "learning_rate": 1e-4, "weight_decay": 0.01,
+        "model": "qwen-image", "data": None, "num_steps": 10, "learning_rate": 1e-4,
+        "weight_decay": 0.01,
         "max_grad_norm": 1.0, "timestep_shift": 1.0, "seed": 0, "preview_steps": 4,
     }  # fmt: skip
     return seal(Job.model_validate(values | job), frozen)
 
 
-def record(here: HardwareProfile | None = None, work: Workload | None = None, **changes: object) -> Record:
+def record(
+    here: HardwareProfile | None = None, work: Workload | None = None, **changes: object
+) -> Record:
     """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
     made = build_record(plan(here, work), here).changed(measured_on=DAY)

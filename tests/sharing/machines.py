@@ -1,4 +1,6 @@
-"""Machines that answer trials as the cost model says, bent by factors it cannot know; and planning on them."""
+"""Machines that answer trials as the cost model says, bent by factors it cannot know; and
+planning on them.
+"""
 
 import math
 import random
@@ -30,9 +32,15 @@ from tests.planning.machines import request, surroundings
 from tests.sharing.examples import machine, rate
 
 QUESTION = request()
-CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+CAPABILITIES = (
+    "attention.native",
+    "attention._native_cudnn",
+    "precision.bf16",
+    "quantization.torchao-int8",
+)
 RATES = (
-    rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14), *builders.attention_rates(CAPABILITIES)
+    rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14),
+    *builders.attention_rates(CAPABILITIES)
 )  # fmt: skip
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
@@ -42,7 +50,9 @@ H100 = {
 
 def gpu(**changes: object) -> HardwareProfile:
     """An H100 on which everything that trains is open."""
-    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in CAPABILITIES)
+    capabilities = tuple(
+        machine().capabilities[0].model_copy(update={"name": name}) for name in CAPABILITIES
+    )
     return machine(**{**H100, "capabilities": capabilities, **changes})
 
 
@@ -53,7 +63,9 @@ def case_on_gpu() -> PlanningProblem:
 
 @dataclass
 class Simulated:
-    """A machine whose every trial is decided beforehand. `slow`: factors of its choices; `seed`: of its noise."""
+    """A machine whose every trial is decided beforehand. `slow`: factors of its choices; `seed`:
+    of its noise.
+    """
 
     hardware: HardwareProfile = field(default_factory=gpu)
     slow: dict[str, float] = field(default_factory=dict)
@@ -71,7 +83,12 @@ class Simulated:
         factor = math.prod(self.slow.get(str(choice), 1.0) for _, choice in candidate)
         seconds = predicted.step_seconds * 1.2 * factor * rng.gauss(1, 0.01)
         fits = predicted.run_memory_bytes <= self.hardware.device.budget_bytes
-        return trial(candidate, seconds if fits else None, int(predicted.allocated_memory_bytes * 1.01), wall_seconds=9)
+        return trial(
+            candidate,
+            seconds if fits else None,
+            int(predicted.allocated_memory_bytes * 1.01),
+            wall_seconds=9,
+        )
 
     def backend(self, *stores: Store) -> PlannerBackend:
         return replace(
@@ -103,9 +120,13 @@ class Planned:
 
 def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTION) -> Planned:
     doubts: list[str] = []
-    on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "records" else None)
+    on_event = events_of(
+        Notice, lambda event: doubts.append(event.text) if event.topic == "records" else None
+    )
     made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
-    record = build_record(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
+    record = build_record(made.plan, simulated.hardware, made.residuals).changed(
+        measured_on=date(2026, 3, 1)
+    )
     return Planned(made.plan, record, made.matches, tuple(doubts))
 
 

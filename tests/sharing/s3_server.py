@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Faults:
-    """What goes wrong with the next requests of a method: after `spare` good ones, `count` bad ones."""
+    """What goes wrong with the next requests of a method: after `spare` good ones, `count` bad
+    ones.
+    """
 
     kind: str = "none"
     spare: int = 0
@@ -53,9 +55,17 @@ def handler_for(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
             body = response.read()
             self.send_response(response.status)
             for name, value in response.getheaders():
-                if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                if name.lower() not in (
+                    "transfer-encoding",
+                    "connection",
+                    "content-length",
+                    "date",
+                    "server",
+                ):
                     self.send_header(name, value)
-            length = response.getheader("content-length") if self.command == "HEAD" else str(len(body))
+            length = (
+                response.getheader("content-length") if self.command == "HEAD" else str(len(body))
+            )
             self.send_header("Content-Length", length or "0")
             self.end_headers()
             self.wfile.write(body)
@@ -67,8 +77,15 @@ def handler_for(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            with socket.create_connection(("127.0.0.1", port)) as upstream:  # half of it arrives, then the line is cut
-                head = [f"PUT {self.path} HTTP/1.1", *(f"{k}: {v}" for k, v in self.headers.items()), "", ""]
+            with socket.create_connection(
+                ("127.0.0.1", port)
+            ) as upstream:  # half of it arrives, then the line is cut
+                head = [
+                    f"PUT {self.path} HTTP/1.1",
+                    *(f"{k}: {v}" for k, v in self.headers.items()),
+                    "",
+                    "",
+                ]
                 upstream.sendall("\r\n".join(head).encode() + body[: len(body) // 2])
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -95,7 +112,11 @@ def s3_server() -> Iterator[tuple[str, Faults]]:
     address = f"http://127.0.0.1:{proxy.server_address[1]}"
     try:
         boto3.client(
-            "s3", endpoint_url=address, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+            "s3",
+            endpoint_url=address,
+            region_name="us-east-1",
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
         ).create_bucket(Bucket="team")
         yield address, faults
     finally:

@@ -27,11 +27,15 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*arguments: object) -> Result:
     result = CliRunner().invoke(app, ["profiles", *map(str, arguments)])
     if not {"--raw", "--json"} & set(arguments):
-        assert [line for line in result.stdout.splitlines() if len(line) > 80 and "; in /" not in line] == []
+        assert [
+            line for line in result.stdout.splitlines() if len(line) > 80 and "; in /" not in line
+        ] == []
     return result
 
 
-def test_a_record_goes_from_one_machine_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_goes_from_one_machine_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     here = machine()
     name = save_record(plan(here), here)
@@ -39,7 +43,9 @@ def test_a_record_goes_from_one_machine_to_another(tmp_path: Path, monkeypatch: 
     assert isinstance(missing, NoSuchFolder)
     assert not (tmp_path / "team").exists(), "a slip of the pen makes no folder"
     assert "--create" in missing.hint
-    assert run("push", "team", "--create").stdout.startswith("new: 1, already there: 0, refused: 0; in team")
+    assert run("push", "team", "--create").stdout.startswith(
+        "new: 1, already there: 0, refused: 0; in team"
+    )
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert run("list").stdout.startswith("no records yet")
     assert run("pull", "team").exit_code == 0
@@ -57,14 +63,24 @@ def test_raw_is_exactly_what_leaves() -> None:
 def test_show_tells_machine_work_promise_and_every_trial() -> None:
     user_store().add(made := record())
     text = run("show", made.name[:8]).stdout
-    for part in (made.name[:20], "RTX 4090", "Qwen/Qwen-Image", "1.800 s a step", "22.00 GiB", "oom", "torch 2.13.0"):
+    for part in (
+        made.name[:20],
+        "RTX 4090",
+        "Qwen/Qwen-Image",
+        "1.800 s a step",
+        "22.00 GiB",
+        "oom",
+        "torch 2.13.0",
+    ):
         assert part in text
     assert len(text.splitlines()) > len(TRIALS) + 8
 
 
 def test_list_says_why_a_record_counts_or_not() -> None:
     other = record(machine(torch="2.12.0"))
-    poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
+    poison = record(
+        trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB))
+    )
     user_store().add(record(), record(machine(driver="570")), other, poison)
     text = run("list", "--why").stdout
     assert "counts here" in text
@@ -86,7 +102,9 @@ def test_diff_names_what_differs() -> None:
     assert run("diff", one.name[:12], one.name[:12]).stdout == "the two say the same\n"
 
 
-def test_export_and_import_carry_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_and_import_carry_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     user_store().add(*several(5))
     before = {entry.name for entry in user_store().entries()}
@@ -115,7 +133,9 @@ def test_a_bad_line_is_refused_by_number_and_the_rest_is_taken(tmp_path: Path, b
     assert [entry.name for entry in user_store().entries()] == [made.name]
 
 
-def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_line_of_an_export_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     user_store().add(record())
     run("export", "all")
@@ -127,7 +147,9 @@ def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_verify_names_an_altered_record_and_exits_with_1() -> None:
     user_store().add(made := record())
-    user_store().files.write({f"{made.folder}/{made.name}.json": made.content.replace(b"580.95", b"580.96")})
+    user_store().files.write(
+        {f"{made.folder}/{made.name}.json": made.content.replace(b"580.95", b"580.96")}
+    )
     result = run("verify")
     assert result.exit_code == 1
     assert f"{made.name[:12]} was altered" in result.stdout
@@ -175,7 +197,11 @@ def test_a_password_in_an_address_is_never_printed(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "hint"),
-    [("git@example.com:team/profiles.git", "your clone"), ("s3:/bucket/path", "two slashes"), ("", "two slashes")],
+    [
+        ("git@example.com:team/profiles.git", "your clone"),
+        ("s3:/bucket/path", "two slashes"),
+        ("", "two slashes"),
+    ],
 )
 def test_an_address_that_would_make_a_folder_of_its_name_here_is_refused(
     url: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +226,9 @@ def test_errors_have_a_hint_and_a_status(capfd: pytest.CaptureFixture[str]) -> N
     assert "hint: `autotune profiles list`" in process.stderr
 
 
-@pytest.mark.parametrize("command", ["push", "pull", "list", "show", "diff", "export", "import", "prune", "verify"])
+@pytest.mark.parametrize(
+    "command", ["push", "pull", "list", "show", "diff", "export", "import", "prune", "verify"]
+)
 def test_every_command_explains_itself_in_80_columns(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

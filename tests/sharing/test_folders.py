@@ -1,4 +1,6 @@
-"""What only folders can suffer: links, devices, crashes, crowds; and git checkouts that two teams merge."""
+"""What only folders can suffer: links, devices, crashes, crowds; and git checkouts that two
+teams merge.
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ def test_a_pipe_in_place_of_a_record_hangs_nobody(store: Store) -> None:
     assert isinstance(content, OSError)
 
 
-def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(path: Path, content: bytes) -> int:
         with path.open("wb") as file:
             file.write(content[:50])
@@ -120,7 +124,9 @@ def test_ten_thousand_records_list_in_under_two_seconds(
     assert rows[0].device_name == "NVIDIA GeForce RTX 4090"
 
 
-def test_a_damaged_index_is_made_again(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_index_is_made_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store.add(*several(3))
     rows = summarize_records(store)
@@ -166,7 +172,9 @@ def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) 
             git(tmp_path / team, "push", "-q", "origin", "HEAD:main")
     for team, records in (("amber", several(3)), ("blue", several(3, start=2))):
         open_store(str(tmp_path / team)).add(*records)
-        (tmp_path / team / records[0].folder / f".{records[0].name}.json.0.part").write_text("killed")
+        (tmp_path / team / records[0].folder / f".{records[0].name}.json.0.part").write_text(
+            "killed"
+        )
         git(tmp_path / team, "add", "*.json")
         git(tmp_path / team, "commit", "-qm", team)
     git(tmp_path / "amber", "push", "-q", "origin", "HEAD:main")

@@ -1,4 +1,6 @@
-"""Which records count: match keys decide and are named, soft ones shade, libraries touch only their own trials."""
+"""Which records count: match keys decide and are named, soft ones shade, libraries touch only
+their own trials.
+"""
 
 import math
 
@@ -31,10 +33,14 @@ def test_the_same_machine_and_work_are_exact() -> None:
         ({"kind": "cpu"}, "kind of device: cuda there, cpu here"),
     ],
 )
-def test_a_hard_key_that_differs_decides_and_is_named(change: dict[str, object], named: str) -> None:
+def test_a_hard_key_that_differs_decides_and_is_named(
+    change: dict[str, object], named: str
+) -> None:
     found = compare(record(), machine(**change), workload())
     assert (found.kind, found.distance, found.reasons[-1]) == ("none", math.inf, named)
-    assert len(found.reasons) == (2 if "kind" in change else 1)  # without a GPU there is no version of CUDA either
+    assert len(found.reasons) == (
+        2 if "kind" in change else 1
+    )  # without a GPU there is no version of CUDA either
 
 
 def test_another_architecture_never_counts() -> None:
@@ -46,25 +52,39 @@ def test_another_architecture_never_counts() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"torch": "2.13.1+cu130"}, {"total_memory_bytes": 25_000_000_000}, {"power_limit_watts": 440.0}, {"rates": ()},
-     {"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB}, {"power_limit_watts": None}],
+    [{"torch": "2.13.1+cu130"}, {"total_memory_bytes": 25_000_000_000},
+    {"power_limit_watts": 440.0}, {"rates": ()},
+     {"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB},
+     {"power_limit_watts": None}],
 )  # fmt: skip
 def test_what_does_not_matter_stays_exact(change: dict[str, object]) -> None:
     assert compare(record(), machine(**change), workload()).kind == "exact"
 
 
 def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
-    changes = [{"driver": "590.1"}, {"power_limit_watts": 300.0}, {"name": "NVIDIA L40S"}, {"rates": FASTER}]
+    changes = [
+        {"driver": "590.1"},
+        {"power_limit_watts": 300.0},
+        {"name": "NVIDIA L40S"},
+        {"rates": FASTER},
+    ]
     found = [compare(record(), machine(**change), workload()) for change in changes]
     assert [item.kind for item in found] == ["upgraded", "near", "near", "near"]
     assert [item.distance for item in found] == sorted(item.distance for item in found)
-    assert [item.reasons[0].split(":")[0] for item in found] == ["driver", "power limit", "device", "memory bandwidth"]
+    assert [item.reasons[0].split(":")[0] for item in found] == [
+        "driver",
+        "power limit",
+        "device",
+        "memory bandwidth",
+    ]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"}, {"quality": "exact"},
-     {"objective": "memory"}, {"text_padding": "exact"}, {"num_control_images": 1}, {"resolution_px": 768}],
+    [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"},
+    {"quality": "exact"},
+     {"objective": "memory"}, {"text_padding": "exact"}, {"num_control_images": 1},
+     {"resolution_px": 768}],
 )  # fmt: skip
 def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> None:
     found = compare(record(), machine(), workload(**change))
@@ -75,7 +95,9 @@ def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> N
 def test_cores_count_only_where_they_train() -> None:
     more = {"logical_cores": 64, "memory_kind": "host", "kind": "cpu", "compute_capability": None}
     fewer = machine(**(more | {"logical_cores": 8}))
-    assert compare(record(machine(**more)), fewer, workload()).reasons == ("cores: 8.00 times ours",)
+    assert compare(record(machine(**more)), fewer, workload()).reasons == (
+        "cores: 8.00 times ours",
+    )
     assert compare(record(machine(logical_cores=64)), machine(), workload()).kind == "exact"
 
 
@@ -97,7 +119,11 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same(
     capability: tuple[int, int], there: str, here: str, counts: bool
 ) -> None:
     plain = trial(candidate(), 1.8, 42 * GIB)
-    made = record(machine(compute_capability=capability, cudnn=there), trials=(plain,), settings=plain.candidate)
+    made = record(
+        machine(compute_capability=capability, cudnn=there),
+        trials=(plain,),
+        settings=plain.candidate,
+    )
     found = compare_machine(made, machine(compute_capability=capability, cudnn=here))
     assert (found.kind != "none") == counts
     assert counts or found.reasons == (f"trials on cudnn: {there} there, {here} here",)
@@ -147,7 +173,9 @@ def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
 def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
     found = compare(record(machine(budget_bytes=20 * GIB)), machine(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
-    roomy = record(machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),))
+    roomy = record(
+        machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
+    )
     assert compare(roomy, machine(), workload()).kind == "exact"
     assert compare(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
 
@@ -171,7 +199,9 @@ VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
     ),
     st.booleans(),
 )
-def test_distance_tells_kind_and_is_the_same_both_ways(change: dict[str, object], other_work: bool) -> None:
+def test_distance_tells_kind_and_is_the_same_both_ways(
+    change: dict[str, object], other_work: bool
+) -> None:
     here, there = machine(**change), machine()
     work = workload(rank=64) if other_work else workload()
     one = compare(record(there), here, work)

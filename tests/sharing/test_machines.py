@@ -50,5 +50,7 @@ def test_hardware_takes_the_beginning_of_a_records_name(
     )
     assert answer.returncode == 0, answer.stderr
     assert shared.machine.device_name in answer.stdout
-    missing = autotune_here(capfd, "estimate", "--model", "qwen-image", "--hardware", "0123456789ab")
+    missing = autotune_here(
+        capfd, "estimate", "--model", "qwen-image", "--hardware", "0123456789ab"
+    )
     assert missing.returncode == 2

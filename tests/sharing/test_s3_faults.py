@@ -1,4 +1,6 @@
-"""A store on S3 whose line breaks: what was written is whole, the rest is said, and the next push completes it."""
+"""A store on S3 whose line breaks: what was written is whole, the rest is said, and the next
+push completes it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +92,9 @@ def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do
     assert "new: 0" in CliRunner().invoke(app, ["profiles", "pull", "s3://team/by-command"]).stdout
 
 
-def test_a_bucket_that_does_not_exist_says_so_and_is_not_made(mine: Store, s3: tuple[str, Faults]) -> None:
+def test_a_bucket_that_does_not_exist_says_so_and_is_not_made(
+    mine: Store, s3: tuple[str, Faults]
+) -> None:
     options = {"endpoint_url": s3[0], "key": "a", "secret": "b", "skip_instance_cache": True}
     absent = open_store("s3://nobodys-bucket/profiles", **options)
     with pytest.raises(StoreUnreachable):

@@ -1,4 +1,6 @@
-"""One contract for every backend: append-only, merged by union, incremental, never half-readable, nothing trusted."""
+"""One contract for every backend: append-only, merged by union, incremental, never
+half-readable, nothing trusted.
+"""
 
 import json
 import threading
@@ -53,7 +55,9 @@ def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
     assert [merge_stores(opened(), alice).num_new, merge_stores(alice, opened()).num_new] == [0, 0]
 
 
-def test_only_what_is_new_is_read(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_new_is_read(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     team, mine = opened(), local(tmp_path / "mine")
     team.add(*several(4))
     merge_stores(team, mine)
@@ -96,7 +100,9 @@ def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest
 
 
 def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_path: Path) -> None:
-    poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
+    poison = record(
+        trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB))
+    )
     opened().add(poison)
     merged = merge_stores(opened(), local(tmp_path / "mine"))
     assert merged.num_new == 0
@@ -139,7 +145,11 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(op
     new, old = record(measured_on=date(2026, 5, 1)), record()
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
     protocol, newer = (
-        record(machine=record().machine.changed(match_keys={**record().machine.match_keys, "trial_protocol": version}))
+        record(
+            machine=record().machine.changed(
+                match_keys={**record().machine.match_keys, "trial_protocol": version}
+            )
+        )
         for version in ("0", "2")
     )
     damaged = record(search_seconds=1.0)
@@ -154,8 +164,12 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(op
     assert prune_store(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
 
 
-def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(opened: Open, tmp_path: Path) -> None:
-    content = json.dumps({**json.loads(record().content), "autotune_version": "9.1.0", "new_field": 1}).encode()
+def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(
+    opened: Open, tmp_path: Path
+) -> None:
+    content = json.dumps(
+        {**json.loads(record().content), "autotune_version": "9.1.0", "new_field": 1}
+    ).encode()
     opened().files.write({f"{record().folder}/{name_of(content)}.json": content})
     (told,) = merge_stores(opened(), local(tmp_path)).refused
     assert told.startswith(f"{name_of(content)[:12]} was written by autotune 9.1.0")
@@ -213,7 +227,8 @@ def test_finding_a_damaged_record_says_so(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["../../etc/passwd", "/etc/passwd", "a/b/c/d.json", "0" * 16 + "/../x/" + "0" * 64 + ".json"]
+    "key",
+    ["../../etc/passwd", "/etc/passwd", "a/b/c/d.json", "0" * 16 + "/../x/" + "0" * 64 + ".json"],
 )
 def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
     files = opened().files
@@ -225,7 +240,9 @@ def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
         list(files.read({key: 10}))
 
 
-def test_a_store_with_too_many_files_is_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_too_many_files_is_refused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened().add(*several(3))
     monkeypatch.setattr("autotune.sharing.store.MAX_RECORDS", 2)
     with pytest.raises(InvalidInput, match="over 2 records"):
@@ -245,5 +262,9 @@ def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None
     made = record()
     opened().add(made)
     (entry,) = opened().entries()
-    assert (entry.key, entry.name, entry.size) == (f"{made.folder}/{made.name}.json", made.name, len(made.content))
+    assert (entry.key, entry.name, entry.size) == (
+        f"{made.folder}/{made.name}.json",
+        made.name,
+        len(made.content),
+    )
     assert json.loads(made.content)["schema_version"] == 2

@@ -1,6 +1,8 @@
-"""Two teams, real trials, through the commands: what one machine measured is where another one starts.
+"""Two teams, real trials, through the commands: what one machine measured is where another one
+starts.
 
-How many trials that saves is proven by formula (`test_plans_with_records`): real ones take another time each run.
+How many trials that saves is proven by formula (`test_plans_with_records`): real ones take another
+time each run.
 """
 
 from pathlib import Path
@@ -19,7 +21,9 @@ PACE = 0.8
 def slower(here: HardwareProfile) -> HardwareProfile:
     """Another machine than the one that really runs: its measured rates are lower."""
     rates = tuple(
-        rate.model_copy(update={"value": rate.value / PACE if rate.unit == "s" else rate.value * PACE})
+        rate.model_copy(
+            update={"value": rate.value / PACE if rate.unit == "s" else rate.value * PACE}
+        )
         for rate in here.rates
     )
     device = here.device.model_copy(update={"name": "another CPU"})
@@ -28,7 +32,10 @@ def slower(here: HardwareProfile) -> HardwareProfile:
 
 @pytest.mark.slow
 def test_a_team_with_anothers_records_starts_where_the_other_ended(
-    journey: Journey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    journey: Journey,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def command(*arguments: object) -> str:
         done = autotune_here(capfd, *arguments)

@@ -1,4 +1,6 @@
-"""Audits: the file as it is written on a card, the fastest that learns the same, and each difference alone."""
+"""Audits: the file as it is written on a card, the fastest that learns the same, and each
+difference alone.
+"""
 
 import json
 import re
@@ -32,20 +34,29 @@ def write_config(folder: Path, *changes: tuple[str, str]) -> Path:
 @pytest.mark.slow
 def test_an_audit_predicts_the_file_and_the_fastest_and_each_difference(tmp_path: Path) -> None:
     path = write_config(
-        tmp_path, ("dtype: bf16\n        cache", "dtype: bf16\n        attention_backend: sage\n        cache")
+        tmp_path,
+        (
+            "dtype: bf16\n        cache",
+            "dtype: bf16\n        attention_backend: sage\n        cache",
+        ),
     )
     found = audit(path, hardware="nvidia-rtx-4090")
     written = found.as_written.prediction.candidate
     num_blocks = found.as_written.workload.model.num_blocks
     assert (written.quantization, written.micro_batch_size) == ("torchao-fp8", 1)
-    assert (written.checkpointed_blocks, written.swapped_blocks) == (num_blocks, round(num_blocks / 4))
+    assert (written.checkpointed_blocks, written.swapped_blocks) == (
+        num_blocks,
+        round(num_blocks / 4),
+    )
     assert [one.partition(":")[0] for one in found.breaks] == ["attention sage"]
     assert found.fastest is not None
     assert found.fastest.step_seconds < found.as_written.step_seconds
     assert found.as_written.num_steps == found.fastest.num_steps == 3000
     assert found.as_written.workload == found.fastest.workload
     better = found.fastest.prediction.candidate
-    assert {one.knob for one in found.worth} <= {name for name, value in better if getattr(written, name) != value}
+    assert {one.knob for one in found.worth} <= {
+        name for name, value in better if getattr(written, name) != value
+    }
     assert found.worth[0].step_seconds_saved > 0
     assert all(len(line) <= 80 for line in audit_lines(found) if str(tmp_path) not in line)
     text = audit_markdown(found)
@@ -69,7 +80,9 @@ def test_the_command_prints_text_and_json(
 
 
 @pytest.mark.slow
-def test_what_was_predicted_is_measured_on_this_machine(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_was_predicted_is_measured_on_this_machine(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     config = write_config(tmp_path, ("resolution: 256", "resolution: 64"))
     done = autotune_here(capfd, "audit", config, "--measure", "--json")
     assert done.returncode == 0, done.stderr
@@ -78,10 +91,15 @@ def test_what_was_predicted_is_measured_on_this_machine(capfd: pytest.CaptureFix
         predicted, measured = told[name]["prediction"], told[f"measured_{name}"]
         assert measured["outcome"] == "ok"
         assert measured["candidate"] == predicted["candidate"]
-        assert measured["peak_memory_bytes"] == pytest.approx(predicted["allocated_memory_bytes"], rel=0.05)
+        assert measured["peak_memory_bytes"] == pytest.approx(
+            predicted["allocated_memory_bytes"], rel=0.05
+        )
     lines = audit_lines(Audit.model_validate_json(done.stdout))
     assert any(line.split()[:2] == ["measured", "s/step"] for line in lines)
-    assert "| all together |" in autotune_here(capfd, "audit", config, "--hardware", "4090", "--markdown").stdout
+    assert (
+        "| all together |"
+        in autotune_here(capfd, "audit", config, "--hardware", "4090", "--markdown").stdout
+    )
     elsewhere = autotune_here(capfd, "audit", config, "--measure", "--hardware", "4090")
     assert elsewhere.returncode == 2
     assert "only this machine" in elsewhere.stderr

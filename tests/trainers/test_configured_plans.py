@@ -1,4 +1,6 @@
-"""`autotune import-config` as a user runs it, and plans that keep the settings of a configuration."""
+"""`autotune import-config` as a user runs it, and plans that keep the settings of a
+configuration.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,9 @@ from tests.training.small import write_model_and_images
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
-def test_the_account_fits_a_terminal_and_is_there_as_json(capfd: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_account_fits_a_terminal_and_is_there_as_json(
+    capfd: pytest.CaptureFixture[str], name: str
+) -> None:
     text = autotune_here(capfd, "import-config", CONFIGS / name)
     assert text.returncode == 0
     assert all(len(line) <= 80 for line in text.stdout.splitlines() if "/" not in line)
@@ -25,25 +29,36 @@ def test_the_account_fits_a_terminal_and_is_there_as_json(capfd: pytest.CaptureF
     assert told["pins"]["checkpointed_blocks"]
 
 
-def test_a_plan_keeps_the_settings_of_a_file_where_it_can(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_keeps_the_settings_of_a_file_where_it_can(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model, _ = write_model_and_images(tmp_path)
     text = (CONFIGS / "ai_toolkit.yaml").read_text()
     for old, new in (
         ("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}"),
         ("resolution: [512, 768, 1024]", "resolution: 64"),
-        ("dtype: bf16\n        cache", "dtype: bf16\n        attention_backend: sage\n        cache"),
+        (
+            "dtype: bf16\n        cache",
+            "dtype: bf16\n        attention_backend: sage\n        cache",
+        ),
     ):
         assert old in text
         text = text.replace(old, new)
     config, plan = tmp_path / "config.yaml", tmp_path / "plan.yaml"
     config.write_text(text)
-    done = autotune_here(capfd, "import-config", config, "-o", plan, "--hardware", "nvidia-rtx-4090")
+    done = autotune_here(
+        capfd, "import-config", config, "-o", plan, "--hardware", "nvidia-rtx-4090"
+    )
     assert done.returncode == 0, done.stderr
     assert "there is no folder photos here" in " ".join(done.stderr.split())
     assert "attention is not sage as in the file: " in " ".join(done.stderr.split())
     made = read_plan(plan)
     settings = made.frozen.settings
-    assert (settings.micro_batch_size, settings.quantization, settings.compile) == (1, "torchao-fp8", "off")
+    assert (settings.micro_batch_size, settings.quantization, settings.compile) == (
+        1,
+        "torchao-fp8",
+        "off",
+    )
     assert settings.checkpointed_blocks == made.frozen.workload.model.num_blocks - 1
     assert (made.frozen.workload.rank, made.frozen.workload.effective_batch_size) == (32, 4)
     assert (made.job.num_steps, made.job.caption_dropout, made.job.trigger) == (3000, 0.05, "sks")
@@ -62,7 +77,9 @@ def test_a_search_for_another_trainer_chooses_from_what_it_can_express(tmp_path:
     assert space.choices["loader"] == everything["loader"]
     knobs = SPARING.keys() & space.choices.keys()
     assert len(knobs) == len(SPARING) - 1  # one is of caching
-    assert {name: space.choices[name] for name in knobs} == {name: (SPARING[name],) for name in knobs}
+    assert {name: space.choices[name] for name in knobs} == {
+        name: (SPARING[name],) for name in knobs
+    }
     assert space.choices["selective_blocks"] == (0,)
     with pytest.raises(InvalidInput, match="there is no trainer called 'kohya'"):
         list_choices(str(model), **asked, for_trainer="kohya")

@@ -1,4 +1,6 @@
-"""Plans as other trainers' files: what is exact comes back, what is not is said, and nothing needs more memory."""
+"""Plans as other trainers' files: what is exact comes back, what is not is said, and nothing
+needs more memory.
+"""
 
 import contextlib
 import re
@@ -21,49 +23,120 @@ from autotune.trainers.rules import Context
 from tests.conftest import autotune_here
 from tests.trainers.plans import plan_of
 
-PAIRS = [(trainer.name, name) for trainer in trainers().values() for name in {m.name: 0 for m in trainer.models}]
+PAIRS = [
+    (trainer.name, name)
+    for trainer in trainers().values()
+    for name in {m.name: 0 for m in trainer.models}
+]
 MAIN = {
-    **{"ai-toolkit": "train.yaml", "musubi": "train.toml", "simpletuner": "config.json", "diffusers": "run.sh"},
+    **{
+        "ai-toolkit": "train.yaml",
+        "musubi": "train.toml",
+        "simpletuner": "config.json",
+        "diffusers": "run.sh",
+    },
     **{"sd-scripts": "train.toml", "onetrainer": "config.json"},
 }
 EXACT: dict[str, dict[str, Any]] = {
     "ai-toolkit": {
-        **{"timestep_shift": 1.0, "quantization": "torchao-int8", "swapped_blocks": 0.25, "attention": "flash"},
+        **{
+            "timestep_shift": 1.0,
+            "quantization": "torchao-int8",
+            "swapped_blocks": 0.25,
+            "attention": "flash",
+        },
         **{"compile": "block", "lora_alpha": 8.0, "lora_dropout": 0.1, "targets": "attention+mlp"},
-        **{"caption_dropout": 0.1, "trigger": "sks", "effective_batch_size": 8, "micro_batch_size": 2},
-        **{"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100, "allocator": "expandable"},
+        **{
+            "caption_dropout": 0.1,
+            "trigger": "sks",
+            "effective_batch_size": 8,
+            "micro_batch_size": 2,
+        },
+        **{
+            "lr_scheduler": "constant_with_warmup",
+            "lr_warmup_steps": 100,
+            "allocator": "expandable",
+        },
     },
     "musubi": {
-        **{"quantization": "layerwise-fp8", "swapped_blocks": 0.25, "attention": "xformers", "timestep_shift": 2.2},
-        **{"lr_scheduler": "cosine", "lr_warmup_steps": 50, "weighting_scheme": "sigma_sqrt", "compile": "block"},
+        **{
+            "quantization": "layerwise-fp8",
+            "swapped_blocks": 0.25,
+            "attention": "xformers",
+            "timestep_shift": 2.2,
+        },
+        **{
+            "lr_scheduler": "cosine",
+            "lr_warmup_steps": 50,
+            "weighting_scheme": "sigma_sqrt",
+            "compile": "block",
+        },
         **{"targets": "all-linear", "effective_batch_size": 6, "micro_batch_size": 3},
     },
     "simpletuner": {
-        **{"quantization": "bnb-nf4", "swapped_blocks": 0.25, "attention": "_native_cudnn", "max_grad_norm": 0.5},
-        **{"lr_scheduler": "linear", "lr_warmup_steps": 50, "compile": "block", "caption_dropout": 0.2},
+        **{
+            "quantization": "bnb-nf4",
+            "swapped_blocks": 0.25,
+            "attention": "_native_cudnn",
+            "max_grad_norm": 0.5,
+        },
+        **{
+            "lr_scheduler": "linear",
+            "lr_warmup_steps": 50,
+            "compile": "block",
+            "caption_dropout": 0.2,
+        },
         **{"timestep_sampling": "uniform", "timestep_shift": "by_resolution"},
     },
     "diffusers": {
-        **{"quantization": "bnb-int8", "attention": "flash", "compile": "block", "caption_dropout": 0.1},
+        **{
+            "quantization": "bnb-int8",
+            "attention": "flash",
+            "compile": "block",
+            "caption_dropout": 0.1,
+        },
         **{"timestep_shift": 1.0, "caption": "a photo of sks", "resolution": 512},
     },
     "sd-scripts": {
         **{"quantization": "layerwise-fp8", "swapped_blocks": 18, "attention": "xformers"},
-        **{"targets": "attention+mlp", "guidance_scale": 1.0, "timestep_shift": 3.1582, "caption_dropout": 0.05},
+        **{
+            "targets": "attention+mlp",
+            "guidance_scale": 1.0,
+            "timestep_shift": 3.1582,
+            "caption_dropout": 0.05,
+        },
         "flip": True,
     },
     "onetrainer": {
-        **{"quantization": "bnb-nf4", "swapped_blocks": 0.5, "attention": "_native_cudnn", "timestep_shift": 2.2},
+        **{
+            "quantization": "bnb-nf4",
+            "swapped_blocks": 0.5,
+            "attention": "_native_cudnn",
+            "timestep_shift": 2.2,
+        },
         **{"num_train_epochs": 100, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100},
         **{"compile": "block", "max_grad_norm": 0.5},
     },
 }
-"""For each trainer, values that it can express exactly for most models; swapped blocks as a share of all."""
+"""For each trainer, values that it can express exactly for most models; swapped blocks as a
+share of all.
+"""
 OF_MODELS: dict[tuple[str, str], dict[str, Any]] = {
-    **{("ai-toolkit", name): {"swapped_blocks": 0} for name in ("flux1-dev", "sd3.5", "sd3.5-medium")},
-    ("ai-toolkit", "sdxl"): {"quantization": "none", "swapped_blocks": 0, "weighting_scheme": "min_snr"},
+    **{
+        ("ai-toolkit", name): {"swapped_blocks": 0}
+        for name in ("flux1-dev", "sd3.5", "sd3.5-medium")
+    },
+    ("ai-toolkit", "sdxl"): {
+        "quantization": "none",
+        "swapped_blocks": 0,
+        "weighting_scheme": "min_snr",
+    },
     ("musubi", "krea-2"): {"quantization": "torchao-fp8"},
-    ("simpletuner", "sdxl"): {"swapped_blocks": 0, "weighting_scheme": "min_snr", "timestep_sampling": "uniform"},
+    ("simpletuner", "sdxl"): {
+        "swapped_blocks": 0,
+        "weighting_scheme": "min_snr",
+        "timestep_sampling": "uniform",
+    },
     **{("simpletuner", name): {"swapped_blocks": 0} for name in ("chroma", "chroma-base")},
     ("diffusers", "flux1-dev"): {"quantization": "none", "caption_dropout": 0.0},
     ("diffusers", "z-image"): {"timestep_shift": 6.0, "caption_dropout": 0.0},
@@ -72,16 +145,31 @@ OF_MODELS: dict[tuple[str, str], dict[str, Any]] = {
         ("diffusers", name): {"quantization": "none", "caption_dropout": 0.0, "timestep_shift": 3.0}
         for name in ("sd3.5", "sd3.5-medium")
     },
-    ("diffusers", "sdxl"): {"quantization": "none", "caption_dropout": 0.0, "weighting_scheme": "min_snr"},
-    ("sd-scripts", "sdxl"): {"targets": "attention+mlp+proj", "swapped_blocks": 0, "weighting_scheme": "min_snr"},
-    ("onetrainer", "sdxl"): {"swapped_blocks": 0, "weighting_scheme": "min_snr", "timestep_sampling": "logit_normal"},
+    ("diffusers", "sdxl"): {
+        "quantization": "none",
+        "caption_dropout": 0.0,
+        "weighting_scheme": "min_snr",
+    },
+    ("sd-scripts", "sdxl"): {
+        "targets": "attention+mlp+proj",
+        "swapped_blocks": 0,
+        "weighting_scheme": "min_snr",
+    },
+    ("onetrainer", "sdxl"): {
+        "swapped_blocks": 0,
+        "weighting_scheme": "min_snr",
+        "timestep_sampling": "logit_normal",
+    },
 }
 
 
 def exact_of(trainer: str, model: str) -> dict[str, Any]:
     """Values that a trainer can express exactly for a model."""
     plan = plan_of(model)
-    defaults, total = FAMILIES[plan.frozen.workload.model.family].defaults, plan.frozen.workload.model.num_blocks
+    defaults, total = (
+        FAMILIES[plan.frozen.workload.model.family].defaults,
+        plan.frozen.workload.model.num_blocks,
+    )
     changes = {**EXACT[trainer], **OF_MODELS.get((trainer, model), {})}
     is_patterned = trainer == "simpletuner" and model.startswith(("qwen", "kandinsky5-video"))
     changes["checkpointed_blocks"] = total // 2 if is_patterned else total - 1
@@ -100,7 +188,9 @@ def exact_of(trainer: str, model: str) -> dict[str, Any]:
     return changes
 
 
-def exported(tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any) -> tuple[ImportedConfig, Any]:
+def exported(
+    tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any
+) -> tuple[ImportedConfig, Any]:
     result = export_plan(plan, get_trainer(trainer), **options)
     for name, text in result.files.items():
         (tmp_path / name).write_text(text)
@@ -108,7 +198,9 @@ def exported(tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any) -
 
 
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
-def test_what_is_exact_comes_back_from_the_files_as_it_was(tmp_path: Path, trainer: str, model: str) -> None:
+def test_what_is_exact_comes_back_from_the_files_as_it_was(
+    tmp_path: Path, trainer: str, model: str
+) -> None:
     plan = plan_of(model, **exact_of(trainer, model))
     spec = plan.frozen.workload.model
     config, result = exported(tmp_path, plan, trainer)
@@ -132,7 +224,9 @@ FROM_SCRIPT = {"allocator"}
 @given(
     blocks=st.integers(0, 59),
     swapped=st.integers(0, 40),
-    quantization=st.sampled_from(["none", "torchao-int8", "torchao-fp8", "layerwise-fp8", "bnb-int8", "bnb-nf4"]),
+    quantization=st.sampled_from(
+        ["none", "torchao-int8", "torchao-fp8", "layerwise-fp8", "bnb-int8", "bnb-nf4"]
+    ),
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
 )
 def test_what_a_trainer_lacks_goes_to_a_neighbor_that_needs_no_more_memory(
@@ -140,7 +234,11 @@ def test_what_a_trainer_lacks_goes_to_a_neighbor_that_needs_no_more_memory(
 ) -> None:
     blocks = min(blocks, plan_of(model).frozen.workload.model.num_blocks)
     plan = plan_of(
-        model, checkpointed_blocks=blocks, swapped_blocks=swapped, quantization=quantization, attention=attention
+        model,
+        checkpointed_blocks=blocks,
+        swapped_blocks=swapped,
+        quantization=quantization,
+        attention=attention,
     )
     num_blocks, result = plan.frozen.workload.model.num_blocks, None
     with contextlib.suppress(InvalidInput):
@@ -151,9 +249,16 @@ def test_what_a_trainer_lacks_goes_to_a_neighbor_that_needs_no_more_memory(
     found = count_blocks(written.get("checkpointed_blocks", blocks), num_blocks)
     assert found >= min(blocks, num_blocks - 1)
     stored = {"none": 2.0, "bnb-nf4": 0.5}
-    assert stored.get(written.get("quantization", quantization), 1.0) <= stored.get(quantization, 1.0)
-    assert count_blocks(written.get("swapped_blocks", swapped), num_blocks) >= min(swapped, num_blocks)
-    assert all(f"{one.name}: {one.planned} in the plan" in "".join(result.files.values()) for one in result.differences)
+    assert stored.get(written.get("quantization", quantization), 1.0) <= stored.get(
+        quantization, 1.0
+    )
+    assert count_blocks(written.get("swapped_blocks", swapped), num_blocks) >= min(
+        swapped, num_blocks
+    )
+    assert all(
+        f"{one.name}: {one.planned} in the plan" in "".join(result.files.values())
+        for one in result.differences
+    )
 
 
 def test_strict_refuses_what_would_learn_otherwise_or_take_other_memory() -> None:
@@ -161,7 +266,9 @@ def test_strict_refuses_what_would_learn_otherwise_or_take_other_memory() -> Non
     with pytest.raises(InvalidInput, match=re.escape("timestep_shift is 2.2 in the plan, 1 there")):
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
     loose = plan_of("qwen-image", timestep_shift=1.0, checkpointed_blocks=59, batch_memory="pinned")
-    assert export_plan(loose, get_trainer("ai-toolkit"), strict=True).differences[0].kind == "loading"
+    assert (
+        export_plan(loose, get_trainer("ai-toolkit"), strict=True).differences[0].kind == "loading"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +277,12 @@ def test_strict_refuses_what_would_learn_otherwise_or_take_other_memory() -> Non
         ("ai-toolkit", "kandinsky5-image-lite", {}, "has no training of kandinsky5-image-lite"),
         ("diffusers", "qwen-image-edit", {}, "has no training of qwen-image-edit"),
         ("diffusers", "qwen-image", {"swapped_blocks": 8}, "swapped_blocks would be 0, not 8"),
-        ("musubi", "qwen-image", {"modulation": "ahead"}, "modulation would be resident, not ahead"),
+        (
+            "musubi",
+            "qwen-image",
+            {"modulation": "ahead"},
+            "modulation would be resident, not ahead",
+        ),
         ("musubi", "qwen-image", {"norm_rope": "fused"}, "norm_rope would be stock, not fused"),
         (
             *("simpletuner", "qwen-image"),
@@ -201,8 +313,15 @@ def test_blocks_that_keep_attention_recompute_everything_in_another_trainer() ->
 
 def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:
     choices = {
-        **{"checkpointed_blocks": (59, 30, 15, 0), "swapped_blocks": (0, 8), "loader": ("safetensors", "mmap")},
-        **{"quantization": ("none", "torchao-int8", "layerwise-fp8", "bnb-nf4"), "compile": ("off", "block")},
+        **{
+            "checkpointed_blocks": (59, 30, 15, 0),
+            "swapped_blocks": (0, 8),
+            "loader": ("safetensors", "mmap"),
+        },
+        **{
+            "quantization": ("none", "torchao-int8", "layerwise-fp8", "bnb-nf4"),
+            "compile": ("off", "block"),
+        },
         **{"attention": ("native", "_native_flash", "flash"), "micro_batch_size": (1, 2, 4)},
     }
 
@@ -221,12 +340,17 @@ def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:
         **{"checkpointed_blocks": {"30", "15"}, "swapped_blocks": {"8"}},
         "quantization": {"torchao-int8", "layerwise-fp8"},
     }
-    assert lacking("ai-toolkit") == {"checkpointed_blocks": {"30", "15"}, "quantization": {"layerwise-fp8", "bnb-nf4"}}
+    assert lacking("ai-toolkit") == {
+        "checkpointed_blocks": {"30", "15"},
+        "quantization": {"layerwise-fp8", "bnb-nf4"},
+    }
 
 
 def test_texts_of_a_plan_run_nothing(tmp_path: Path) -> None:
     hostile = "$(touch pwned) `touch pwned` '; touch pwned; \" \\"
-    plan = plan_of("qwen-image", data=hostile, caption=hostile, preview_prompts=(hostile,), timestep_shift=1.0)
+    plan = plan_of(
+        "qwen-image", data=hostile, caption=hostile, preview_prompts=(hostile,), timestep_shift=1.0
+    )
     config, result = exported(tmp_path, plan, "diffusers")
     assert (config.data, config.options["caption"]) == (hostile, hostile)
     for trainer in ("ai-toolkit", "musubi", "simpletuner", "onetrainer"):
@@ -235,7 +359,9 @@ def test_texts_of_a_plan_run_nothing(tmp_path: Path) -> None:
     assert result.files["run.sh"].count("touch pwned") == 9
 
 
-def test_export_config_writes_files_and_replaces_none(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_config_writes_files_and_replaces_none(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     plan, folder = tmp_path / "plan.yaml", tmp_path / "out"
     write_plan(plan, plan_of("qwen-image", checkpointed_blocks=31))
     asked = ("export-config", plan, "--to", "musubi", "-o", folder)

@@ -1,4 +1,6 @@
-"""Other trainers' configurations: every key is accounted for, at its line, and means what its trainer means by it."""
+"""Other trainers' configurations: every key is accounted for, at its line, and means what its
+trainer means by it.
+"""
 
 import contextlib
 import json
@@ -66,20 +68,47 @@ def test_ai_toolkit() -> None:
     config = read_config(CONFIGS / "ai_toolkit.yaml")
     assert (config.model, config.data) == ("Qwen/Qwen-Image", "photos")
     assert config.options == {
-        **{"rank": 32, "lora_alpha": 32.0, "lora_dropout": 0.0, "targets": "attention", "trigger": "sks"},
+        **{
+            "rank": 32,
+            "lora_alpha": 32.0,
+            "lora_dropout": 0.0,
+            "targets": "attention",
+            "trigger": "sks",
+        },
         **{"caption_dropout": 0.05, "resolution": 1024, "num_frames": 1, "effective_batch_size": 4},
         **{"num_steps": 3000, "learning_rate": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
-        **{"lr_scheduler": "constant", "lr_warmup_steps": 0, "checkpointing_steps": 250, "checkpoints_total_limit": 4},
-        **{"timestep_sampling": "logit_normal", "timestep_shift": 1.0, "preview_every": 250, "preview_steps": 25},
+        **{
+            "lr_scheduler": "constant",
+            "lr_warmup_steps": 0,
+            "checkpointing_steps": 250,
+            "checkpoints_total_limit": 4,
+        },
+        **{
+            "timestep_sampling": "logit_normal",
+            "timestep_shift": 1.0,
+            "preview_every": 250,
+            "preview_steps": 25,
+        },
         "preview_prompts": ("sks dog in the snow", "sks dog on a beach"),
     }
     assert config.pins == {
-        **{"micro_batch_size": "1", "checkpointed_blocks": "all", "swapped_blocks": "25%", "attention": "native"},
+        **{
+            "micro_batch_size": "1",
+            "checkpointed_blocks": "all",
+            "swapped_blocks": "25%",
+            "attention": "native",
+        },
         **{"quantization": "torchao-fp8", "precision": "bf16", "compile": "off"},
         "caching.text_encoder_quantization": "torchao-fp8",
     }
     assert lost(config).keys() == {
-        *("datasets[].resolution", "train.optimizer", "train.ema_config.use_ema", "model.qtype", "model.quantize_te")
+        *(
+            "datasets[].resolution",
+            "train.optimizer",
+            "train.ema_config.use_ema",
+            "model.qtype",
+            "model.quantize_te",
+        )
     }
 
 
@@ -89,7 +118,10 @@ def test_musubi_takes_the_micro_batch_from_the_file_of_data_sets_and_flattens_se
     assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 8)
     assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("16", "torchao-fp8")
     assert (config.options["num_train_epochs"], "num_steps" in config.options) == (16, False)
-    assert (config.options["timestep_sampling"], config.options["timestep_shift"]) == ("logit_normal", 2.2)
+    assert (config.options["timestep_sampling"], config.options["timestep_shift"]) == (
+        "logit_normal",
+        2.2,
+    )
     assert config.options["targets"] == "attention"
 
 
@@ -110,20 +142,35 @@ def test_sd_scripts_adapts_all_layers_unless_told_otherwise() -> None:
     assert (config.options["resolution"], config.pins["micro_batch_size"]) == (768, "4")
     assert lost(config)["optimizer_args"] == "betas: autotune has no such argument"
     gui = read_config(CONFIGS / "kohya_gui.json")
-    assert (gui.options["resolution"], gui.pins["attention"], gui.data) == (1024, "native", "photos")
+    assert (gui.options["resolution"], gui.pins["attention"], gui.data) == (
+        1024,
+        "native",
+        "photos",
+    )
 
 
 def test_a_command_line_of_diffusers_with_its_variables_and_its_file_for_bitsandbytes() -> None:
     config = read_config(CONFIGS / "diffusers.sh")
-    assert (config.model, config.data, config.options["caption"]) == ("Qwen/Qwen-Image", "photos", "a photo of sks dog")
+    assert (config.model, config.data, config.options["caption"]) == (
+        "Qwen/Qwen-Image",
+        "photos",
+        "a photo of sks dog",
+    )
     assert (config.pins["quantization"], config.options["quality"]) == ("bnb-nf4", "compact")
-    assert (config.pins["attention"], config.options["timestep_sampling"]) == ("flash", "logit_normal")
+    assert (config.pins["attention"], config.options["timestep_sampling"]) == (
+        "flash",
+        "logit_normal",
+    )
     assert {"use_8bit_adam", "with_prior_preservation"} <= lost(config).keys()
 
 
 def test_onetrainer() -> None:
     config = read_config(CONFIGS / "onetrainer.json")
-    assert (config.model, config.data, config.options["num_train_epochs"]) == ("Qwen/Qwen-Image", "photos", 80)
+    assert (config.model, config.data, config.options["num_train_epochs"]) == (
+        "Qwen/Qwen-Image",
+        "photos",
+        80,
+    )
     assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 4)
     assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("50%", "layerwise-fp8")
     assert config.options["targets"] == "attention"
@@ -134,14 +181,20 @@ def test_onetrainer() -> None:
     ("old", "new", "words"),
     [
         ("lr: 1e-4", "lr: fast", "line 35: ai-toolkit's train.lr cannot be fast"),
-        ("batch_size: 1", "batch_size: 1.5", "line 27: ai-toolkit's train.batch_size cannot be 1.5"),
+        (
+            "batch_size: 1",
+            "batch_size: 1.5",
+            "line 27: ai-toolkit's train.batch_size cannot be 1.5",
+        ),
         ("arch: qwen_image", "arch: chroma", "(model.arch chroma, line 41;"),
         ("type: diffusion_trainer", "type: something", "not a configuration of a known trainer"),
         ("device: cuda", "device: &a cuda", "anchors"),
         ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_what_cannot_be_used_is_refused_by_name(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
     changed = tmp_path / "config.yaml"
     changed.write_text((CONFIGS / "ai_toolkit.yaml").read_text().replace(old, new))
     with pytest.raises(InvalidInput) as refused:
@@ -149,29 +202,39 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, old: str, new: s
     assert words in refused.value.message
 
 
-ODD = st.sampled_from([None, True, False, -1, 0, 1.5, float("nan"), float("inf"), 10**400, "", "x", "1e999", "(", []])
+ODD = st.sampled_from(
+    [None, True, False, -1, 0, 1.5, float("nan"), float("inf"), 10**400, "", "x", "1e999", "(", []]
+)
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
 @settings(max_examples=60)
 @given(odd=st.lists(ODD | st.lists(ODD, max_size=3), min_size=1, max_size=5), data=st.data())
-def test_odd_values_are_refused_by_name_or_accounted_for(name: str, odd: list[Any], data: st.DataObject) -> None:
+def test_odd_values_are_refused_by_name_or_accounted_for(
+    name: str, odd: list[Any], data: st.DataObject
+) -> None:
     document = read_document(CONFIGS / name)
     trainer = get_trainer(MAIN_FILES[name])
     context = Context(FAMILIES[trainer.models[0].family])
     own = document.below(trainer.root).settings
     written = {one.key.rpartition(".")[2] if trainer.sections_kept else one.key: one for one in own}
     for value in odd:
-        key = data.draw(st.sampled_from(sorted({key for rule in trainer.rules for key in rule.keys})))
+        key = data.draw(
+            st.sampled_from(sorted({key for rule in trainer.rules for key in rule.keys}))
+        )
         written[key] = ConfigValue(key, value, 1, name)
     with contextlib.suppress(InvalidInput):
         assert read_settings(trainer, written, context).lines
 
 
 def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
-    """Of keys that the text does not show as they are, too: a search of the whole text for each took seconds."""
+    """Of keys that the text does not show as they are, too: a search of the whole text for each
+    took seconds.
+    """
     path = tmp_path / "config.json"
-    path.write_text("{" + ",\n".join(f'"\\u006bey{number:04}": "{"x" * 30}"' for number in range(4900)) + "}")
+    path.write_text(
+        "{" + ",\n".join(f'"\\u006bey{number:04}": "{"x" * 30}"' for number in range(4900)) + "}"
+    )
     started = time.process_time()
     assert len(read_document(path).settings) == 4900
     assert time.process_time() - started < 2.0
@@ -182,7 +245,9 @@ def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1, 2", "{" * 3000, "a = 'b", "\x00", "--x"])
 @pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json", ".sh", ""])
-def test_what_is_no_configuration_is_an_error_not_a_crash(tmp_path: Path, content: str, suffix: str) -> None:
+def test_what_is_no_configuration_is_an_error_not_a_crash(
+    tmp_path: Path, content: str, suffix: str
+) -> None:
     path = tmp_path / f"config{suffix}"
     path.write_text(content)
     with pytest.raises(InvalidInput):
@@ -231,7 +296,11 @@ def test_a_table_relates_names_that_autotune_has(trainer: Trainer) -> None:
 
 
 def _is_known(trainer: Trainer, key: str, keys: list[str]) -> bool:
-    known = key in keys or trainer.find_decided(key) is not None or trainer.find_unlearned(key, None) is not None
+    known = (
+        key in keys
+        or trainer.find_decided(key) is not None
+        or trainer.find_unlearned(key, None) is not None
+    )
     return known or key in trainer.references or key.startswith("backends[1]")
 
 
@@ -259,9 +328,14 @@ def test_another_distribution_s_trainer_is_found_by_its_entry_point(
     script = (
         "import json, sys; from pathlib import Path; from autotune import import_config; "
         f"one = import_config({str(tmp_path / 'config.yaml')!r}); "
-        "print(json.dumps([one.trainer, one.options['rank'], 'torch' in sys.modules, 'diffusers' in sys.modules]))"
+        "print(json.dumps([one.trainer, one.options['rank'], 'torch' in sys.modules, 'diffusers' "
+        "in sys.modules]))"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout) == ["acme", 32, False, False]
     assert "adds nothing to autotune" in done.stderr

@@ -12,7 +12,9 @@ KNOWN = sorted({known.family for trainer in trainers().values() for known in tra
 
 
 def general_name(layer: str) -> str:
-    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike ones."""
+    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike
+    ones.
+    """
     return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
 
 
@@ -32,6 +34,8 @@ def test_a_target_set_is_found_by_its_layers(name: str) -> None:
     for targets in family.target_sets:
         named, difference = find_target_set(family, layers_of(family, targets))
         assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
-    found, difference = find_target_set(family, layers_of(family, "attention") - {min(layers_of(family, "attention"))})
+    found, difference = find_target_set(
+        family, layers_of(family, "attention") - {min(layers_of(family, "attention"))}
+    )
     assert found == "attention"
     assert difference.startswith("also adapts ")

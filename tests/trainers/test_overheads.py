@@ -1,4 +1,6 @@
-"""What other trainers take of a device: predicted from their tables, told in plans and audits, and decisive."""
+"""What other trainers take of a device: predicted from their tables, told in plans and audits,
+and decisive.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,13 @@ BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
 def cost_of(name: str, overheads: Overheads | None = None) -> CostModel:
-    """Of a tiny transformer without the models around it, which trains on images of half a thousand pixels a side."""
+    """Of a tiny transformer without the models around it, which trains on images of half a
+    thousand pixels a side.
+    """
     work = workload_of(name, buckets=(BUCKET,))
-    return CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES[name], TINY[name], overheads=overheads)
+    return CostModel.build(
+        gpu("nvidia-h100-sxm"), work, FAMILIES[name], TINY[name], overheads=overheads
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,9 @@ def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
 
 
 @pytest.mark.parametrize("trainer", ADAPTERS)
-def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(own: CostModel, trainer: str) -> None:
+def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(
+    own: CostModel, trainer: str
+) -> None:
     found = overheads_of(trainer)
     theirs = cost_of("qwen-image", found)
     model_bytes = own.model.model_bytes("bf16", "none")
@@ -64,7 +72,10 @@ def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(own: CostModel, 
     train = phase_of(theirs.predict(SETTINGS), "train")
     assert train.adapter_bytes == number * ADAPTERS[trainer]
     assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
-    assert sum(theirs.model.model_bytes("bf16", "none").block_adapter_bytes) == number * ADAPTERS[trainer]
+    assert (
+        sum(theirs.model.model_bytes("bf16", "none").block_adapter_bytes)
+        == number * ADAPTERS[trainer]
+    )
     usual = phase_of(own.predict(SETTINGS), "train")
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
@@ -77,16 +88,27 @@ def test_an_adapter_in_fp32_without_autocast_keeps_a_copy_of_each_input(own: Cos
 
     width = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
     tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
-    copies = 4 * tokens * width * 4 - tokens * width * 2  # of query, key and value in place of one in bf16, and output
+    copies = (
+        4 * tokens * width * 4 - tokens * width * 2
+    )  # of query, key and value in place of one in bf16, and output
     narrow = 4 * tokens * rank * (4 - 2)
     cast = 4 * 2 * rank * width * 2  # by autocast, the matrices instead
-    norms = 2 * (tokens + own.workload.max_text_tokens) * width * (4 - 2)  # their inputs, which autocast has in fp32
+    norms = (
+        2 * (tokens + own.workload.max_text_tokens) * width * (4 - 2)
+    )  # their inputs, which autocast has in fp32
     inputs = 2 * tokens * width * 2  # key's and value's own casts of what comes from the norm
-    assert kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi") == copies + narrow - cast - norms - inputs
+    assert (
+        kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi")
+        == copies + narrow - cast - norms - inputs
+    )
 
 
-def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_others_do_not(own: CostModel) -> None:
-    """bitsandbytes' layers answer in the precision of a norm's output, which autocast has in fp32."""
+def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_others_do_not(
+    own: CostModel,
+) -> None:
+    """bitsandbytes' layers answer in the precision of a norm's output, which autocast has in
+    fp32.
+    """
 
     def kept_by_a_checkpoint(overheads: Overheads | None, quantization: str) -> int:
         model = cost_of("qwen-image", overheads).model
@@ -103,14 +125,18 @@ def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_oth
 def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> None:
     family, machine = FAMILIES["sdxl"], gpu("nvidia-h100-sxm")
     own = CostModel.build(machine, workload_of("sdxl"), family, TINY["sdxl"], family.parts)
-    theirs = own.with_overheads(overheads_of("diffusers", "sdxl"), (own.caching, own.caching_reason))
+    theirs = own.with_overheads(
+        overheads_of("diffusers", "sdxl"), (own.caching, own.caching_reason)
+    )
     size, predictions = own.tables.encoder_size, [each.predict(SETTINGS) for each in (theirs, own)]
     weights = phase_of(predictions[0], "load").weight_bytes
     there, here = (phase_of(each, "cache") for each in predictions)
     assert there.weight_bytes == weights + size.device_bytes(own.caching) + size.vae_bytes
     assert there.weight_bytes > here.weight_bytes
     train, own_train = (phase_of(each, "train") for each in predictions)
-    assert train.weight_bytes - own_train.weight_bytes == 2 * size.vae_bytes + size.plain_bytes  # the VAE in fp32
+    assert (
+        train.weight_bytes - own_train.weight_bytes == 2 * size.vae_bytes + size.plain_bytes
+    )  # the VAE in fp32
 
 
 @pytest.mark.parametrize(
@@ -124,13 +150,20 @@ def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> No
             {"transformer cache", "vae train", "text_encoders preview"},
         ),
         ("sd-scripts", "flux1-dev", {"targets": "attention+mlp"}, set()),
-        ("sd-scripts", "flux1-dev", {"targets": "attention+mlp", "caption_dropout": 0.1}, {"text_encoders train"}),
+        (
+            "sd-scripts",
+            "flux1-dev",
+            {"targets": "attention+mlp", "caption_dropout": 0.1},
+            {"text_encoders train"},
+        ),
     ],
 )
 def test_what_is_kept_depends_on_the_files_that_are_written(
     trainer: str, model: str, changes: dict[str, Any], kept: set[str]
 ) -> None:
-    assert {f"{one.part} {one.phase}" for one in overheads_of(trainer, model, **changes).kept} == kept
+    assert {
+        f"{one.part} {one.phase}" for one in overheads_of(trainer, model, **changes).kept
+    } == kept
 
 
 def test_what_a_file_says_counts() -> None:
@@ -145,14 +178,22 @@ def test_what_a_file_says_counts() -> None:
         *("text_encoders load", "text_encoders train", "vae train")
     }
     assert of("onetrainer", "qwen-image", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
-    assert of("simpletuner", "qwen-image").adapter.optimizer_bytes == 6  # its own AdamW, its default
+    assert (
+        of("simpletuner", "qwen-image").adapter.optimizer_bytes == 6
+    )  # its own AdamW, its default
     assert of("simpletuner", "qwen-image", optimizer="torch-adamw").adapter.optimizer_bytes == 4
     assert of("diffusers", "qwen-image").adapter_on("bnb-nf4").precision == "fp32"
 
 
-def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_not_chosen(tmp_path: Path) -> None:
+def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_not_chosen(
+    tmp_path: Path,
+) -> None:
     model, _ = write_model_and_images(tmp_path)
-    asked: Any = {"hardware": "nvidia-h100-sxm", "resolution": "512", "exclusions": {"quantization": "torchao-fp8"}}
+    asked: Any = {
+        "hardware": "nvidia-h100-sxm",
+        "resolution": "512",
+        "exclusions": {"quantization": "torchao-fp8"},
+    }
     roomy = autotune.plan(str(model), for_trainer="ai-toolkit", **asked)
     pins = {name: str(value) for name, value in roomy.frozen.settings}
     alone = autotune.plan(str(model), pins=pins, hardware="nvidia-h100-sxm", resolution="512")
@@ -160,7 +201,9 @@ def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_
     assert own < needed
     budget = (own + needed) // 2
     tight = autotune.plan(str(model), for_trainer="ai-toolkit", max_memory=budget, **asked)
-    assert autotune.plan(str(model), pins=pins, max_memory=budget, hardware="nvidia-h100-sxm", resolution="512")
+    assert autotune.plan(
+        str(model), pins=pins, max_memory=budget, hardware="nvidia-h100-sxm", resolution="512"
+    )
     assert tight.frozen.settings != roomy.frozen.settings
     assert tight.frozen.expected.run_memory_bytes <= budget
     assert tight.frozen.overheads is not None
@@ -171,7 +214,9 @@ def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_
     assert "the adapter in fp32, with a copy of each input" in head
 
 
-def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(own: CostModel) -> None:
+def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(
+    own: CostModel,
+) -> None:
     theirs = cost_of("qwen-image", overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
@@ -183,7 +228,9 @@ def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(o
 
 
 def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
-    """The backward pass of a block in the middle if the first `recomputed` do so, else its forward pass."""
+    """The backward pass of a block in the middle if the first `recomputed` do so, else its
+    forward pass.
+    """
     model = cost_of("qwen-image", overheads).model
     kernel = kernel_for("native", model.rules, model.masked(1), gpu("nvidia-h100-sxm"), "bf16")
     trace = model.traced("bf16", quantization, kernel, 1, recomputed)
@@ -192,7 +239,9 @@ def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Se
 
 WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
 WITH_GRADIENTS = 12 * WIDTH**2
-"""Weights of the layers that one of a block's two streams goes through: four of attention, and two that widen by 4."""
+"""Weights of the layers that one of a block's two streams goes through: four of attention, and
+two that widen by 4.
+"""
 
 
 def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pass() -> None:
@@ -204,14 +253,22 @@ def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pa
     assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
 
 
-def test_gradients_of_frozen_weights_take_a_product_more_and_inputs_that_stay(own: CostModel) -> None:
+def test_gradients_of_frozen_weights_take_a_product_more_and_inputs_that_stay(
+    own: CostModel,
+) -> None:
     simpletuner = overheads_of("simpletuner")
-    theirs, usual = (traced_block(each, "torchao-int8", 3) for each in (simpletuner, simpletuner.changed(products={})))
-    flops, usual_flops = (sum(count * work[2] for work, count in each.work.items()) for each in (theirs, usual))
+    theirs, usual = (
+        traced_block(each, "torchao-int8", 3)
+        for each in (simpletuner, simpletuner.changed(products={}))
+    )
+    flops, usual_flops = (
+        sum(count * work[2] for work, count in each.work.items()) for each in (theirs, usual)
+    )
     tokens = BUCKET.width_px * BUCKET.height_px // 16**2 + own.workload.max_text_tokens
     assert flops - usual_flops == 2 * tokens * WITH_GRADIENTS
     keeps, drops = (
-        traced_block(each, "torchao-int8", 0).growth_bytes for each in (simpletuner, simpletuner.changed(products={}))
+        traced_block(each, "torchao-int8", 0).growth_bytes
+        for each in (simpletuner, simpletuner.changed(products={}))
     )
     assert keeps > drops
 

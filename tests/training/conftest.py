@@ -64,13 +64,17 @@ class Bench:
         held_out: int = 0,
         card: CardMemoryWatch | None = None,
     ) -> TrainingLoop:
-        """Run until the end, or until the process would have been killed in the given step; resumes what is there.
+        """Run until the end, or until the process would have been killed in the given step; resumes
+        what is there.
 
-        So many of the images are held out if the plan's job names a validation, and else only left out.
+        So many of the images are held out if the plan's job names a validation, and else only left
+        out.
         """
         items = self.encoded.items
         training = self.encoded.select(items[held_out:].__contains__)
-        validation = self.encoded.select(items[:held_out].__contains__) if plan.job.validation else None
+        validation = (
+            self.encoded.select(items[:held_out].__contains__) if plan.job.validation else None
+        )
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
 
@@ -82,10 +86,15 @@ class Bench:
         key = compute_run_key(plan, training.items, training.entries)
         keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
         with Checkpoints(
-            folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every
+            folder / "checkpoints",
+            key,
+            keep_last=plan.job.checkpoints_total_limit,
+            keep_every=keep_every,
         ) as checkpoints:
             checkpoint = checkpoints.newest()
-            metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
+            metrics = Metrics(
+                folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none"
+            )
             context = RunContext(
                 Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes,
                 card=card or CardMemoryWatch(),
@@ -98,7 +107,9 @@ class Bench:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small models gain nothing from several threads, and lose much where other work wants the cores."""
+    """Small models gain nothing from several threads, and lose much where other work wants the
+    cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -122,4 +133,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     )
     trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
     initial = [parameter.detach().clone() for parameter in trained.adapter]
-    return Bench(model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial)
+    return Bench(
+        model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial
+    )

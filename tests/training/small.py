@@ -47,7 +47,10 @@ def make_plan(
 ) -> TrainingPlan:
     resolved, num_frames = resolve_model(str(model)), job.get("num_frames", 1)
     wishes = WorkloadOverrides(
-        size_px=(resolution_px, resolution_px), num_frames=num_frames, rank=2, effective_batch_size=4
+        size_px=(resolution_px, resolution_px),
+        num_frames=num_frames,
+        rank=2,
+        effective_batch_size=4,
     )
     dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
     workload = describe_workload(resolved, dataset, wishes)

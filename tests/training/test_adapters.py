@@ -1,4 +1,6 @@
-"""Kinds of adapters, parts of a model and averages of steps: trained, saved, loaded by diffusers, gone on with."""
+"""Kinds of adapters, parts of a model and averages of steps: trained, saved, loaded by
+diffusers, gone on with.
+"""
 
 import dataclasses
 import math
@@ -55,21 +57,29 @@ class ChangedBench(Bench):
 
     def plan(self, **job: Any) -> TrainingPlan:
         plan = super().plan(**job)
-        return seal(plan.job, plan.frozen.changed(workload=plan.frozen.workload.changed(**self.changes)))
+        return seal(
+            plan.job, plan.frozen.changed(workload=plan.frozen.workload.changed(**self.changes))
+        )
 
 
 @pytest.fixture(params=CHANGES)
 def changed(request: pytest.FixtureRequest, bench: Bench) -> ChangedBench:
     fields = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}
     plan = ChangedBench(**fields, changes=CHANGES[request.param]).plan()
-    trained = load_model(bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
+    trained = load_model(
+        bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed
+    )
     initial = [parameter.detach().clone() for parameter in trained.adapter]
-    return ChangedBench(**{**fields, "trained": trained, "initial": initial}, changes=CHANGES[request.param])
+    return ChangedBench(
+        **{**fields, "trained": trained, "initial": initial}, changes=CHANGES[request.param]
+    )
 
 
 def saved(loop: TrainingLoop, plan: TrainingPlan, file: Path) -> Path:
     loop.optimizer.turn_to_average()
-    save_trained(file, loop.model, loop.optimizer, plan.frozen.workload, plan.digest, loop.num_steps)
+    save_trained(
+        file, loop.model, loop.optimizer, plan.frozen.workload, plan.digest, loop.num_steps
+    )
     return file
 
 
@@ -105,7 +115,9 @@ def test_the_scale_of_rslora_is_told_as_an_alpha(changed: ChangedBench, tmp_path
     work = plan.frozen.workload
     file = saved(changed.loop(plan, tmp_path / "run"), plan, tmp_path / "one.safetensors")
     scale = math.sqrt(work.rank) if work.adapter == "rslora" else 1.0
-    assert {layer.alpha for layer in read_adapter(file).layers.values()} == {work.lora_alpha * scale}
+    assert {layer.alpha for layer in read_adapter(file).layers.values()} == {
+        work.lora_alpha * scale
+    }
     has_norms = any(name.endswith("lora_magnitude_vector") for name in load_file(file))
     assert has_norms == (work.adapter == "dora")
 
@@ -132,7 +144,9 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
 
 def test_patterns_that_tell_blocks_apart_are_refused(bench: Bench) -> None:
     family = get_family("qwen-image")
-    deep = dataclasses.replace(bench.resolved, config={**bench.resolved.config, "num_layers": 5}, folder=None)
+    deep = dataclasses.replace(
+        bench.resolved, config={**bench.resolved.config, "num_layers": 5}, folder=None
+    )
     with pytest.raises(InvalidInput, match="names different layers in different blocks") as caught:
         describe_workload(deep, None, WorkloadOverrides(targets="transformer_blocks.2.attn.to_q"))
     assert "--blocks" in caught.value.hint

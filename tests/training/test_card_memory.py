@@ -1,4 +1,6 @@
-"""What a run notices of a card's memory that no error tells, by readings such as a card would give."""
+"""What a run notices of a card's memory that no error tells, by readings such as a card would
+give.
+"""
 
 import math
 from pathlib import Path
@@ -15,7 +17,9 @@ from tests.training.test_fit import planned
 FULL, ROOMY = CardReading(0.97, 20 * builders.GIB, 0), CardReading(0.7, 16 * builders.GIB, 0)
 
 
-def told(readings: list[CardReading], seconds: float = 1.0, *, can_spill: bool = False) -> list[str]:
+def told(
+    readings: list[CardReading], seconds: float = 1.0, *, can_spill: bool = False
+) -> list[str]:
     """What is said of steps that were planned to take a second."""
     source = iter([ROOMY, *readings])
     watch = CardMemoryWatch(lambda: next(source), 1.0, can_spill=can_spill)
@@ -25,7 +29,9 @@ def told(readings: list[CardReading], seconds: float = 1.0, *, can_spill: bool =
 
 def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting() -> None:
     (warning,) = told([FULL] * 3 * SPILL_STEPS, seconds=6.0, can_spill=True)
-    assert warning.startswith("steps take 6.0 times what was planned: with 97% of the card's memory taken")
+    assert warning.startswith(
+        "steps take 6.0 times what was planned: with 97% of the card's memory taken"
+    )
     assert "Prefer No Sysmem Fallback" in warning
     assert "--reserve" in warning
 
@@ -35,7 +41,9 @@ def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_driver
     [(FULL, 2.5, True), (ROOMY, 60.0, True), (FULL, 60.0, False)],
     ids=["a slower card", "something else is slow", "a driver that fails instead"],
 )
-def test_slow_steps_alone_are_no_spill(reading: CardReading, seconds: float, can_spill: bool) -> None:
+def test_slow_steps_alone_are_no_spill(
+    reading: CardReading, seconds: float, can_spill: bool
+) -> None:
     assert told([reading] * 3 * SPILL_STEPS, seconds, can_spill=can_spill) == []
 
 
@@ -86,10 +94,12 @@ def test_only_a_card_of_its_own_memory_is_read_and_only_some_drivers_spill(
     monkeypatch.setattr(card_memory, "card_reader", lambda device: lambda: FULL)
     here, frozen = builders.hardware(), planned().frozen
     here = here.changed(
-        device=here.device.changed(memory_kind=memory_kind), host=here.host.changed(memory_model=system)
+        device=here.device.changed(memory_kind=memory_kind),
+        host=here.host.changed(memory_model=system),
     )
     measured, predicted = (
-        frozen.changed(expected=frozen.expected.changed(evidence=evidence)) for evidence in ("measured", "predicted")
+        frozen.changed(expected=frozen.expected.changed(evidence=evidence))
+        for evidence in ("measured", "predicted")
     )
     watch = CardMemoryWatch.of_device(CPU, here, measured)
     assert (watch.can_spill if watch.read() else None) is can_spill
@@ -98,7 +108,9 @@ def test_only_a_card_of_its_own_memory_is_read_and_only_some_drivers_spill(
 
 def test_a_run_warns_of_it_and_goes_on(bench: Bench, tmp_path: Path) -> None:
     readings = iter([ROOMY, *[CardReading(0.97, 20 * builders.GIB, 1)] * 9])
-    loop = bench.loop(bench.plan(num_steps=4), tmp_path, card=CardMemoryWatch(lambda: next(readings)))
+    loop = bench.loop(
+        bench.plan(num_steps=4), tmp_path, card=CardMemoryWatch(lambda: next(readings))
+    )
     (warning,) = loop.warnings
     assert "started over" in warning
     assert loop.done == 4

@@ -1,4 +1,6 @@
-"""An adapter with dropout: it acts in training steps alone, and no interruption or recomputation changes its draws."""
+"""An adapter with dropout: it acts in training steps alone, and no interruption or recomputation
+changes its draws.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +31,9 @@ class DroppingBench(Bench):
 def dropping(bench: Bench) -> DroppingBench:
     fields = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}
     plan = DroppingBench(**fields).plan()
-    trained = load_model(bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
+    trained = load_model(
+        bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed
+    )
     return DroppingBench(**{**fields, "trained": trained})
 
 
@@ -52,7 +56,9 @@ def test_it_changes_what_is_learned_and_never_what_is_evaluated(
 
 
 @pytest.mark.slow
-def test_interruptions_and_recomputed_blocks_meet_the_same_draws(dropping: DroppingBench, tmp_path: Path) -> None:
+def test_interruptions_and_recomputed_blocks_meet_the_same_draws(
+    dropping: DroppingBench, tmp_path: Path
+) -> None:
     from autotune.training.model import apply_settings
 
     plan = dropping.plan(num_steps=4, checkpointing_steps=1)
@@ -61,7 +67,9 @@ def test_interruptions_and_recomputed_blocks_meet_the_same_draws(dropping: Dropp
     dropping.loop(plan, tmp_path / "cut", kill_after=3)
     resumed = masters(dropping.loop(plan, tmp_path / "cut"))
     try:
-        apply_settings(dropping.trained, plan.frozen.settings.model_copy(update={"checkpointed_blocks": 3}))
+        apply_settings(
+            dropping.trained, plan.frozen.settings.model_copy(update={"checkpointed_blocks": 3})
+        )
         recomputed = masters(dropping.loop(plan, tmp_path / "recomputed"))
     finally:
         apply_settings(dropping.trained, plan.frozen.settings)

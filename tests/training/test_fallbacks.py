@@ -1,4 +1,6 @@
-"""Memory that runs out while training: the plan's next safer settings take over, and what is learned stays the same."""
+"""Memory that runs out while training: the plan's next safer settings take over, and what is
+learned stays the same.
+"""
 
 import math
 from collections.abc import Iterator
@@ -33,14 +35,20 @@ def _as_before(bench: Bench) -> Iterator[None]:
 
 def planned(bench: Bench, *fallbacks: Candidate) -> TrainingPlan:
     plan = bench.plan(num_steps=4, preview_prompts=())
-    return plan.model_copy(update={"frozen": plan.frozen.model_copy(update={"fallbacks": fallbacks})})
+    return plan.model_copy(
+        update={"frozen": plan.frozen.model_copy(update={"fallbacks": fallbacks})}
+    )
 
 
-def breaks_down(monkeypatch: pytest.MonkeyPatch, *, at: int, error: Exception, times: int = 1) -> None:
+def breaks_down(
+    monkeypatch: pytest.MonkeyPatch, *, at: int, error: Exception, times: int = 1
+) -> None:
     """Fails in the middle of a step: after the backward pass of its first micro-batch."""
     left = [times]
 
-    def step(family: Any, network: Any, optimizer: Any, batches: Any, **arguments: Any) -> StepOutcome:
+    def step(
+        family: Any, network: Any, optimizer: Any, batches: Any, **arguments: Any
+    ) -> StepOutcome:
         if arguments["step"] == at and left[0]:
             left[0] -= 1
             for parameter in optimizer.parameters:
@@ -53,7 +61,9 @@ def breaks_down(monkeypatch: pytest.MonkeyPatch, *, at: int, error: Exception, t
 
 
 @pytest.mark.quick("CUDA out of memory")
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
+)
 def test_the_step_is_taken_again_with_the_next_safer_settings(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -62,7 +72,9 @@ def test_the_step_is_taken_again_with_the_next_safer_settings(
     breaks_down(monkeypatch, at=2, error=error)
     steps: list[int] = []
     loop = bench.loop(
-        planned(bench, OTHER_STORAGE, SMALLER), tmp_path / "b", on_step=lambda event: steps.append(event.step)
+        planned(bench, OTHER_STORAGE, SMALLER),
+        tmp_path / "b",
+        on_step=lambda event: steps.append(event.step),
     )
     assert steps == [1, 2, 3, 4]
     assert loop.settings == SMALLER  # the other storage would need a reload
@@ -96,7 +108,9 @@ def test_no_settings_are_tried_twice_if_gradients_and_memory_fail_in_turns(
         return replace(optimizer_step(*arguments, **named), gradient_norm=math.nan)
 
     monkeypatch.setattr(loop_module, "optimizer_step", step)
-    with pytest.raises(AutotuneError, match="memory ran out at step 1, and the plan names no safer settings"):
+    with pytest.raises(
+        AutotuneError, match="memory ran out at step 1, and the plan names no safer settings"
+    ):
         bench.loop(planned(bench, SMALLER, smallest), tmp_path)
     assert len(tried) == 6
 
@@ -115,7 +129,9 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
 ) -> None:
     def step(*arguments: Any, **named: Any) -> StepOutcome:
-        return replace(optimizer_step(*arguments, **named), gradient_norm=norm if named["step"] == 2 else 1.0)
+        return replace(
+            optimizer_step(*arguments, **named), gradient_norm=norm if named["step"] == 2 else 1.0
+        )
 
     monkeypatch.setattr(loop_module, "optimizer_step", step)
     plan = planned(bench)
@@ -131,7 +147,9 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
 def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_again(
     bench: Bench, tmp_path: Path, bad: float, selective: int
 ) -> None:
-    """Blocks that keep what fused attention returns recompute all of the other one: the result is the same."""
+    """Blocks that keep what fused attention returns recompute all of the other one: the result
+    is the same.
+    """
     plan = planned(bench)
     settings = SETTINGS.changed(checkpointed_blocks=0, selective_blocks=selective)
     plan = plan.model_copy(update={"frozen": plan.frozen.model_copy(update={"settings": settings})})
@@ -140,7 +158,9 @@ def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_aga
     watched, attention = bench.trained.adapter[-1], []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        attention.append(bench.trained.transformer.transformer_blocks[0].attn.processor._attention_backend)
+        attention.append(
+            bench.trained.transformer.transformer_blocks[0].attn.processor._attention_backend
+        )
         return gradient * (bad if len(attention) == 3 else 1)  # in the second step
 
     hook = watched.register_hook(spoil)
@@ -149,7 +169,9 @@ def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_aga
     finally:
         hook.remove()
     passes = len(attention) // 5  # four steps, of which one was taken twice
-    assert [name.value for name in attention] == ["native"] * 2 * passes + ["_native_math"] * 3 * passes
+    assert [name.value for name in attention] == ["native"] * 2 * passes + [
+        "_native_math"
+    ] * 3 * passes
     assert loop.settings.attention == "_native_math"
     assert "a gradient was not finite at step" in loop.warnings[0]
     assert loop.done == 4

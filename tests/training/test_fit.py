@@ -31,18 +31,30 @@ def planned(storage: str = "none", **settings: object) -> TrainingPlan:
 
 @pytest.mark.parametrize("part", ["text_encoder_device", "vae_device"])
 def test_the_gpu_that_encodes_must_be_another_one_with_room(part: str) -> None:
-    gpu = EncoderGpu(name="x", total_memory_bytes=24 * 10**9, budget_bytes=22 * 10**9, needed_bytes=10**10)
+    gpu = EncoderGpu(
+        name="x", total_memory_bytes=24 * 10**9, budget_bytes=22 * 10**9, needed_bytes=10**10
+    )
     plan = planned()
     hardware = plan.frozen.hardware.changed(encoder_gpu=gpu)
     caching = CachingSettings(**{part: "cuda:1"})
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
 
     def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:
-        there = OtherGpu(index=index, name="small", total_memory_bytes=24 * builders.GIB, budget_bytes=budget_bytes)
-        return machine().changed(device=machine().device.changed(index=own, count=2, others=(there,)))
+        there = OtherGpu(
+            index=index,
+            name="small",
+            total_memory_bytes=24 * builders.GIB,
+            budget_bytes=budget_bytes,
+        )
+        return machine().changed(
+            device=machine().device.changed(index=own, count=2, others=(there,))
+        )
 
     assert hardware_misfits(plan, beside(1, 10**10)) == ()
-    assert "small, needs 9.31 GiB, 8.38 GiB may be taken" in hardware_misfits(plan, beside(1, 9 * 10**9))[0]
+    assert (
+        "small, needs 9.31 GiB, 8.38 GiB may be taken"
+        in hardware_misfits(plan, beside(1, 9 * 10**9))[0]
+    )
     assert "which trains here" in hardware_misfits(plan, beside(0, 10**11, own=1))[0]
     assert "this machine has 1 GPU(s)" in hardware_misfits(plan, machine())[0]
 
@@ -61,9 +73,13 @@ def test_a_plan_whose_settings_work_here_fits() -> None:
         ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
     ],
 )
-def test_what_does_not_work_here_is_named_with_the_reason(settings: dict[str, str], closed: str) -> None:
+def test_what_does_not_work_here_is_named_with_the_reason(
+    settings: dict[str, str], closed: str
+) -> None:
     here = machine().model_copy(
-        update={"capabilities": (Capability(name=closed, available=False, reason="package: not there"),)}
+        update={
+            "capabilities": (Capability(name=closed, available=False, reason="package: not there"),)
+        }
     )
     (misfit,) = hardware_misfits(planned(**settings), here)
     assert next(iter(settings.values())) in misfit
@@ -71,9 +87,21 @@ def test_what_does_not_work_here_is_named_with_the_reason(settings: dict[str, st
 
 
 @pytest.mark.parametrize(
-    "name", ["quantization", "attention", "precision", "compile", "optimizer", "loader", "allocator", "batch_memory"]
+    "name",
+    [
+        "quantization",
+        "attention",
+        "precision",
+        "compile",
+        "optimizer",
+        "loader",
+        "allocator",
+        "batch_memory",
+    ],
 )
-def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_for_another(name: str) -> None:
+def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_for_another(
+    name: str,
+) -> None:
     (misfit,) = hardware_misfits(planned(**{name: "newer"}), machine())
     assert name in misfit
     assert "'newer'" in misfit
@@ -90,16 +118,24 @@ def test_page_locked_memory_needs_cuda() -> None:
 
 
 @pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
-def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(storage: str, matters: bool) -> None:
+def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(
+    storage: str, matters: bool
+) -> None:
     plan = planned(quantization=storage)
     keyed = plan.frozen.hardware.model_copy(update={"match_keys": {"torchao": "0.1.0"}})
-    misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
+    misfits = hardware_misfits(
+        seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine()
+    )
     assert bool(misfits) == matters
 
 
-def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> None:
+def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> (
+    None
+):
     here, plan = machine(), make_plan()
-    hardware = plan.frozen.hardware.changed(fingerprint=here.fingerprint, match_keys=here.match_keys)
+    hardware = plan.frozen.hardware.changed(
+        fingerprint=here.fingerprint, match_keys=here.match_keys
+    )
     frozen = planned().frozen.model_copy(update={"hardware": hardware})
     under = {
         key: here.changed(versions=here.versions.changed(**{key: value}))
@@ -122,13 +158,19 @@ def test_more_control_images_than_planned_are_another_class_of_data() -> None:
     plan = planned()
     work = builders.workload(num_control_images=1)
     plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
-    context = builders.context(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
+    context = builders.context(
+        machine(), builders.workload(num_control_images=3, max_text_tokens=64)
+    )
     assert data_misfits(plan, builders.context(machine(), work)) == ()
     assert data_misfits(plan, context) == ("data: 3 control images for an item, the plan is for 1",)
 
 
-@pytest.mark.parametrize(("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)])
-def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)]
+)
+def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(
+    side_px: int, more: int, fits: bool
+) -> None:
     bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
     work = builders.workload(buckets=(bucket,), max_text_tokens=64)
     plan = planned()
@@ -144,7 +186,10 @@ def test_a_host_with_too_little_memory_does_not_fit() -> None:
     (misfit,) = hardware_misfits(plan, here)
     assert misfit == "host memory: the plan needs 48.00 GiB, 48.00 GiB are available"
     poor = here.changed(device=here.device.changed(budget_bytes=1))
-    assert [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor)] == ["host memory", "run memory"]
+    assert [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor)] == [
+        "host memory",
+        "run memory",
+    ]
 
 
 def test_a_host_must_hold_all_processes_of_its_node() -> None:
@@ -155,16 +200,28 @@ def test_a_host_must_hold_all_processes_of_its_node() -> None:
     assert hardware_misfits(plan, here) == ()  # 4 processes on each
     assert hardware_misfits(plan, here, 1) == ()
     (misfit,) = hardware_misfits(plan, here, 8)
-    assert misfit == "host memory: the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
+    assert (
+        misfit
+        == "host memory: the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
+    )
 
 
-def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan, here = planned(), machine()
     expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
     plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
-    poor = {index: here.changed(device=here.device.changed(index=index, budget_bytes=1)) for index in range(3)}
+    poor = {
+        index: here.changed(device=here.device.changed(index=index, budget_bytes=1))
+        for index in range(3)
+    }
     monkeypatch.setattr(processes, "probe", lambda index: poor[index])
     monkeypatch.setattr(processes, "device_misfits", lambda *_: ())
     told = hardware_misfits(plan, poor[0], 3) + processes.card_misfits(plan, poor[0], 3)
     assert [misfit.partition(":")[0] for misfit in told] == ["host memory", *["run memory"] * 3]
-    assert [misfit.endswith(f"on cuda:{index}") for index, misfit in enumerate(told[1:])] == [False, True, True]
+    assert [misfit.endswith(f"on cuda:{index}") for index, misfit in enumerate(told[1:])] == [
+        False,
+        True,
+        True,
+    ]

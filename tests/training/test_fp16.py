@@ -1,4 +1,6 @@
-"""Training in fp16: a loss scale that finds itself, steps that overflow, resuming, and what runs beside it in fp32."""
+"""Training in fp16: a loss scale that finds itself, steps that overflow, resuming, and what runs
+beside it in fp32.
+"""
 
 import contextlib
 import math
@@ -31,8 +33,14 @@ FP16 = SETTINGS.changed(precision="fp16")
 @pytest.fixture(scope="module")
 def half(bench: Bench) -> Bench:
     """The same model in fp16, with the same adapter at its start."""
-    trained = load_model(bench.resolved, bench.plan().frozen.workload, FP16, CPU, bench.plan().job.seed)
-    return replace(bench, trained=trained, initial=[parameter.detach().clone() for parameter in trained.adapter])
+    trained = load_model(
+        bench.resolved, bench.plan().frozen.workload, FP16, CPU, bench.plan().job.seed
+    )
+    return replace(
+        bench,
+        trained=trained,
+        initial=[parameter.detach().clone() for parameter in trained.adapter],
+    )
 
 
 def overflows(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> None:
@@ -61,12 +69,21 @@ def test_fp16_learns_what_fp32_learns(bench: Bench, half: Bench, tmp_path: Path)
     assert all(parameter.dtype == torch.float16 for parameter in loop.optimizer.parameters)
     assert all(master.dtype == torch.float32 for master in loop.optimizer.masters)
     assert [step.loss_scale for step in steps] == [2.0**16] * 6
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=0.01)
+    assert [step.loss for step in steps] == pytest.approx(
+        [step.loss for step in expected], rel=0.01
+    )
     norms = [step.gradient_norm for step in steps]
-    assert norms == pytest.approx([step.gradient_norm for step in expected], rel=ROUNDING["fp16"][0])
+    assert norms == pytest.approx(
+        [step.gradient_norm for step in expected], rel=ROUNDING["fp16"][0]
+    )
     pairs = zip(loop.optimizer.masters, plain.optimizer.masters, strict=True)
-    found, wanted = (torch.cat([master.detach().flatten() for master in each]) for each in zip(*pairs, strict=True))
-    assert float((found - wanted).norm() / wanted.norm()) < 0.1  # Adam moves by the sign of tiny gradients, too
+    found, wanted = (
+        torch.cat([master.detach().flatten() for master in each])
+        for each in zip(*pairs, strict=True)
+    )
+    assert (
+        float((found - wanted).norm() / wanted.norm()) < 0.1
+    )  # Adam moves by the sign of tiny gradients, too
 
 
 def test_an_overflow_skips_the_step_and_is_counted(
@@ -74,7 +91,14 @@ def test_an_overflow_skips_the_step_and_is_counted(
 ) -> None:
     overflows(monkeypatch, lambda call: call == 2)  # the second step, which has two micro-batches
     loop, steps = run(half, tmp_path)
-    assert [step.gradient_norm is None for step in steps] == [False, True, False, False, False, False]
+    assert [step.gradient_norm is None for step in steps] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert [step.loss_scale for step in steps] == [2.0**16] + [2.0**15] * 5
     assert [step.overflowed_gradients for step in steps] == [0, 1, 1, 1, 1, 1]
     assert steps[-1].nonfinite_gradients == steps[-1].gradient_spikes == 0
@@ -82,13 +106,21 @@ def test_an_overflow_skips_the_step_and_is_counted(
     assert loop.settings == FP16  # no other attention is tried
 
 
-def test_a_skipped_step_is_not_averaged(half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_is_not_averaged(
+    half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     overflows(monkeypatch, lambda call: call in (2, 6))  # the second step, and the fourth
     followed: list[int] = []
     average = AdapterOptimizer.average
-    monkeypatch.setattr(AdapterOptimizer, "average", lambda self: (average(self), followed.append(self.num_updates))[1])
+    monkeypatch.setattr(
+        AdapterOptimizer,
+        "average",
+        lambda self: (average(self), followed.append(self.num_updates))[1],
+    )
     get_scale, waits = torch.amp.GradScaler.get_scale, []
-    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: (waits.append(1), get_scale(self))[1])
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "get_scale", lambda self: (waits.append(1), get_scale(self))[1]
+    )
     plan = half.plan(settings=FP16, num_steps=4, preview_prompts=())
     workload = plan.frozen.workload.changed(ema_decay=0.9)
     loop = half.loop(plan.changed(frozen=plan.frozen.changed(workload=workload)), tmp_path)
@@ -99,7 +131,9 @@ def test_a_skipped_step_is_not_averaged(half: Bench, tmp_path: Path, monkeypatch
 
 def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = AdapterOptimizer([parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        [parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0
+    )
     assert optimizer.scaler
     optimizer.scaler.set_growth_interval(2)
     scales = []
@@ -128,7 +162,9 @@ def test_a_killed_run_with_an_overflow_ends_in_the_same_bits(
     ended, steps = run(half, tmp_path / "killed")
     assert steps[0].step == 3
     assert steps[-1].overflowed_gradients == 1
-    assert [(s.step, s.loss, s.loss_scale) for s in steps] == [(s.step, s.loss, s.loss_scale) for s in expected[2:]]
+    assert [(s.step, s.loss, s.loss_scale) for s in steps] == [
+        (s.step, s.loss, s.loss_scale) for s in expected[2:]
+    ]
     left, right = ended.optimizer.state(), whole.optimizer.state()
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
@@ -137,7 +173,9 @@ def test_a_killed_run_with_an_overflow_ends_in_the_same_bits(
 
 def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = AdapterOptimizer([parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        [parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0
+    )
     optimizer.scale((parameter.float() / 8).sum()).backward()  # type: ignore[no-untyped-call]
     optimizer.inner.step = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError())
     with contextlib.suppress(torch.OutOfMemoryError):
@@ -153,14 +191,18 @@ def test_a_scale_that_falls_to_its_floor_says_what_to_do(
     half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflows(monkeypatch, lambda call: True)
-    with pytest.raises(AutotuneError, match="overflow fp16 at step 16") as raised:  # the eighth was taken twice
+    with pytest.raises(
+        AutotuneError, match="overflow fp16 at step 16"
+    ) as raised:  # the eighth was taken twice
         run(half, tmp_path, num_steps=20)
     assert "--pin precision=fp32" in raised.value.hint
     assert "--learning-rate" in raised.value.hint
 
 
 @pytest.mark.slow
-def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(half: Bench, tmp_path: Path) -> None:
+def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(
+    half: Bench, tmp_path: Path
+) -> None:
     def spoil(gradient: Tensor) -> Tensor:
         attention = half.trained.transformer.transformer_blocks[0].attn.processor._attention_backend
         return gradient * (math.inf if attention.value == "native" else 1.0)
@@ -180,7 +222,9 @@ def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(half: Bench,
 def test_activations_that_overflow_are_an_error_at_once(
     half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook = half.trained.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1e9,))
+    hook = half.trained.transformer.register_forward_hook(
+        lambda module, args, output: (output[0] * 1e9,)
+    )
     try:
         with pytest.raises(AutotuneError, match="probably activations overflow fp16") as raised:
             run(half, tmp_path)
@@ -192,7 +236,9 @@ def test_activations_that_overflow_are_an_error_at_once(
 def test_encoders_and_the_autoencoder_of_previews_stay_in_fp32(half: Bench, tmp_path: Path) -> None:
     encoders = Encoders(half.resolved, CachingSettings(), FP16, CPU)
     assert encoders.dtype == torch.float32
-    assert encoders.identity == Encoders(half.resolved, CachingSettings(), SETTINGS, CPU).identity  # one cache for both
+    assert (
+        encoders.identity == Encoders(half.resolved, CachingSettings(), SETTINGS, CPU).identity
+    )  # one cache for both
     sampler, preview = (
         PreviewSampler(encoders),
         Preview("a red circle", Bucket(width_px=32, height_px=32, num_frames=1, num_items=1), 2, 0),
@@ -214,11 +260,17 @@ def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) 
             seen.update(given, hidden=hidden)
             return hidden
 
-    sampler, recorder = PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU)), Recorder()
+    sampler, recorder = (
+        PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU)),
+        Recorder(),
+    )
     sizes, levels = torch.tensor([[2049.0, 4097.0]]), torch.tensor([[998.77, 0.0]])
     with sampler._casting([recorder]):
         recorder(
-            torch.ones(1, 2), timestep=levels, added={"time_ids": sizes, "text_embeds": torch.ones(1, 2)}, rest=None
+            torch.ones(1, 2),
+            timestep=levels,
+            added={"time_ids": sizes, "text_embeds": torch.ones(1, 2)},
+            rest=None,
         )
     assert seen["timestep"] is levels
     assert seen["added"]["time_ids"] is sizes

@@ -1,4 +1,6 @@
-"""A run ends in good order before the host's memory is gone; the guard outside of it reads a file instead."""
+"""A run ends in good order before the host's memory is gone; the guard outside of it reads a
+file instead.
+"""
 
 import json
 import signal
@@ -51,7 +53,9 @@ def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
                 available.write_text(str(SHORT))
 
     before = signal.getsignal(signal.SIGUSR2)
-    with pytest.raises(HostMemoryShort, match=r"GiB left, .*stopped by a shortage of host memory") as end:
+    with pytest.raises(
+        HostMemoryShort, match=r"GiB left, .*stopped by a shortage of host memory"
+    ) as end:
         train(plan, bench.hardware, tmp_path / "cache", take)
     assert (end.value.exit_status, "--resume" in end.value.hint) == (1, True)
     (checkpoint,) = checkpoints_of(tmp_path / "out")
@@ -59,14 +63,18 @@ def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-def test_a_run_that_is_still_loading_ends_at_once(bench: Bench, tmp_path: Path, available: Path) -> None:
+def test_a_run_that_is_still_loading_ends_at_once(
+    bench: Bench, tmp_path: Path, available: Path
+) -> None:
     available.write_text(str(SHORT))
     plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
     with pytest.raises(HostMemoryShort):
         train(plan, bench.hardware, tmp_path / "cache")
 
 
-def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(available: Path) -> None:
+def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(
+    available: Path,
+) -> None:
     def read() -> None:
         available.write_text(str(SHORT))
         try:
@@ -97,7 +105,9 @@ def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(availab
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert stuck.returncode == -signal.SIGKILL
-    assert stuck.stderr.startswith("error: the host had 0 MiB left, so training was ended at once\nhint: go on from")
+    assert stuck.stderr.startswith(
+        "error: the host had 0 MiB left, so training was ended at once\nhint: go on from"
+    )
 
 
 def test_a_device_with_memory_of_its_own_needs_no_guard() -> None:

@@ -1,4 +1,6 @@
-"""Learning rates, loss weights, gradients and checkpoints of the loop: each against what it says of itself."""
+"""Learning rates, loss weights, gradients and checkpoints of the loop: each against what it says
+of itself.
+"""
 
 import contextlib
 import math
@@ -31,7 +33,9 @@ from autotune.weights.joined_layers import LoraLayer
 from tests.training.conftest import Bench
 
 
-def rates(bench: Bench, num_steps: int, losses: list[float] | None = None, **job: object) -> list[float]:
+def rates(
+    bench: Bench, num_steps: int, losses: list[float] | None = None, **job: object
+) -> list[float]:
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     rate = LearningRate(adamw, bench.plan(num_steps=num_steps, **job).job, num_steps, epoch_steps=2)
     seen = []
@@ -44,7 +48,12 @@ def rates(bench: Bench, num_steps: int, losses: list[float] | None = None, **job
 
 def test_each_schedule_has_its_shape(bench: Bench) -> None:
     assert rates(bench, 4, lr_scheduler="constant") == [1e-3] * 4
-    assert rates(bench, 4, lr_scheduler="constant_with_warmup", lr_warmup_steps=2) == [0, 5e-4, 1e-3, 1e-3]
+    assert rates(bench, 4, lr_scheduler="constant_with_warmup", lr_warmup_steps=2) == [
+        0,
+        5e-4,
+        1e-3,
+        1e-3,
+    ]
     assert rates(bench, 4, lr_scheduler="linear") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     cosine = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
     assert rates(bench, 4, lr_scheduler="cosine") == pytest.approx(cosine)
@@ -88,7 +97,10 @@ def test_padding_for_cudnn_reaches_steps_evaluations_and_held_out_losses_and_cha
         lengths.clear()
         losses: list[float] = []
         loop = bench.loop(
-            plan, tmp_path / str(multiple), held_out=2, on_step=lambda event, to=losses: to.append(event.loss)
+            plan,
+            tmp_path / str(multiple),
+            held_out=2,
+            on_step=lambda event, to=losses: to.append(event.loss),
         )
         found.append([*losses, loop.evaluate(), *loop.validation.meter.measure(2)])  # type: ignore[union-attr]
         assert len(lengths) > 4  # steps, evaluations and both kinds of measurement
@@ -100,7 +112,9 @@ def test_only_cudnn_gets_sequences_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     def multiple(capability: tuple[int, int], cudnn: str | None, **changes: Any) -> int:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr("autotune.training.model.cudnn_version", lambda: cudnn)
-        settings = Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **changes})
+        settings = Candidate.model_validate(
+            {"micro_batch_size": 2, "checkpointed_blocks": 0, **changes}
+        )
         return find_token_multiple(settings, torch.device("cuda", 0))
 
     assert multiple((9, 0), "9.20.0") == 128
@@ -122,7 +136,9 @@ def test_plateau_halves_the_rate_when_epochs_no_longer_improve(bench: Bench) -> 
     assert flat.count(1e-3) == 2 * (PLATEAU_PATIENCE + 2)
 
 
-@pytest.mark.parametrize(("scheme", "weight"), [("none", lambda s: 1.0), ("sigma_sqrt", lambda s: s**-2)])
+@pytest.mark.parametrize(
+    ("scheme", "weight"), [("none", lambda s: 1.0), ("sigma_sqrt", lambda s: s**-2)]
+)
 def test_loss_weights_are_those_of_diffusers(bench: Bench, scheme: str, weight: object) -> None:
     family, transformer = bench.resolved.family, bench.trained.transformer
     batch = family.collate([bench.encoded.sample(0)])
@@ -134,7 +150,9 @@ def test_loss_weights_are_those_of_diffusers(bench: Bench, scheme: str, weight: 
 
 
 class Replica(torch.nn.Module):
-    """Stands for a model wrapped for several processes: counts the passes that it may not average."""
+    """Stands for a model wrapped for several processes: counts the passes that it may not
+    average.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -152,7 +170,9 @@ class Replica(torch.nn.Module):
 
 def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: Bench) -> None:
     averaged: list[torch.Tensor] = []
-    optimizer = AdapterOptimizer(bench.trained.adapter, learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        bench.trained.adapter, learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0
+    )
     family, replica = bench.resolved.family, Replica(bench.trained.transformer)
     batches = [family.collate([bench.encoded.sample(index)]) for index in (0, 0, 0)]
     optimizer_step(
@@ -169,9 +189,14 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0.5, 32))
-def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, outputs: int, alpha: float) -> None:
+def test_norm_of_an_update_is_that_of_the_product(
+    rank: int, inputs: int, outputs: int, alpha: float
+) -> None:
     generator = torch.Generator().manual_seed(rank * 100 + inputs * 10 + outputs)
-    down, up = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
+    down, up = (
+        torch.randn(rank, inputs, generator=generator),
+        torch.randn(outputs, rank, generator=generator),
+    )
     expected = float((up.double() @ down.double()).norm()) * alpha / rank
     assert update_norm(LoraLayer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
     assert math.isnan(update_norm(LoraLayer(down * math.nan, up, alpha)))
@@ -182,7 +207,9 @@ def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, output
 def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
     def fresh() -> AdapterOptimizer:
         parameter = nn.Parameter(torch.linspace(-1, 1, 8).to(dtype))
-        return AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+        return AdapterOptimizer(
+            [parameter], learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0
+        )
 
     def steps(optimizer: AdapterOptimizer, numbers: range) -> None:
         for number in numbers:
@@ -200,7 +227,9 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
 
 def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = AdapterOptimizer(
+        [parameter], learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0
+    )
     optimizer.inner.state[parameter]["step"] = torch.tensor(
         0.0
     )  # as torch leaves it when there is no room for the rest
@@ -218,17 +247,23 @@ def test_what_a_family_lacks_is_refused(bench: Bench) -> None:
     with pytest.raises(InvalidInput, match="not a clip of 9"):  # the job's, edited by hand
         check_job(bench.plan(num_frames=9).job, family)
     with pytest.raises(InvalidInput, match="no timestep shift by resolution"):
-        check_job(bench.plan(timestep_shift="by_resolution").job, get_family("kandinsky5-image-lite"))
+        check_job(
+            bench.plan(timestep_shift="by_resolution").job, get_family("kandinsky5-image-lite")
+        )
 
 
-@pytest.mark.parametrize(("name", "tokens", "shift"), [("flux1-dev", 4096, 3.1582), ("qwen-image", 8192, 2.4596)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "shift"), [("flux1-dev", 4096, 3.1582), ("qwen-image", 8192, 2.4596)]
+)
 def test_shift_by_resolution_is_the_pipelines(name: str, tokens: int, shift: float) -> None:
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     defaults = get_family(name).defaults
     assert defaults.shift_at(tokens) == pytest.approx(shift, rel=1e-3)
     (low, start), (high, end) = defaults.shift_by_tokens or ((0, 0.0), (0, 0.0))
-    assert math.log(defaults.shift_at(1024)) == pytest.approx(calculate_shift(1024, low, high, start, end))
+    assert math.log(defaults.shift_at(1024)) == pytest.approx(
+        calculate_shift(1024, low, high, start, end)
+    )
 
 
 def test_a_plans_guidance_reaches_the_model() -> None:
@@ -253,5 +288,7 @@ def test_checkpoints_go_by_epochs(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=5, checkpointing_epochs=1, checkpoints_total_limit=5)
     bench.loop(plan, tmp_path)
     every = -(-sum(item.repeats for item in bench.encoded.items) // 4)
-    assert sorted(list_checkpoints(tmp_path / "checkpoints")) == sorted({*range(every, 6, every), 5})
+    assert sorted(list_checkpoints(tmp_path / "checkpoints")) == sorted(
+        {*range(every, 6, every), 5}
+    )
     assert with_job(plan, checkpointing_steps=3).job.checkpoint_every(5, 4) == 3

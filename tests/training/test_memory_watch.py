@@ -14,13 +14,21 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import memory
 from autotune.runtime.memory import library_bytes, resident_bytes
 from autotune.runtime.resources import reraise_oom
-from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
+from autotune.training.monitor import (
+    NUM_WINDOWS,
+    WINDOW_STEPS,
+    MemoryWatch,
+    PhaseWatch,
+    leak_bytes_per_step,
+)
 from tests.training.conftest import CPU, Bench
 
 
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
     watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
-    told = [watch.check(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    told = [
+        watch.check(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))
+    ]
     assert [message for message in told if message] == ["memory grows by 0.10 MiB per step"]
     told = [watch.check(10**8, 9 * 10**8) for _ in range(3)]
     assert [message is not None for message in told] == [True, False, False]
@@ -29,7 +37,10 @@ def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
 
 def test_a_leak_is_noticed_in_a_run_that_is_near_its_budget() -> None:
     watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
-    told = [watch.check(8 * 10**8 + step * 2 * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    told = [
+        watch.check(8 * 10**8 + step * 2 * 10**5, 9 * 10**8)
+        for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))
+    ]
     assert [message.split()[1] for message in told if message] == ["is", "grows"]
     assert len(watch.growth.window) < WINDOW_STEPS
 
@@ -40,18 +51,31 @@ def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_mo
     assert "96% of what a run may take" in str(watch.check(10**8, int(9.6 * 10**8)))
 
 
-@given(st.integers(10**6, 10**9), st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS))
+@given(
+    st.integers(10**6, 10**9),
+    st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS),
+)
 def test_noise_is_no_leak(level: int, noise: list[int]) -> None:
-    assert leak_bytes_per_step([level + one for one in noise]) == 0.0 or max(noise) - min(noise) > level * 0.05
+    assert (
+        leak_bytes_per_step([level + one for one in noise]) == 0.0
+        or max(noise) - min(noise) > level * 0.05
+    )
 
 
 def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
-    floors = [950 + window + (30 if window >= NUM_WINDOWS - 1 else 0) for window in range(NUM_WINDOWS)]
+    floors = [
+        950 + window + (30 if window >= NUM_WINDOWS - 1 else 0) for window in range(NUM_WINDOWS)
+    ]
     assert leak_bytes_per_step(floors) == 0.0
-    assert leak_bytes_per_step([950 + 10 * window for window in range(NUM_WINDOWS)]) == 10 / WINDOW_STEPS
+    assert (
+        leak_bytes_per_step([950 + 10 * window for window in range(NUM_WINDOWS)])
+        == 10 / WINDOW_STEPS
+    )
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak"
+)
 def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     watch = PhaseWatch(CPU)
     with watch.phase("outer"), watch.phase("inner"):
@@ -70,7 +94,9 @@ def test_resident_memory_is_what_the_system_says() -> None:
         for _ in range(64):
             block.write(b"x" * 2**20)
         assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
-        assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss - library_bytes(), rel=0.01)
+        assert resident_bytes() == pytest.approx(
+            psutil.Process().memory_info().rss - library_bytes(), rel=0.01
+        )
 
 
 @pytest.mark.parametrize(("look_seconds", "max_looks"), [(0.01, 101), (0.5, 5)])
@@ -105,14 +131,18 @@ def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
     assert max(held[-20:]) < 1.01 * max(held[40:60])
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")]
+)
 def test_memory_that_runs_out_outside_of_steps_is_no_bug_of_ours(error: Exception) -> None:
     with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
         raise error
     assert "--reserve" in told.value.hint
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")]
+)
 def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, reraise_oom():
         raise error

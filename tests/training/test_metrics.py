@@ -1,4 +1,6 @@
-"""The record of a run and its trackers: what is kept, through kills, damage and trackers that fail."""
+"""The record of a run and its trackers: what is kept, through kills, damage and trackers that
+fail.
+"""
 
 import os
 import shutil
@@ -15,10 +17,22 @@ from tests.training.small import finished_step
 HUGE = finished_step(2).changed(seconds=1e308).model_dump_json().encode() + b"\n"
 
 
-DAMAGES = (b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}", b"NaN\n", b" " * (1 << 17), HUGE)
+DAMAGES = (
+    b"\xff\n",
+    b"\0" * 40,
+    b'{"step": "2"}\n',
+    b"null\n",
+    b"[" * 9999,
+    b"{}",
+    b"NaN\n",
+    b" " * (1 << 17),
+    HUGE,
+)
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, HUGE.replace(b"1e308", b"1e999"), HUGE.replace(b"1e308", b"NaN")])
+@pytest.mark.parametrize(
+    "damage", [*DAMAGES, HUGE.replace(b"1e308", b"1e999"), HUGE.replace(b"1e308", b"NaN")]
+)
 def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: bytes) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     first.add(finished_step(1))
@@ -35,10 +49,14 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # Python would print a traceback
+@pytest.mark.filterwarnings(
+    "error::pytest.PytestUnhandledThreadExceptionWarning"
+)  # Python would print a traceback
 @pytest.mark.parametrize("is_there", [True, False])
 def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool) -> None:
-    """The folder vanishes, or was a file: TensorBoard's thread finds it so, and raises at one of the next points."""
+    """The folder vanishes, or was a file: TensorBoard's thread finds it so, and raises at one of
+    the next points.
+    """
     warnings: list[str] = []
     curves = tmp_path / "tensorboard"
     if not is_there:
@@ -51,14 +69,18 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
             shutil.rmtree(curves, ignore_errors=True)
     metrics.add(finished_step(2))
     metrics.close()
-    for thread in set(threading.enumerate()) - before:  # what it raises later would be the next test's
+    for thread in (
+        set(threading.enumerate()) - before
+    ):  # what it raises later would be the next test's
         thread.join(timeout=10)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     assert len(warnings) <= 1
     assert all("no more curves" in warning for warning in warnings)
 
 
-def test_a_tracker_that_fails_is_told_once_and_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_told_once_and_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise FileNotFoundError("the folder is gone")
 
@@ -88,7 +110,11 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
 
 def test_a_step_that_was_skipped_stays_on_record(tmp_path: Path) -> None:
     """Its gradient overflowed, so it has no norm."""
-    told = [finished_step(1), finished_step(2).changed(gradient_norm=None, overflowed_gradients=1), finished_step(3)]
+    told = [
+        finished_step(1),
+        finished_step(2).changed(gradient_norm=None, overflowed_gradients=1),
+        finished_step(3),
+    ]
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for event in told:
         first.add(event)
@@ -102,17 +128,27 @@ def test_trackers_draw_what_is_known_of_a_step(tmp_path: Path) -> None:
 
     metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard")
     metrics.add(finished_step(1))
-    metrics.add(finished_step(2).changed(gpu_utilization=0.9, validation_loss=0.4, base_validation_loss=0.5))
+    metrics.add(
+        finished_step(2).changed(gpu_utilization=0.9, validation_loss=0.4, base_validation_loss=0.5)
+    )
     metrics.close()
     curves = EventAccumulator(str(tmp_path / "tensorboard"))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [1, 2]
-    for name, value in (("gpu_utilization", 0.9), ("validation_loss", 0.4), ("base_validation_loss", 0.5)):
-        assert [(point.step, point.value) for point in curves.Scalars(name)] == [(2, pytest.approx(value))]
+    for name, value in (
+        ("gpu_utilization", 0.9),
+        ("validation_loss", 0.4),
+        ("base_validation_loss", 0.5),
+    ):
+        assert [(point.step, point.value) for point in curves.Scalars(name)] == [
+            (2, pytest.approx(value))
+        ]
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB, each part with checksum, length and kind."""
+    """The records of a log in LevelDB's format: blocks of 32 KiB, each part with checksum,
+    length and kind.
+    """
     at, record = 7, b""  # after wandb's own header
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
@@ -125,7 +161,9 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_wandb_keeps_curves_and_previews_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_curves_and_previews_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto.wandb_internal_pb2 import Record
 

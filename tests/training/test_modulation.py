@@ -1,4 +1,6 @@
-"""Modulation ahead of time: the layers are not there, what is learned is the same, and windows change nothing."""
+"""Modulation ahead of time: the layers are not there, what is learned is the same, and windows
+change nothing.
+"""
 
 import json
 import shutil
@@ -41,8 +43,13 @@ from tests.training.small import SETTINGS, machine, make_plan, write_model_and_i
 AHEAD = SETTINGS.changed(modulation="ahead")
 ALONE = Processes(0, 1, CPU)
 PROMPT = "a red circle on a white background"
-NAMES = [name for name, family in FAMILIES.items() if family.modulation is not None and not family.max_controls]
-# The stock Kandinsky rounds queries and keys to bf16, which turns the last bit of a time embedding into a bf16 step.
+NAMES = [
+    name
+    for name, family in FAMILIES.items()
+    if family.modulation is not None and not family.max_controls
+]
+# The stock Kandinsky rounds queries and keys to bf16, which turns the last bit of a time embedding
+# into a bf16 step.
 TOLERANCES = {name: 2e-3 if name.startswith("kandinsky5") else 1e-6 for name in NAMES}
 
 
@@ -66,7 +73,9 @@ def _bench_of(family: str, folder: Path) -> Bench:
     encoded = encode_dataset(encoders, data, buckets, Cache(folder / "cache"), caption_dropout=0.1)
     trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
     initial = [parameter.detach().clone() for parameter in trained.adapter]
-    return Bench(model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial)
+    return Bench(
+        model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial
+    )
 
 
 @pytest.fixture
@@ -95,7 +104,9 @@ def plan_with(bench: Bench, settings: Candidate, **job: Any) -> TrainingPlan:
 
 
 def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> TrainingLoop:
-    trained = load_model(bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
+    trained = load_model(
+        bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed
+    )
     for number, parameter in enumerate(trained.adapter):  # both halves away from zero
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         parameter.data.copy_(values / max(parameter.shape))
@@ -114,7 +125,9 @@ def gradients(loop: TrainingLoop, steps: range) -> list[torch.Tensor]:
 
 
 def relative_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True))
+    difference = sum(
+        float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True)
+    )
     return (difference / sum(float(b.double().square().sum()) for b in other)) ** 0.5
 
 
@@ -123,7 +136,9 @@ def relative_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> f
 def test_gradients_are_those_of_resident_layers(
     family_bench: Bench, checkpointed: int, short_windows: int, fetches: list[int]
 ) -> None:
-    """Of one step, with two micro-batches of two, and dropped captions; later ones follow from other adapters."""
+    """Of one step, with two micro-batches of two, and dropped captions; later ones follow from
+    other adapters.
+    """
     job: dict[str, Any] = {"caption_dropout": 0.1}
     settings = AHEAD.changed(checkpointed_blocks=checkpointed)
     ahead = gradients(loop_of(family_bench, plan_with(family_bench, settings, **job)), range(1))
@@ -140,8 +155,14 @@ def test_layers_are_not_loaded(family_bench: Bench) -> None:
     loop = loop_of(family_bench, plan)
     ahead = find_modulation_ahead(loop.model.transformer)
     assert ahead is not None
-    left = {name for name, parameter in loop.model.transformer.named_parameters() if not parameter.requires_grad}
-    stored = load_file(family_bench.model_folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    left = {
+        name
+        for name, parameter in loop.model.transformer.named_parameters()
+        if not parameter.requires_grad
+    }
+    stored = load_file(
+        family_bench.model_folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    )
     assert stored.keys() - left >= ahead.tensors.keys()
     assert not left & ahead.tensors.keys()
     sizes = {name: tensor.numel() for name, tensor in stored.items()}
@@ -149,7 +170,9 @@ def test_layers_are_not_loaded(family_bench: Bench) -> None:
 
 
 @pytest.mark.quick("qwen-image", "sd3.5")
-def test_all_draws_of_a_run_come_from_windows(family_bench: Bench, short_windows: int, fetches: list[int]) -> None:
+def test_all_draws_of_a_run_come_from_windows(
+    family_bench: Bench, short_windows: int, fetches: list[int]
+) -> None:
     loop = loop_of(family_bench, plan_with(family_bench, AHEAD, num_steps=5, caption_dropout=0.1))
     gradients(loop, range(5))
     ahead = find_modulation_ahead(loop.model.transformer)
@@ -169,7 +192,9 @@ def test_a_run_looked_at_and_killed_within_a_window_ends_in_the_same_bits(
     common: dict[str, Any] = {"num_steps": 5, "checkpointing_steps": 1, "preview_steps": 3}
     previews = {"preview_prompts": (PROMPT,), "preview_every": 2}
     report = train(
-        plan_with(bench, AHEAD, output=str(tmp_path / "watched"), **common, **previews), bench.hardware, bench.cache
+        plan_with(bench, AHEAD, output=str(tmp_path / "watched"), **common, **previews),
+        bench.hardware,
+        bench.cache,
     )
     assert report.verdict is not None
     assert report.verdict.num_not_finite == 0
@@ -183,7 +208,9 @@ def test_a_run_looked_at_and_killed_within_a_window_ends_in_the_same_bits(
     broken = plan_with(bench, AHEAD, output=str(tmp_path / "broken"), **common)
     with pytest.raises(Killed):
         train(broken, bench.hardware, bench.cache, steps_to(killed))
-    assert train(broken, bench.hardware, bench.cache, resume=True).resumed_at == 3  # which is within a window
+    assert (
+        train(broken, bench.hardware, bench.cache, resume=True).resumed_at == 3
+    )  # which is within a window
     one, other = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("watched", "broken"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -191,10 +218,14 @@ def test_a_run_looked_at_and_killed_within_a_window_ends_in_the_same_bits(
 def test_pictures_are_those_of_resident_layers(bench: Bench, tmp_path: Path) -> None:
     pictures = []
     for name in ("ahead", "resident"):
-        plan = plan_with(bench, SETTINGS.changed(modulation=name), output=str(tmp_path / name), num_steps=2)
+        plan = plan_with(
+            bench, SETTINGS.changed(modulation=name), output=str(tmp_path / name), num_steps=2
+        )
         train(plan, bench.hardware, bench.cache)
         (written,) = sample_run(
-            read_sample_inputs(tmp_path / name, SampleRequest(PROMPT, seed=5)), bench.hardware, bench.cache
+            read_sample_inputs(tmp_path / name, SampleRequest(PROMPT, seed=5)),
+            bench.hardware,
+            bench.cache,
         )
         pictures.append(np.asarray(Image.open(written)).astype(int))
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
@@ -240,7 +271,9 @@ def test_each_process_computes_the_draws_of_its_own_images(
     for step in (0, 1, 2, 3):  # a window is longer now: a step has two images
         planned = loop.order.micro_batches(step, share, rank=rank, world_size=2)
         batch = loop._to_device(
-            loop.model.family.collate([bench.encoded.sample(i) for part in planned for i in part.indices])
+            loop.model.family.collate(
+                [bench.encoded.sample(i) for part in planned for i in part.indices]
+            )
         )
         loop.noising.loss(loop.model.family, loop.model.transformer, batch, step, rank * share)
     assert len(fetches) == 1
@@ -250,7 +283,9 @@ def test_what_it_is_conditioned_on_tells_rows_apart(bench: Bench, fetches: list[
     """A draw that no window holds is computed on the spot, and is right."""
     loop, plain = (loop_of(bench, plan_with(bench, settings)) for settings in (AHEAD, SETTINGS))
     batch = loop._to_device(loop.model.family.collate([bench.encoded.sample(0)]))
-    predict: Callable[..., torch.Tensor] = partial(loop.model.family.predict, levels=torch.tensor([0.123]), batch=batch)
+    predict: Callable[..., torch.Tensor] = partial(
+        loop.model.family.predict, levels=torch.tensor([0.123]), batch=batch
+    )
     with torch.no_grad():
         one, other = (predict(each.model.transformer, batch["latents"]) for each in (loop, plain))
     assert fetches == [1]

@@ -1,4 +1,6 @@
-"""Two nodes, each with a home and an output folder of its own, started as SLURM's srun starts them."""
+"""Two nodes, each with a home and an output folder of its own, started as SLURM's srun starts
+them.
+"""
 
 import contextlib
 import os
@@ -41,12 +43,26 @@ class TwoNodes:
             home = self.folder / f"home-{rank}"
             environment = in_slurm(
                 SLURM_PROCID=rank, SLURM_LOCALID=0, SLURM_NODEID=rank, SLURM_STEP_NUM_TASKS=number,
-                SLURM_STEP_TASKS_PER_NODE=f"1(x{number})", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                SLURM_STEP_TASKS_PER_NODE=f"1(x{number})", MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
                 XDG_CACHE_HOME=home / "cache", XDG_DATA_HOME=home / "data",
             )  # fmt: skip
-            words = ("--progress", "none", "train", self.folder / "plan.yaml", *flags, "--output", self.output(rank))
+            words = (
+                "--progress",
+                "none",
+                "train",
+                self.folder / "plan.yaml",
+                *flags,
+                "--output",
+                self.output(rank),
+            )
             started.append(
-                start_forked(words, self.log(rank), environment=environment, step_wait_seconds=step_wait_seconds)
+                start_forked(
+                    words,
+                    self.log(rank),
+                    environment=environment,
+                    step_wait_seconds=step_wait_seconds,
+                )
             )
         return started
 
@@ -63,7 +79,9 @@ class TwoNodes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def finish(self, started: list[ForkServerProcess], within_seconds: float = 120) -> list[int | None]:
+    def finish(
+        self, started: list[ForkServerProcess], within_seconds: float = 120
+    ) -> list[int | None]:
         """Exit statuses, once all have ended."""
         deadline = time.monotonic() + within_seconds
         for process in started:
@@ -77,7 +95,9 @@ class TwoNodes:
 
 @pytest.fixture
 def two(bench: Bench, tmp_path: Path) -> TwoNodes:
-    return TwoNodes(tmp_path, bench.plan(num_processes=2, num_steps=NUM_STEPS, checkpointing_steps=2))
+    return TwoNodes(
+        tmp_path, bench.plan(num_processes=2, num_steps=NUM_STEPS, checkpointing_steps=2)
+    )
 
 
 def free_port() -> int:
@@ -86,7 +106,9 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(bench: Bench, two: TwoNodes) -> None:
+def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(
+    bench: Bench, two: TwoNodes
+) -> None:
     started = two.start()
     two.wait_for_step(5, started)
     os.kill(started[1].pid or 0, signal.SIGKILL)
@@ -102,9 +124,16 @@ def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(benc
     assert "find_unused_parameters" not in text
     losses: list[float] = []
     one = bench.loop(two.plan, two.folder / "one", on_step=lambda event: losses.append(event.loss))
-    assert [row.loss for row in read_metrics(two.output(0) / "metrics.jsonl")] == pytest.approx(losses, abs=1e-5)
+    assert [row.loss for row in read_metrics(two.output(0) / "metrics.jsonl")] == pytest.approx(
+        losses, abs=1e-5
+    )
     save_trained(
-        two.folder / ADAPTER_FILE, one.model, one.optimizer, two.plan.frozen.workload, two.plan.digest, NUM_STEPS
+        two.folder / ADAPTER_FILE,
+        one.model,
+        one.optimizer,
+        two.plan.frozen.workload,
+        two.plan.digest,
+        NUM_STEPS,
     )
     left, right = load_file(two.output(0) / ADAPTER_FILE), load_file(two.folder / ADAPTER_FILE)
     assert left.keys() == right.keys()
@@ -117,19 +146,32 @@ def test_weights_sharded_over_two_nodes_go_on_with_an_adapter_and_are_measured_o
     bench: Bench, tmp_path: Path
 ) -> None:
     before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
-    workload, earlier, held_out = before.plan.frozen.workload, tmp_path / "earlier.safetensors", tmp_path / "held-out"
+    workload, earlier, held_out = (
+        before.plan.frozen.workload,
+        tmp_path / "earlier.safetensors",
+        tmp_path / "held-out",
+    )
     save_trained(earlier, before.model, before.optimizer, workload, "sha256:0", 2)
-    begun = replace(bench, initial=[parameter.detach().clone() for parameter in bench.trained.adapter])
+    begun = replace(
+        bench, initial=[parameter.detach().clone() for parameter in bench.trained.adapter]
+    )
     held_out.mkdir()
     Image.new("RGB", (40, 40), "teal").save(held_out / "a.png")
     (held_out / "a.txt").write_text("a red circle")
-    own = {"validation": str(held_out), "validation_every": 2, "keep_best": True, "from_adapter": str(earlier)}
+    own = {
+        "validation": str(held_out),
+        "validation_every": 2,
+        "keep_best": True,
+        "from_adapter": str(earlier),
+    }
     plan = bench.plan(num_processes=2, num_nodes=2, strategy="fsdp2", num_steps=4, **own)
     two = TwoNodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log(0).read_text() + two.log(1).read_text()
     losses: list[float] = []
     one = begun.loop(
-        plan.changed(job=plan.job.changed(validation=None)), tmp_path / "one", on_step=lambda e: losses.append(e.loss)
+        plan.changed(job=plan.job.changed(validation=None)),
+        tmp_path / "one",
+        on_step=lambda e: losses.append(e.loss),
     )
     rows = read_metrics(two.output(0) / "metrics.jsonl")
     assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-5)

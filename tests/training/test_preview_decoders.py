@@ -1,4 +1,6 @@
-"""Where the models that decode previews are before and after, and what memory an autoencoder holds meanwhile."""
+"""Where the models that decode previews are before and after, and what memory an autoencoder
+holds meanwhile.
+"""
 
 import contextlib
 import sys
@@ -34,8 +36,14 @@ def _make_sampler(residency: str = "release") -> tuple[PreviewSampler, Mapping[s
     """A sampler around models that only tell where they are."""
     family = FAMILIES["ltx-2.3"]
     parts = {name: Part() for name in family.decoders}
-    known: dict[str, Any] = {"model": SimpleNamespace(family=family), "dtype": None, "device": "card"}
-    encoders: Any = SimpleNamespace(**known, vae_device="card", caching=SimpleNamespace(residency=residency))
+    known: dict[str, Any] = {
+        "model": SimpleNamespace(family=family),
+        "dtype": None,
+        "device": "card",
+    }
+    encoders: Any = SimpleNamespace(
+        **known, vae_device="card", caching=SimpleNamespace(residency=residency)
+    )
     sampler = PreviewSampler(encoders)
     sampler.pipeline = SimpleNamespace(**parts)
     return sampler, parts
@@ -58,8 +66,8 @@ def test_of_what_decodes_previews_only_a_vae_that_encodes_stays_on_the_device(
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told when to map a buffer")
 @pytest.mark.parametrize("work", ["_sample_through", "_encode_through"])
 def test_what_an_autoencoder_has_freed_counts_no_more(work: str) -> None:
-    """Previews of HunyuanVideo 1.5 were promised 489 MiB and took 540, its caching 457 and 491: small tensors held the
-    pages of large ones that were freed."""
+    """Previews of HunyuanVideo 1.5 were promised 489 MiB and took 540, its caching 457 and 491:
+    small tensors held the pages of large ones that were freed."""
     read, write = fork_server_context().Pipe(duplex=False)  # a process whose heap has no room yet
     process = fork_server_context().Process(target=_tell_growth, args=(work, write))
     process.start()
@@ -70,11 +78,15 @@ def test_what_an_autoencoder_has_freed_counts_no_more(work: str) -> None:
 
 def _tell_growth(work: str, connection: Connection) -> None:
     """Send how many bytes a VAE still holds that has made and freed 128 MiB."""
-    torch.ones(30 << 18)  # freed at once: from now on malloc would take no buffer of 8 MiB for a large one
+    torch.ones(
+        30 << 18
+    )  # freed at once: from now on malloc would take no buffer of 8 MiB for a large one
     before = resident_bytes()
 
     def run_vae(*_: object) -> Any:
-        large, small = zip(*((torch.ones(8 << 18), torch.ones(100 << 8)) for _ in range(16)), strict=True)
+        large, small = zip(
+            *((torch.ones(8 << 18), torch.ones(100 << 8)) for _ in range(16)), strict=True
+        )
         del large
         connection.send(resident_bytes() - before)
         return small[0]

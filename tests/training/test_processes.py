@@ -57,7 +57,9 @@ def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     )
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
-    stopped = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    stopped = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while len(read_metrics(output / "metrics.jsonl")) < 3:
         assert stopped.poll() is None, stopped.stderr.read()
@@ -68,7 +70,9 @@ def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     assert stopped.returncode == 75, errors
     assert errors.count("hint: go on from there") == 1, errors
     assert "Traceback" not in errors
-    two = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, timeout=600)
+    two = subprocess.run(
+        [*command, "--resume"], capture_output=True, text=True, check=False, timeout=600
+    )
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
     assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
@@ -77,7 +81,14 @@ def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
 def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
     folder = several.parent.parent
     one, steps = bench.loop(plan, folder / "one"), plan.job.num_steps
-    save_trained(folder / "one.safetensors", one.model, one.optimizer, plan.frozen.workload, plan.digest, steps)
+    save_trained(
+        folder / "one.safetensors",
+        one.model,
+        one.optimizer,
+        plan.frozen.workload,
+        plan.digest,
+        steps,
+    )
     left, right = load_file(several), load_file(folder / "one.safetensors")
     assert left.keys() == right.keys()
     for name in left:
@@ -87,14 +98,26 @@ def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) 
 def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_path: Path) -> None:
     """The processes that the launcher would start, without paying for their imports."""
     output = tmp_path / "two"
-    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, output=str(output), checkpointing_steps=10)
+    plan = bench.plan(
+        num_processes=2, strategy="fsdp2", num_steps=12, output=str(output), checkpointing_steps=10
+    )
     write_plan(tmp_path / "plan.yaml", plan)
     log = tmp_path / "log"
 
     def start(*flags: str) -> list[ForkServerProcess]:
-        node: dict[str, object] = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}
-        ranks = [launched("autotune-1", RANK=r, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", **node) for r in range(2)]
-        return [start_forked(("train", tmp_path / "plan.yaml", *flags), log, environment=rank) for rank in ranks]
+        node: dict[str, object] = {
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_PORT": free_port(),
+        }
+        ranks = [
+            launched("autotune-1", RANK=r, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", **node)
+            for r in range(2)
+        ]
+        return [
+            start_forked(("train", tmp_path / "plan.yaml", *flags), log, environment=rank)
+            for rank in ranks
+        ]
 
     def ended(processes: list[ForkServerProcess]) -> list[int | None]:
         for process in processes:
@@ -102,7 +125,9 @@ def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_
         return [process.exitcode for process in processes]
 
     stopped = start()
-    wait_until(lambda: len(read_metrics(output / "metrics.jsonl")) >= 3 or not stopped[0].is_alive(), 240)
+    wait_until(
+        lambda: len(read_metrics(output / "metrics.jsonl")) >= 3 or not stopped[0].is_alive(), 240
+    )
     for process in stopped:
         process.terminate()
     assert ended(stopped) == [75, 75], log.read_text()
@@ -111,7 +136,9 @@ def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_
     assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)]
+)
 def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: int
 ) -> None:
@@ -120,7 +147,9 @@ def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
     def failing(*arguments: str) -> None:
         raise ChildFailedError("train", {0: failure})
 
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing)
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing
+    )
     monkeypatch.setattr("os.environ", dict(os.environ))
     assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
 
@@ -139,15 +168,20 @@ def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
             (folder / "checkpoint-000005.safetensors").touch()
         raise SignalException("stopped", signal.SIGTERM)
 
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped)
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped
+    )
     monkeypatch.setattr("os.environ", dict(os.environ))
     assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
 
 
-def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_wait_before_they_look_for_what_the_first_encodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
     monkeypatch.setattr(
-        "autotune.training.run.encode_dataset", lambda *_, **named: done.append("data") or SimpleNamespace(problems=())
+        "autotune.training.run.encode_dataset",
+        lambda *_, **named: done.append("data") or SimpleNamespace(problems=()),
     )
     run = SimpleNamespace(
         previews=["preview"],
@@ -158,7 +192,9 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         _start_phase=lambda name: None,
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0, flip=False, mask_floor=0.0)),
         prepared=SimpleNamespace(
-            data=SimpleNamespace(training=SimpleNamespace(problem_summary=()), whole=None, held_out=()),
+            data=SimpleNamespace(
+                training=SimpleNamespace(problem_summary=()), whole=None, held_out=()
+            ),
             workload=SimpleNamespace(buckets=()),
         ),
         encoders=SimpleNamespace(release=lambda: done.append("release")),
@@ -173,12 +209,16 @@ def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> No
 
 
 @pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])
-def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(bench: Bench, number: int, strategy: str) -> None:
+def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(
+    bench: Bench, number: int, strategy: str
+) -> None:
     with pytest.raises(ValidationError, match="cannot train by the strategy"):
         bench.plan(num_processes=number, strategy=strategy)
 
 
-def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(
+    bench: Bench, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidInput, match="an effective batch of 4 cannot be shared evenly by 3"):
         prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
     with pytest.raises(DoesNotFit, match="each gets 1 image"):

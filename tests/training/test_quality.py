@@ -1,4 +1,6 @@
-"""The error of quantized layers is measured on the real weights, and too large a one stops the run."""
+"""The error of quantized layers is measured on the real weights, and too large a one stops the
+run.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from tests.training.small import SETTINGS
 
 def blocks() -> list[nn.Module]:
     torch.manual_seed(0)
-    made = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3)]
+    made = [
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3)
+    ]
     return [block.requires_grad_(False) for block in made]
 
 
@@ -46,9 +50,17 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],
 )
-def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
+def test_ordinary_weights_stay_within_what_their_storage_can_do(
+    choice: str, least: float, most: float
+) -> None:
     error = measured(blocks(), choice)
-    assert least < error.overall <= error.worst < most < MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
+    assert (
+        least
+        < error.overall
+        <= error.worst
+        < most
+        < MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
+    )
 
 
 def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
@@ -61,7 +73,9 @@ def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("choice", "fine"), [("layerwise-fp8", False), ("torchao-fp8", True)])
-def test_only_without_scales_are_small_weights_far_from_their_real_outputs(choice: str, fine: bool) -> None:
+def test_only_without_scales_are_small_weights_far_from_their_real_outputs(
+    choice: str, fine: bool
+) -> None:
     made = blocks()
     for block in made:
         for layer in (block[0], block[2]):
@@ -100,11 +114,15 @@ def test_the_meter_agrees_with_a_plain_comparison() -> None:
     meter.wrap(quantize)("layer", layer)
     result = meter.result()
     assert result is not None
-    assert result.overall == pytest.approx(float((layer(inputs) - before).norm() / before.norm()), rel=1e-3)
+    assert result.overall == pytest.approx(
+        float((layer(inputs) - before).norm() / before.norm()), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "layerwise-fp8"])
-def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Bench, storage: str) -> None:
+def test_loading_real_weights_reports_it_and_plain_weights_have_none(
+    bench: Bench, storage: str
+) -> None:
     plan = bench.plan()
     settings = SETTINGS.model_copy(update={"quantization": storage})
     loaded = load_model(bench.resolved, plan.frozen.workload, settings, CPU, 0)

@@ -35,13 +35,19 @@ STEPS = 5
 
 def same(one: TrainingLoop, other: TrainingLoop) -> bool:
     left, right = one.optimizer.state(), other.optimizer.state()
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.quick("cosine")
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
-def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, schedule: str) -> None:
-    plan = bench.plan(num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1)
+def test_any_row_of_kills_ends_in_the_same_bits(
+    bench: Bench, tmp_path: Path, schedule: str
+) -> None:
+    plan = bench.plan(
+        num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1
+    )
     whole = bench.loop(plan, tmp_path / "whole")
 
     @settings(max_examples=6)
@@ -49,12 +55,19 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            again = bench.plan(num_steps=STEPS, checkpointing_steps=every, lr_scheduler=schedule, caption_dropout=0.1)
+            again = bench.plan(
+                num_steps=STEPS,
+                checkpointing_steps=every,
+                lr_scheduler=schedule,
+                caption_dropout=0.1,
+            )
             for kill in kills:
                 bench.loop(again, folder, kill_after=kill)
             ended = bench.loop(again, folder)
             assert same(ended, whole)
-            record, expected = (read_metrics(place / "metrics.jsonl") for place in (folder, tmp_path / "whole"))
+            record, expected = (
+                read_metrics(place / "metrics.jsonl") for place in (folder, tmp_path / "whole")
+            )
             assert [(e.step, e.loss, e.learning_rate) for e in record] == [
                 (e.step, e.loss, e.learning_rate) for e in expected
             ]
@@ -64,7 +77,9 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
 
 @pytest.mark.quick("flip")
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(
+    bench: Bench, tmp_path: Path, damage: str
+) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=1)
     whole = bench.loop(plan, tmp_path / "whole")
     bench.loop(plan, tmp_path / "cut", kill_after=4)
@@ -74,10 +89,17 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_p
         newest.write_bytes(data[: len(data) // 2])
     elif damage == "flip":
         newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    elif damage in ("state", "run"):  # both stand in the header, and beside them what still looks sound
-        found = re.search({"state": rb'\\"rate\\": .*?(\d)', "run": rb'"run":"sha256:(\w)'}[damage], data)
+    elif damage in (
+        "state",
+        "run",
+    ):  # both stand in the header, and beside them what still looks sound
+        found = re.search(
+            {"state": rb'\\"rate\\": .*?(\d)', "run": rb'"run":"sha256:(\w)'}[damage], data
+        )
         assert found
-        newest.write_bytes(data[: found.start(1)] + (b"7" if found[1] != b"7" else b"6") + data[found.end(1) :])
+        newest.write_bytes(
+            data[: found.start(1)] + (b"7" if found[1] != b"7" else b"6") + data[found.end(1) :]
+        )
     else:
         newest.unlink()
         newest.with_name(f".{newest.name}.x.part").write_bytes(data[:100])
@@ -87,7 +109,9 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_p
     assert not list(newest.parent.glob(".*"))
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(bench: Bench, tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(
+    bench: Bench, tmp_path: Path
+) -> None:
     plan = bench.plan(num_steps=2, checkpointing_steps=1)
     bench.loop(plan, tmp_path)
     for path in (tmp_path / "checkpoints").iterdir():
@@ -98,8 +122,12 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(bench: Bench
 
 
 @pytest.mark.quick("{'seed': 4}")
-@pytest.mark.parametrize("change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}])
-def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}]
+)
+def test_a_checkpoint_of_another_job_is_refused(
+    bench: Bench, tmp_path: Path, change: dict[str, object]
+) -> None:
     bench.loop(bench.plan(num_steps=2), tmp_path)
     with pytest.raises(InvalidInput, match="another plan, job or data"):
         bench.loop(bench.plan(num_steps=2, **change), tmp_path)
@@ -113,19 +141,25 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: P
 
 
 def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
-    plan = bench.plan(num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3)
+    plan = bench.plan(
+        num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3
+    )
     bench.loop(plan, tmp_path)
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [3, 6, 7]
 
 
 @pytest.mark.quick("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_path: Path, number: int) -> None:
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(
+    bench: Bench, tmp_path: Path, number: int
+) -> None:
     plan, outside = bench.plan(num_steps=4), signal.signal(number, signal.default_int_handler)
     try:
         with pytest.raises(Preempted, match="after step 2 of 4") as stopped:
             bench.loop(
-                plan, tmp_path / "cut", on_step=lambda event: os.kill(os.getpid(), number) if event.step == 2 else None
+                plan,
+                tmp_path / "cut",
+                on_step=lambda event: os.kill(os.getpid(), number) if event.step == 2 else None,
             )
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
@@ -139,7 +173,9 @@ def test_a_signal_that_nohup_ignores_stays_ignored(bench: Bench, tmp_path: Path)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         plan = bench.plan(num_steps=2)
-        ended = bench.loop(plan, tmp_path, on_step=lambda event: os.kill(os.getpid(), signal.SIGHUP))
+        ended = bench.loop(
+            plan, tmp_path, on_step=lambda event: os.kill(os.getpid(), signal.SIGHUP)
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.seconds[1:]
@@ -156,7 +192,9 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 
     def fill(step: int) -> None:
         if step == 2:
-            wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))  # written by a thread
+            wait_until(
+                lambda: 1 in list_checkpoints(tmp_path / "checkpoints")
+            )  # written by a thread
             monkeypatch.setattr("autotune.training.checkpoint.save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
@@ -184,7 +222,9 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.yaml"
-    write_plan(plan_file, bench.plan(num_steps=24, checkpointing_steps=1, output=str(tmp_path / "cut")))
+    write_plan(
+        plan_file, bench.plan(num_steps=24, checkpointing_steps=1, output=str(tmp_path / "cut"))
+    )
     process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
     while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
@@ -194,40 +234,65 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }  # left over: accelerate would meet others
     resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=ranks)
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 24
     plan = read_plan(plan_file)
     whole = bench.loop(plan, tmp_path / "whole")
-    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 24)
-    left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
+    save_trained(
+        tmp_path / "whole.safetensors",
+        whole.model,
+        whole.optimizer,
+        plan.frozen.workload,
+        plan.digest,
+        24,
+    )
+    left, right = (
+        load_file(tmp_path / "cut" / ADAPTER_FILE),
+        load_file(tmp_path / "whole.safetensors"),
+    )
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_other_base_weights_of_the_same_architecture_are_refused(bench: Bench, tmp_path: Path) -> None:
+def test_other_base_weights_of_the_same_architecture_are_refused(
+    bench: Bench, tmp_path: Path
+) -> None:
     """Moved, resharded or started by an older version, the same weights go on."""
     output = tmp_path / "out"
     weights = weights_digest(open_weights(bench.model_folder / "transformer"))
     moved = shutil.copytree(bench.model_folder, tmp_path / "moved")
     other = shutil.copytree(bench.model_folder, tmp_path / "other")
     changed = load_file(find_weights(other / "transformer"))
-    save_file({name: 1.001 * tensor for name, tensor in changed.items()}, find_weights(other / "transformer"))
+    save_file(
+        {name: 1.001 * tensor for name, tensor in changed.items()},
+        find_weights(other / "transformer"),
+    )
     for known in (weights, None):
         with Checkpoints(output / "checkpoints", "key", keep_last=1, weights=known) as checkpoints:
             checkpoints.save(1, {"a": torch.zeros(1)}, {})
         with Checkpoints(output / "checkpoints", "key", keep_last=1) as checkpoints:
             assert checkpoints.newest()
         for model in (bench.model_folder, moved):
-            prepare(bench.plan(model=str(model), output=str(output)), bench.hardware, resume=True).lock.release()
+            prepare(
+                bench.plan(model=str(model), output=str(output)), bench.hardware, resume=True
+            ).lock.release()
         if known:
             with pytest.raises(InvalidInput, match="other weights of the base model"):
-                prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
+                prepare(
+                    bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True
+                )
 
 
 def test_what_else_has_changed_is_named_before_the_weights(bench: Bench, tmp_path: Path) -> None:
-    """Another expert has other weights; and a field that only the earlier plan has set has changed, too."""
+    """Another expert has other weights; and a field that only the earlier plan has set has
+    changed, too.
+    """
     plan = bench.plan(output=str(tmp_path), crop="top")
     with Checkpoints(tmp_path / "checkpoints", "key", keep_last=1, weights="others") as checkpoints:
         checkpoints.save(1, {"a": torch.zeros(1)}, {})
@@ -249,7 +314,10 @@ def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_p
 
 
 def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
-    parts = [tmp_path / "out" / folder / ".file.0123456789abcdef.part" for folder in ("", "previews", "checkpoints")]
+    parts = [
+        tmp_path / "out" / folder / ".file.0123456789abcdef.part"
+        for folder in ("", "previews", "checkpoints")
+    ]
     for part in parts:
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"half")
@@ -257,8 +325,12 @@ def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: 
     assert not any(part.exists() for part in parts)
 
 
-def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(bench: Bench, tmp_path: Path) -> None:
-    """Else the first process, which sweeps while others check, would take what they write for leftovers."""
+def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Else the first process, which sweeps while others check, would take what they write for
+    leftovers.
+    """
     plan = bench.plan(output=str(tmp_path))
     first = claim_folder(plan, resume=False, needed_bytes=0)
     (tmp_path / ".run-plan.yaml.0123456789abcdef.part").write_bytes(b"half")
@@ -269,7 +341,9 @@ def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(bench: Ben
 
 
 def test_a_run_without_room_leaves_its_folder_to_the_next(bench: Bench, tmp_path: Path) -> None:
-    with pytest.raises(AutotuneError, match="MiB free") as failed:  # which is kept, as a notebook keeps it
+    with pytest.raises(
+        AutotuneError, match="MiB free"
+    ) as failed:  # which is kept, as a notebook keeps it
         claim_folder(bench.plan(output=str(tmp_path)), resume=False, needed_bytes=1 << 60)
     assert (failed.value.exit_status, is_in_use(tmp_path)) == (1, False)
 

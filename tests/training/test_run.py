@@ -1,4 +1,6 @@
-"""A whole run in process: what it writes, what its report says, and what it refuses before any long work."""
+"""A whole run in process: what it writes, what its report says, and what it refuses before any
+long work.
+"""
 
 import errno
 import json
@@ -54,7 +56,9 @@ PROMPTS = ("a red circle on a white background", "something else")
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepFinished]]:
+def run(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, RunReport, list[StepFinished]]:
     folder = tmp_path_factory.mktemp("run") / "out"
     plan = bench.plan(
         output=str(folder),
@@ -74,13 +78,17 @@ def test_a_run_tells_the_energy_that_it_took_beside_what_was_promised(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = system_of(Card(250.0), monkeypatch)
-    monkeypatch.setattr(monitor, "EnergyMeter", lambda kind, index: EnergyMeter("cuda", index, system))
+    monkeypatch.setattr(
+        monitor, "EnergyMeter", lambda kind, index: EnergyMeter("cuda", index, system)
+    )
     plan = bench.plan(output=str(tmp_path / "out"), num_steps=4)
     promised = plan.frozen.expected.changed(joules_per_image=3.0)
     plan = seal(plan.job, plan.frozen.changed(expected=promised))
     report = train(plan, bench.hardware, bench.cache)
     joules = report.measured_joules_per_image
-    assert joules == pytest.approx(250.0 * report.measured_step_seconds / 4, rel=0.2), "images in a step"
+    assert joules == pytest.approx(250.0 * report.measured_step_seconds / 4, rel=0.2), (
+        "images in a step"
+    )
     training = next(phase.seconds for phase in report.phases if phase.name == "training")
     assert 0 < (report.training_kwh or 0.0) <= 250.0 * training / 3.6e6 * 1.01
     assert re.search(r"^energy/image +3 J +\S+ J$", "\n".join(report_lines(report)), re.MULTILINE)
@@ -102,13 +110,24 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
     elif damage == "pickled":
         adapter.write_bytes(pickle.dumps(weights))
     else:
-        save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
-    with pytest.raises(InvalidInput, match=r"cut off|not finite|not an adapter of this model|claims a header|no JSON"):
-        sample_run(read_sample_inputs(folder, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
+        save_file(
+            adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()}
+        )
+    with pytest.raises(
+        InvalidInput,
+        match=r"cut off|not finite|not an adapter of this model|claims a header|no JSON",
+    ):
+        sample_run(
+            read_sample_inputs(folder, SampleRequest(PROMPTS[0], seed=5)),
+            bench.hardware,
+            bench.cache,
+        )
     assert not list(folder.glob("*.png"))
 
 
-def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
+def test_epochs_decide_the_steps_and_each_is_on_record(
+    run: tuple[Path, RunReport, list[StepFinished]],
+) -> None:
     folder, report, steps = run
     assert report.num_steps == len(steps) == 7
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -121,7 +140,9 @@ def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunRepor
     assert all(seconds > 0 for seconds in left[1:-1])
 
 
-def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
+def test_curves_previews_trace_and_grid_are_written(
+    run: tuple[Path, RunReport, list[StepFinished]],
+) -> None:
     folder, _, _ = run
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -139,33 +160,57 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
         "with-1.png",
         "without-1.png",
     ], "of each prompt after the first, too"
-    assert Image.open(folder / "samples.png").size == (64, 2 * (32 + 2 * MIN_LINE_PX)), "with lines for labels"
-    facts = {name: Image.open(folder / f"sample_{name}_adapter.png").text for name in ("with", "without")}
-    assert {name: (text["adapter"], text["prompt"], text["seed"]) for name, text in facts.items()} == {
-        name: (name, PROMPTS[0], "3") for name in facts
+    assert Image.open(folder / "samples.png").size == (64, 2 * (32 + 2 * MIN_LINE_PX)), (
+        "with lines for labels"
+    )
+    facts = {
+        name: Image.open(folder / f"sample_{name}_adapter.png").text for name in ("with", "without")
     }
+    assert {
+        name: (text["adapter"], text["prompt"], text["seed"]) for name, text in facts.items()
+    } == {name: (name, PROMPTS[0], "3") for name in facts}
     preview = Image.open(folder / "previews" / "step-000003-1.png").text
-    assert (preview["adapter"], preview["prompt"], preview["seed"]) == ("after step 3", PROMPTS[1], "4")
+    assert (preview["adapter"], preview["prompt"], preview["seed"]) == (
+        "after step 3",
+        PROMPTS[1],
+        "4",
+    )
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]) -> None:
+def test_the_adapter_says_what_it_belongs_to(
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]
+) -> None:
     folder, report, _ = run
     info = read_adapter(folder / ADAPTER_FILE).info
     assert info is not None
-    assert (info.transformer, info.plan_digest) == (bench.resolved.family.transformer_class, report.plan_digest)
+    assert (info.transformer, info.plan_digest) == (
+        bench.resolved.family.transformer_class,
+        report.plan_digest,
+    )
 
 
-def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
+def test_report_judges_the_adapter_and_names_memory_by_phase(
+    run: tuple[Path, RunReport, list[StepFinished]],
+) -> None:
     folder, report, _ = run
     assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
-    assert {phase.name for phase in report.phases} == {"caching", "loading", "previews", "training", "saving"}
+    assert {phase.name for phase in report.phases} == {
+        "caching",
+        "loading",
+        "previews",
+        "training",
+        "saving",
+    }
     assert all(phase.host_bytes for phase in report.phases)
     verdict = report.verdict
     assert verdict is not None
     assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
     assert verdict.base_loss != verdict.adapter_loss
-    promised = tuple(peak.model_copy(update={"host_bytes": 2**30, "device_bytes": None}) for peak in report.phases[:1])
+    promised = tuple(
+        peak.model_copy(update={"host_bytes": 2**30, "device_bytes": None})
+        for peak in report.phases[:1]
+    )
     text = "\n".join(report_lines(report.model_copy(update={"expected_phases": promised})))
     assert re.search(r"  caching +1\.00 GiB +[\d.]+ [MG]iB", text)
     assert re.search(r"  saving +- +[\d.]+ [MG]iB", text)
@@ -173,10 +218,16 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert "loss on fresh noise" in text
 
 
-def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tmp_path: Path) -> None:
+def test_only_layers_before_the_last_block_count_as_never_moved(
+    bench: Bench, tmp_path: Path
+) -> None:
     plan = bench.plan(output=str(tmp_path / "run"), num_steps=2)
     workload = plan.frozen.workload.model_copy(update={"targets": "all-linear"})
-    report = train(seal(plan.job, plan.frozen.model_copy(update={"workload": workload})), bench.hardware, bench.cache)
+    report = train(
+        seal(plan.job, plan.frozen.model_copy(update={"workload": workload})),
+        bench.hardware,
+        bench.cache,
+    )
     verdict = report.verdict
     assert verdict is not None
     still = {name for name, norm in verdict.layer_norms.items() if not norm}
@@ -186,7 +237,9 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
     (line, _) = verdict_lines(verdict)
     assert f"all moved but {len(still)} of the last block" in line
     assert "from 0 " not in line
-    earlier = judge_adapter(tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None)
+    earlier = judge_adapter(
+        tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None
+    )
     assert f"{len(still)} NEVER MOVED, all finite" in verdict_lines(earlier)[0]
 
 
@@ -195,24 +248,37 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 ) -> None:
     preview = Preview(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
-    plain = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
+    plain = bench.resolved.family.sample(
+        stock, preview.prompt, preview.bucket, num_steps=2, seed=5
+    )[0]
     write_plan(tmp_path / "plan.yaml", bench.plan())
     (as_it_is,) = sample_run(
-        read_sample_inputs(tmp_path / "plan.yaml", SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
+        read_sample_inputs(tmp_path / "plan.yaml", SampleRequest(PROMPTS[0], seed=5)),
+        bench.hardware,
+        bench.cache,
     )
     assert (as_it_is.parent, Image.open(as_it_is).tobytes()) == (tmp_path, plain.tobytes())
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
-    expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
-    (written,) = sample_run(read_sample_inputs(run[0], SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
+    expected = bench.resolved.family.sample(
+        stock, preview.prompt, preview.bucket, num_steps=2, seed=5
+    )[0]
+    (written,) = sample_run(
+        read_sample_inputs(run[0], SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
+    )
     assert Image.open(written).tobytes() == expected.tobytes()
 
 
 def test_sampling_swaps_the_blocks_that_the_plan_swaps(
-    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    run: tuple[Path, RunReport, list[StepFinished]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, _, _ = run
     (plain,) = sample_run(
-        read_sample_inputs(folder, SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "plain.png")),
+        read_sample_inputs(
+            folder, SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "plain.png")
+        ),
         bench.hardware,
         bench.cache,
     )
@@ -221,7 +287,9 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     shutil.copy(folder / ADAPTER_FILE, tmp_path)
     visits: list[int] = []
     fetch = BlockSwap._fetch
-    monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
+    monkeypatch.setattr(
+        BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number))
+    )
     (written,) = sample_run(
         read_sample_inputs(tmp_path, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
     )
@@ -231,14 +299,22 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
 
 @pytest.mark.parametrize(
     "short_of_memory",
-    [torch.OutOfMemoryError(), RuntimeError("GET was unable to find an engine to execute this computation")],
+    [
+        torch.OutOfMemoryError(),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
+    ],
 )
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, short_of_memory: Exception
 ) -> None:
-    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(
+        update={"width_px": 512, "height_px": 512}
+    )
     told: list[str] = []
-    sampler, tried = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU), told.append), []
+    sampler, tried = (
+        PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU), told.append),
+        [],
+    )
     sampler.encoded[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False
@@ -257,7 +333,9 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
-def test_a_decoder_that_half_reached_a_full_device_leaves_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_half_reached_a_full_device_leaves_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU))
     monkeypatch.setattr(sampler, "device", "full")
     monkeypatch.setattr(sampler, "_run", lambda *_: ["picture"])
@@ -269,8 +347,12 @@ def test_a_decoder_that_half_reached_a_full_device_leaves_it(bench: Bench, monke
         if places == ["full"]:
             raise torch.OutOfMemoryError
 
-    sampler.pipeline = SimpleNamespace(vae=SimpleNamespace(to=move), transformer=bench.trained.transformer)
-    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    sampler.pipeline = SimpleNamespace(
+        vae=SimpleNamespace(to=move), transformer=bench.trained.transformer
+    )
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(
+        update={"width_px": 512, "height_px": 512}
+    )
     assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert places == ["full", "cpu"] * 2
 
@@ -301,13 +383,20 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
 
 
 def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
-    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    run: tuple[Path, RunReport, list[StepFinished]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_plan(tmp_path / "run-plan.yaml", bench.plan(num_processes=2, strategy="fsdp2"))
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
     applied: list[int] = []
-    monkeypatch.setattr("autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1]))
-    sample_run(read_sample_inputs(tmp_path, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache)
+    monkeypatch.setattr(
+        "autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1])
+    )
+    sample_run(
+        read_sample_inputs(tmp_path, SampleRequest(PROMPTS[0], seed=5)), bench.hardware, bench.cache
+    )
     assert applied == [bench.resolved.spec.num_blocks - 1]
 
 
@@ -319,14 +408,22 @@ def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
 
     monkeypatch.setattr("autotune.training.sample.load_transformer", short)
     with pytest.raises(AutotuneError, match="memory ran out"):
-        sample_run(read_sample_inputs(run[0], SampleRequest(PROMPTS[0])), bench.hardware, bench.cache)
+        sample_run(
+            read_sample_inputs(run[0], SampleRequest(PROMPTS[0])), bench.hardware, bench.cache
+        )
 
 
 def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    sampler, made, left = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(
+        update={"width_px": 512, "height_px": 512}
+    )
+    sampler, made, left = (
+        PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)),
+        [],
+        [],
+    )
 
     def sample(preview: Preview) -> list[Any]:
         if sampler.divisor > 1:
@@ -401,7 +498,11 @@ def test_a_folder_in_use_is_refused(
         prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=False)
     assert "--resume" in error.value.hint
     with pytest.raises(InvalidInput, match="started with another learning_rate"):
-        prepare(bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1), bench.hardware, resume=True)
+        prepare(
+            bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1),
+            bench.hardware,
+            resume=True,
+        )
     with pytest.raises(InvalidInput, match="lies in the data folder"):
         prepare(bench.plan(output=str(bench.images / "out")), bench.hardware, resume=False)
     with pytest.raises(InvalidInput, match="lies in the model folder"):
@@ -413,7 +514,11 @@ def test_a_folder_in_use_is_refused(
 
 @pytest.mark.parametrize(("schedule", "can_be_longer"), [("constant", True), ("cosine", False)])
 def test_a_finished_run_that_is_started_again_is_recognized(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, can_be_longer: bool
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+    can_be_longer: bool,
 ) -> None:
     plan = bench.plan(num_steps=1, output=str(tmp_path), lr_scheduler=schedule)
     report = train(plan, bench.hardware, bench.cache)
@@ -421,7 +526,9 @@ def test_a_finished_run_that_is_started_again_is_recognized(
         train(plan, bench.hardware, bench.cache)
     assert f"autotune sample {tmp_path} --prompt TEXT" in refused.value.hint
     assert ("--resume --steps" in refused.value.hint) == can_be_longer
-    monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
+    monkeypatch.setattr(
+        "autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded")
+    )
     told: list[str] = []
     assert train(plan, bench.hardware, bench.cache, notices_to(told.append), resume=True) == report
     assert told == ["this run has taken all of its 1 steps: nothing is left to do"]
@@ -429,7 +536,11 @@ def test_a_finished_run_that_is_started_again_is_recognized(
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("shorter", "3 steps were taken already"), ("data", "another plan, job"), ("encoders", "with other encoders")],
+    [
+        ("shorter", "3 steps were taken already"),
+        ("data", "another plan, job"),
+        ("encoders", "with other encoders"),
+    ],
 )
 def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
@@ -437,25 +548,39 @@ def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(
     output, images, model = tmp_path / "out", tmp_path / "images", tmp_path / "model"
     shutil.copytree(bench.images, images)
     shutil.copytree(bench.model_folder, model)
-    train(bench.plan(num_steps=3, output=str(output), data=str(images)), bench.hardware, bench.cache)
+    train(
+        bench.plan(num_steps=3, output=str(output), data=str(images)), bench.hardware, bench.cache
+    )
     if change == "data":
         next(images.glob("*.txt")).write_text("red")
     if change == "encoders":
         weights = find_weights(model / "text_encoder")
-        save_file(weights, {name: 2 * tensor for name, tensor in load_file(weights).items()}, {"format": "pt"})
-    monkeypatch.setattr(Encoders, "load_pipeline", lambda *_, **__: pytest.fail("encoders are being loaded"))
-    monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
+        save_file(
+            weights,
+            {name: 2 * tensor for name, tensor in load_file(weights).items()},
+            {"format": "pt"},
+        )
+    monkeypatch.setattr(
+        Encoders, "load_pipeline", lambda *_, **__: pytest.fail("encoders are being loaded")
+    )
+    monkeypatch.setattr(
+        "autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded")
+    )
     plan = bench.plan(num_steps=2, output=str(output), data=str(images), model=str(model))
     with pytest.raises(InvalidInput, match=words):
         train(plan, bench.hardware, bench.cache, resume=True)
 
 
-def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench: Bench, tmp_path: Path) -> None:
+def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(
+    bench: Bench, tmp_path: Path
+) -> None:
     plan = bench.plan(num_steps=1, output=str(tmp_path))
     bench.loop(plan, tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(b"of hours")
     (tmp_path / "run-plan.yaml").write_text("damaged")
-    prepare(plan, bench.hardware, resume=True).lock.release()  # its checkpoints say that it is the same run
+    prepare(
+        plan, bench.hardware, resume=True
+    ).lock.release()  # its checkpoints say that it is the same run
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(InvalidInput, match="holds the adapter of another run"):
         prepare(plan, bench.hardware, resume=True)
@@ -464,7 +589,9 @@ def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench:
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.runtime.resources.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(
+        "autotune.runtime.resources.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
+    )
     with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
@@ -474,7 +601,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the disk that each start asks for."""
     sizes: list[int] = []
     monkeypatch.setattr(
-        "autotune.training.folder.require_free_disk", lambda folder, needed, what, hint: sizes.append(needed)
+        "autotune.training.folder.require_free_disk",
+        lambda folder, needed, what, hint: sizes.append(needed),
     )
     return sizes
 
@@ -495,14 +623,18 @@ def test_checkpoints_kept_for_good_are_counted_in_epochs_where_these_decide(
     bench: Bench, tmp_path: Path, asked: list[int]
 ) -> None:
     for length in ({"num_steps": 10}, {"num_train_epochs": 8}):  # 40 images in steps of 4
-        plan = bench.plan(checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length)
+        plan = bench.plan(
+            checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length
+        )
         prepare(plan, bench.hardware, resume=False).lock.release()
     assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: Path, part: str, damage: str) -> None:
+def test_an_incomplete_model_is_refused_before_any_work(
+    bench: Bench, tmp_path: Path, part: str, damage: str
+) -> None:
     model = shutil.copytree(bench.model_folder, tmp_path / "model")
     (file,) = (model / part).glob("*.safetensors")
     if damage == "missing":
@@ -510,10 +642,14 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
     else:
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidInput):
-        prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
+        prepare(
+            bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False
+        )
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(PlanRequest(str(model), job_overrides={"data": str(bench.images)}), bench.hardware)
+        make_plan(
+            PlanRequest(str(model), job_overrides={"data": str(bench.images)}), bench.hardware
+        )
 
 
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
@@ -524,7 +660,10 @@ def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
     expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
     plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
     device = bench.hardware.device.model_copy(update={"kind": "mps"})
-    monkeypatch.setattr("autotune.training.preparation.fetch_model", lambda name: pytest.fail("weights were fetched"))
+    monkeypatch.setattr(
+        "autotune.training.preparation.fetch_model",
+        lambda name: pytest.fail("weights were fetched"),
+    )
     with pytest.raises(DoesNotFit, match="kind of device"):
         fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
 
@@ -537,19 +676,30 @@ def test_a_tokenizer_that_is_damaged_or_has_no_vocabulary_is_named(
     vocabulary = model / "tokenizer" / "tokenizer.json"
     vocabulary.unlink() if content is None else vocabulary.write_text(content)
     with pytest.raises(InvalidInput, match=r"the tokenizer in .*/model ") as caught:
-        prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
+        prepare(
+            bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False
+        )
     assert "download the model again" in caught.value.hint
 
 
-def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
+def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(
+    bench: Bench, tmp_path: Path
+) -> None:
     control = shutil.copytree(bench.images, tmp_path / "control")
     with pytest.raises(InvalidInput, match="qwen-image takes none") as caught:
-        prepare(bench.plan(control=str(control), output=str(tmp_path / "out")), bench.hardware, resume=False)
+        prepare(
+            bench.plan(control=str(control), output=str(tmp_path / "out")),
+            bench.hardware,
+            resume=False,
+        )
     assert "--control" in caught.value.hint
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput, match="qwen-image takes none"):
         make_plan(
-            PlanRequest(str(bench.model_folder), job_overrides={"data": str(bench.images), "control": str(control)}),
+            PlanRequest(
+                str(bench.model_folder),
+                job_overrides={"data": str(bench.images), "control": str(control)},
+            ),
             bench.hardware,
         )
 
@@ -583,12 +733,20 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
 
 def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
     plain = {"data": str(alike)}
-    asked = PlanRequest(str(bench.model_folder), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2), plain)
+    asked = PlanRequest(
+        str(bench.model_folder), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2), plain
+    )
     dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
     again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
     for question, masked in ((asked, False), (dropping, True), (again, True)):
-        candidates = ResolvedRequest.build(question, needs_weights=False).space(bench.hardware).candidates
-        pairs = {candidate.micro_batch_size for candidate in candidates if candidate.attention == "_native_flash"}
+        candidates = (
+            ResolvedRequest.build(question, needs_weights=False).space(bench.hardware).candidates
+        )
+        pairs = {
+            candidate.micro_batch_size
+            for candidate in candidates
+            if candidate.attention == "_native_flash"
+        }
         assert pairs == ({1} if masked else {1, 2})
 
 
@@ -621,7 +779,9 @@ def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_
         sample_run(read_sample_inputs(tmp_path, SampleRequest("x")), bench.hardware, bench.cache)
 
 
-def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(
+    bench: Bench, tmp_path: Path
+) -> None:
     plan = bench.plan(num_steps=2, output=str(tmp_path / "out"))
     running = prepare(plan, bench.hardware, resume=False)
     for resume in (False, True):
@@ -631,7 +791,9 @@ def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Benc
     holder = "import sys, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\n"
     holder += "print('held', flush=True)\nsys.stdin.read()"
     other = subprocess.Popen(
-        [sys.executable, "-c", holder, str(tmp_path / "out" / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", holder, str(tmp_path / "out" / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert other.stdout is not None
     assert other.stdout.readline() == b"held\n"
@@ -648,7 +810,11 @@ def test_a_job_for_a_tracker_that_is_not_installed_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr("autotune.training.metrics.find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=f"{tracker}, which is not installed") as error:
-        prepare(bench.plan(report_to=tracker, output=str(tmp_path / "out")), bench.hardware, resume=False)
+        prepare(
+            bench.plan(report_to=tracker, output=str(tmp_path / "out")),
+            bench.hardware,
+            resume=False,
+        )
     assert f"pip install {tracker}" in error.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -658,7 +824,9 @@ def test_prompts_of_previews_are_encoded_once_for_all_starts(
 ) -> None:
     job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
     first = train(bench.plan(output=str(tmp_path / "one"), **job), bench.hardware, bench.cache)
-    monkeypatch.setattr(Encoders, "_load_text_encoder", lambda *_: pytest.fail("a text encoder was loaded"))
+    monkeypatch.setattr(
+        Encoders, "_load_text_encoder", lambda *_: pytest.fail("a text encoder was loaded")
+    )
     train(bench.plan(output=str(tmp_path / "two"), **job), bench.hardware, bench.cache)
     assert first.num_steps == 1
     left, right = (Image.open(tmp_path / name / "samples.png").tobytes() for name in ("one", "two"))

@@ -1,4 +1,6 @@
-"""Training goes on from an adapter's file, and writes the adapter in the dtype that is asked for."""
+"""Training goes on from an adapter's file, and writes the adapter in the dtype that is asked
+for.
+"""
 
 from pathlib import Path
 
@@ -36,11 +38,17 @@ def test_an_adapter_of_any_format_and_alpha_starts_as_the_same_update(
         if "default" in getattr(module, "lora_A", ()):
             shapes = module.lora_A["default"].weight.shape, module.lora_B["default"].weight.shape
             made[name] = LoraLayer(torch.randn(shapes[0]), torch.randn(shapes[1]), alpha=7.0)
-    write_adapter(tmp_path / "a.safetensors", Adapter(made, {}), form, model.family.transformer_class)  # type: ignore[arg-type]
+    write_adapter(
+        tmp_path / "a.safetensors", Adapter(made, {}), form, model.family.transformer_class
+    )  # type: ignore[arg-type]
     start_from(tmp_path / "a.safetensors", transformer, model.family)
     for name, layer in made.items():
         module = transformer.get_submodule(name)
-        got = module.lora_B["default"].weight @ module.lora_A["default"].weight * module.scaling["default"]
+        got = (
+            module.lora_B["default"].weight
+            @ module.lora_A["default"].weight
+            * module.scaling["default"]
+        )
         torch.testing.assert_close(got, layer.up @ layer.down * (7.0 / layer.rank))
 
 
@@ -51,11 +59,20 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
     plan, name = make_plan(*small, machine(), num_steps=2), "pytorch_lora_weights.safetensors"
     autotune.train(plan, output=str(tmp_path / "first"))
     first = read_adapter(tmp_path / "first" / name)
-    halves = {key: LoraLayer(layer.down, layer.up * 100, layer.alpha) for key, layer in first.layers.items()}
+    halves = {
+        key: LoraLayer(layer.down, layer.up * 100, layer.alpha)
+        for key, layer in first.layers.items()
+    }
     write_adapter(tmp_path / "strong.safetensors", Adapter(halves, {}), "diffusers")
-    goes_on = {"from_adapter": str(tmp_path / "strong.safetensors"), "save_dtype": "bf16", "adapter_format": "kohya"}
+    goes_on = {
+        "from_adapter": str(tmp_path / "strong.safetensors"),
+        "save_dtype": "bf16",
+        "adapter_format": "kohya",
+    }
     report = autotune.train(plan, output=str(tmp_path / "second"), **goes_on)  # type: ignore[arg-type]
-    assert {tensor.dtype for tensor in load_file(tmp_path / "second" / name).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "second" / name).values()} == {
+        torch.bfloat16
+    }
     second = read_adapter(tmp_path / "second" / name).layers
     assert Job.model_fields["save_dtype"].default == "bf16", "as peers save, unless said"
     assert report.adapter == "kohya_lora_weights.safetensors"
@@ -68,7 +85,9 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
         assert update_norm(second[key]) == pytest.approx(update_norm(layer), rel=0.2, abs=1e-3)
 
 
-def test_an_adapter_of_other_rank_or_layers_is_refused(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_of_other_rank_or_layers_is_refused(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
     model, plan = resolve_model(str(small[0])), make_plan(*small, machine())
     transformer = build_on_meta(model.family, model.config)
     add_adapter(model.family, transformer, plan.frozen.workload, torch.float32)

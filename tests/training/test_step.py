@@ -1,4 +1,6 @@
-"""The step learns the same whatever the split into micro-batches; draws depend on nothing but their place."""
+"""The step learns the same whatever the split into micro-batches; draws depend on nothing but
+their place.
+"""
 
 import copy
 
@@ -26,13 +28,21 @@ LATENTS = torch.randn(4, 3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
 def _run(sizes, dtype=torch.float32, steps=2):
     torch.manual_seed(0)
     model = nn.Linear(3, 3).to(dtype)
-    optimizer = AdapterOptimizer(list(model.parameters()), learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    optimizer = AdapterOptimizer(
+        list(model.parameters()), learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5
+    )
     outcomes = []
     for step in range(steps):
         batches = [{"latents": part.to(dtype)} for part in LATENTS.split(list(sizes))]
         outcomes.append(
             optimizer_step(
-                Scaled(), model, optimizer, batches, effective_batch_size=4, noising=Noising(7, 2.0), step=step
+                Scaled(),
+                model,
+                optimizer,
+                batches,
+                effective_batch_size=4,
+                noising=Noising(7, 2.0),
+                step=step,
             )
         )
     return model, outcomes
@@ -57,7 +67,9 @@ def test_a_step_equals_one_written_out():
     loss = 0.0
     for clean, (noise, sigma) in zip(LATENTS, draws, strict=True):
         noisy = (1 - sigma) * clean + sigma * noise
-        predicted = torch.einsum("oc,cthw->othw", expected.weight, noisy) + expected.bias.view(3, 1, 1, 1)
+        predicted = torch.einsum("oc,cthw->othw", expected.weight, noisy) + expected.bias.view(
+            3, 1, 1, 1
+        )
         loss = loss + ((predicted - (noise - clean)) ** 2).mean() / 4
     loss.backward()
     norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
@@ -71,7 +83,9 @@ def test_a_step_equals_one_written_out():
 
 def test_bf16_parameters_keep_small_updates():
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = AdapterOptimizer([parameter], learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1e9)
+    optimizer = AdapterOptimizer(
+        [parameter], learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1e9
+    )
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -92,7 +106,9 @@ class _Operations(TorchDispatchMode):
 
 def test_gradients_reach_the_masters_in_one_operation_however_many_parameters_there_are():
     parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(30)]
-    optimizer = AdapterOptimizer(parameters, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1e9)
+    optimizer = AdapterOptimizer(
+        parameters, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1e9
+    )
     for number, parameter in enumerate(parameters[1:]):  # one that no loss reaches has none
         parameter.grad = torch.full_like(parameter, 1.0 + number)
     with _Operations() as operations:
@@ -123,7 +139,9 @@ def test_noise_levels_have_the_shifted_median(shift):
 
 
 def test_uniform_levels_are_uniform_and_a_shift_may_go_by_shape():
-    levels = sorted(Noising(0, 1.0, "uniform").draw(step, 0, (1, 1, 2, 2))[1] for step in range(2000))
+    levels = sorted(
+        Noising(0, 1.0, "uniform").draw(step, 0, (1, 1, 2, 2))[1] for step in range(2000)
+    )
     assert [levels[at] for at in (200, 1000, 1800)] == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
     seen = []
     Noising(0, lambda shape: seen.append(shape) or 2.0).draw(0, 0, (16, 1, 8, 12))

@@ -26,8 +26,12 @@ PROMPT = "a red circle on a white background"
 def plan_of(bench: Bench, storage: str, output: Path, **job: object) -> TrainingPlan:
     plan = bench.plan(output=str(output), num_steps=3, checkpointing_steps=1, **job)
     workload = plan.frozen.workload.model_copy(update={"quality": "compact"})
-    settings = plan.frozen.settings.model_copy(update={"quantization": storage, "checkpointed_blocks": 1})
-    return seal(plan.job, plan.frozen.model_copy(update={"workload": workload, "settings": settings}))
+    settings = plan.frozen.settings.model_copy(
+        update={"quantization": storage, "checkpointed_blocks": 1}
+    )
+    return seal(
+        plan.job, plan.frozen.model_copy(update={"workload": workload, "settings": settings})
+    )
 
 
 @pytest.mark.quick("torchao-int8")
@@ -35,7 +39,9 @@ def plan_of(bench: Bench, storage: str, output: Path, **job: object) -> Training
 def test_neither_previews_nor_an_interruption_change_what_is_learned(
     bench: Bench, tmp_path: Path, storage: str
 ) -> None:
-    watched = plan_of(bench, storage, tmp_path / "watched", preview_prompts=(PROMPT,), preview_every=1)
+    watched = plan_of(
+        bench, storage, tmp_path / "watched", preview_prompts=(PROMPT,), preview_every=1
+    )
     report = train(watched, bench.hardware, bench.cache)
     assert report.verdict is not None
     assert report.verdict.num_unmoved == report.verdict.num_not_finite == 0
@@ -52,7 +58,9 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
     one, other = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("watched", "broken"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     (written,) = sample_run(
-        read_sample_inputs(tmp_path / "broken", SampleRequest(PROMPT, seed=5)), bench.hardware, bench.cache
+        read_sample_inputs(tmp_path / "broken", SampleRequest(PROMPT, seed=5)),
+        bench.hardware,
+        bench.cache,
     )
     assert Image.open(written).size == (32, 32)
 
@@ -61,8 +69,26 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
 @BITSANDBYTES
 def test_4_bits_from_plan_to_training_through_the_commands(bench: Bench, tmp_path: Path) -> None:
     plan, result = tmp_path / "plan.yaml", tmp_path / "result"
-    source = ("--model", bench.model_folder, "--data", bench.images, "--resolution", 32, "--rank", 2)
-    limits = ("--steps", 4, "--max-trials", 1, "--quality", "compact", "--pin", "quantization=bnb-nf4")
+    source = (
+        "--model",
+        bench.model_folder,
+        "--data",
+        bench.images,
+        "--resolution",
+        32,
+        "--rank",
+        2,
+    )
+    limits = (
+        "--steps",
+        4,
+        "--max-trials",
+        1,
+        "--quality",
+        "compact",
+        "--pin",
+        "quantization=bnb-nf4",
+    )
     for command in (("plan", *source, *limits, "-o", plan), ("train", plan, "--output", result)):
         done = autotune_forked(*command)
         assert done.returncode == 0, done.stderr

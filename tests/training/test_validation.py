@@ -1,4 +1,6 @@
-"""The loss on held-out images: what it is, that it changes nothing that is learned, and what it is used for."""
+"""The loss on held-out images: what it is, that it changes nothing that is learned, and what it
+is used for.
+"""
 
 import json
 import math
@@ -42,7 +44,9 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", DRAWS)
 
 
-def history_of(*losses: tuple[float, ...], base: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)) -> ValidationHistory:
+def history_of(
+    *losses: tuple[float, ...], base: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)
+) -> ValidationHistory:
     history = ValidationHistory(list(base))
     for number, each in enumerate(losses, start=1):
         history.add(10 * number, each)
@@ -51,7 +55,9 @@ def history_of(*losses: tuple[float, ...], base: tuple[float, ...] = (1.0, 2.0, 
 
 def shifted(by: float) -> tuple[float, ...]:
     """The base's losses, all of them moved by about as much."""
-    return tuple(loss + by * (1 + 0.1 * (-1) ** number) for number, loss in enumerate((1.0, 2.0, 3.0, 4.0)))
+    return tuple(
+        loss + by * (1 + 0.1 * (-1) ** number) for number, loss in enumerate((1.0, 2.0, 3.0, 4.0))
+    )
 
 
 def test_overfitting_begins_where_the_loss_was_lowest_once_it_has_risen_twice() -> None:
@@ -59,7 +65,8 @@ def test_overfitting_begins_where_the_loss_was_lowest_once_it_has_risen_twice() 
     history = history_of(shifted(-0.2), shifted(-0.3), shifted(-0.2), shifted(-0.1))
     assert (history.overfitting_from, history.best_step) == (20, 20)
     assert history.warning == (
-        "overfitting began after step 20: on held-out images the loss rises, now 2.4000, lowest 2.2000 there"
+        "overfitting began after step 20: on held-out images the loss rises, now 2.4000, lowest "
+        "2.2000 there"
     )
     history.add(50, shifted(-0.05))
     assert history.warning is None, "it is named once"
@@ -90,7 +97,9 @@ def test_a_history_goes_on_from_its_state() -> None:
 
 def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench) -> None:
     """As it starts, and whatever is in it later; then it trains on."""
-    loop = bench.loop(bench.plan(num_steps=2, validation="40%"), Path(tempfile.mkdtemp()), held_out=2)
+    loop = bench.loop(
+        bench.plan(num_steps=2, validation="40%"), Path(tempfile.mkdtemp()), held_out=2
+    )
     meter = loop.validation.meter
     assert meter
     assert loop.validation.history
@@ -104,7 +113,9 @@ def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench) -> None:
     assert meter.measure(1) == pytest.approx(base, rel=1e-5), "the micro-batch changes nothing"
 
 
-def test_levels_are_spread_over_all_that_training_draws(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_are_spread_over_all_that_training_draws(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 32)
     noising = Noising(shift=2.2)
     meter = HeldOutLoss(bench.trained, bench.encoded, noising, lambda batch: batch)
@@ -113,18 +124,34 @@ def test_levels_are_spread_over_all_that_training_draws(bench: Bench, monkeypatc
     quantiles = (torch.arange(len(levels)) + 0.5) / len(levels)
     assert levels == pytest.approx(drawn.quantile(quantiles).tolist(), abs=0.02)
     assert len({draw.number for draw in meter._draws}) == len(levels), "each has noise of its own"
-    assert all(any(draw.index == item for draw in meter._draws) for item in range(len(bench.encoded.items)))
+    assert all(
+        any(draw.index == item for draw in meter._draws) for item in range(len(bench.encoded.items))
+    )
 
 
 def test_validation_changes_nothing_that_is_learned(bench: Bench, tmp_path: Path) -> None:
     plain = bench.loop(bench.plan(num_steps=4, caption_dropout=0.1), tmp_path / "plain", held_out=2)
-    job: dict[str, Any] = {"num_steps": 4, "caption_dropout": 0.1, "validation": "40%", "validation_every": 1}
-    assert same(bench.loop(bench.plan(**job, keep_best=True), tmp_path / "validated", held_out=2), plain)
+    job: dict[str, Any] = {
+        "num_steps": 4,
+        "caption_dropout": 0.1,
+        "validation": "40%",
+        "validation_every": 1,
+    }
+    assert same(
+        bench.loop(bench.plan(**job, keep_best=True), tmp_path / "validated", held_out=2), plain
+    )
 
 
 @pytest.mark.slow
-def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(bench: Bench, tmp_path: Path) -> None:
-    job: dict[str, Any] = {"num_steps": STEPS, "validation": "40%", "validation_every": 2, "keep_best": True}
+def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(
+    bench: Bench, tmp_path: Path
+) -> None:
+    job: dict[str, Any] = {
+        "num_steps": STEPS,
+        "validation": "40%",
+        "validation_every": 2,
+        "keep_best": True,
+    }
     whole = bench.loop(bench.plan(**job, checkpointing_steps=1), tmp_path / "whole", held_out=2)
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert [event.step for event in expected if event.validation_loss is not None] == [2, 4, 5]
@@ -140,11 +167,18 @@ def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(benc
             assert same(ended, whole)
             assert ended.validation.history == whole.validation.history
             assert ended.gradients.state() == whole.gradients.state()
-            measured = [(e.validation_loss, e.gradient_spikes) for e in read_metrics(Path(name) / "metrics.jsonl")]
+            measured = [
+                (e.validation_loss, e.gradient_spikes)
+                for e in read_metrics(Path(name) / "metrics.jsonl")
+            ]
             assert measured == [(e.validation_loss, e.gradient_spikes) for e in expected]
             best = load_file(Path(name) / "checkpoints" / "best.safetensors")[0]
-            assert all(torch.equal(value, best[key]) for key, value in
-                       load_file(tmp_path / "whole" / "checkpoints" / "best.safetensors")[0].items())  # fmt: skip
+            assert all(
+                torch.equal(value, best[key])
+                for key, value in load_file(
+                    tmp_path / "whole" / "checkpoints" / "best.safetensors"
+                )[0].items()
+            )
 
     check()
 
@@ -158,7 +192,9 @@ def test_a_measurement_takes_less_memory_than_a_step(bench: Bench, tmp_path: Pat
         return live_tensors(loop.model.transformer, loop.optimizer)
 
     loop.done = 1
-    _, step_bytes = measure_peak_memory(loop.model.device, live, lambda: loop._step(1, iter(loop._make_loader())))
+    _, step_bytes = measure_peak_memory(
+        loop.model.device, live, lambda: loop._step(1, iter(loop._make_loader()))
+    )
     _, measured_bytes = measure_peak_memory(loop.model.device, live, lambda: meter.measure(2))
     assert 0 < measured_bytes < step_bytes
 
@@ -169,7 +205,9 @@ def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
     measure = HeldOutLoss._losses
 
     def run_out(meter: HeldOutLoss, draws: Any) -> list[float]:
-        if any(bool(parameter.any()) for parameter in bench.trained.adapter[1::2]):  # not without an adapter
+        if any(
+            bool(parameter.any()) for parameter in bench.trained.adapter[1::2]
+        ):  # not without an adapter
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(meter, draws)
 
@@ -179,7 +217,9 @@ def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
     loop = bench.loop(plan, tmp_path, on_step=seen.append, held_out=2)
     assert [event.step for event in seen] == [1, 2, 3, 4]
     assert all(event.validation_loss is None for event in seen)
-    assert loop.warnings == ["memory is too short to measure the loss on held-out images; the run goes on without"]
+    assert loop.warnings == [
+        "memory is too short to measure the loss on held-out images; the run goes on without"
+    ]
     assert loop.validation.result(4) is None
 
 
@@ -193,7 +233,11 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
     def spoiled(meter: HeldOutLoss, micro_batch_size: int) -> list[float]:
         calls[0] += 1
         losses = measure(meter, micro_batch_size)
-        return [math.nan, *losses[1:]] if calls[0] in ((1,) if broken == "base" else (3, 4)) else losses
+        return (
+            [math.nan, *losses[1:]]
+            if calls[0] in ((1,) if broken == "base" else (3, 4))
+            else losses
+        )
 
     monkeypatch.setattr(HeldOutLoss, "measure", spoiled)
     monkeypatch.setattr(TrainingLoop, "evaluate", lambda loop: math.inf)
@@ -202,7 +246,11 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
     report = train(plan, bench.hardware, bench.cache, steps_to(seen.append))
     assert read_report(tmp_path) == report
     known = [event.validation_loss is not None for event in seen]
-    told = [warning for warning in report.warnings if warning.startswith("the loss on held-out images is not finite")]
+    told = [
+        warning
+        for warning in report.warnings
+        if warning.startswith("the loss on held-out images is not finite")
+    ]
     assert len(told) == 1
     if broken == "base":
         assert not any(known)
@@ -219,7 +267,7 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
 
 
 @pytest.mark.quick("qwen-image")
-def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:  # noqa: F811
+def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:
     found = []
     for settings_ in (AHEAD, AHEAD.changed(modulation="resident")):
         loop = loop_of(family_bench, family_bench.plan(settings=settings_))
@@ -229,8 +277,15 @@ def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) ->
 
 
 def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_path: Path) -> None:
-    """At a rate at which the first steps help and later ones do not: which is named when it begins."""
-    job: dict[str, Any] = {"num_steps": 6, "validation": "40%", "validation_every": 1, "learning_rate": 0.3}
+    """At a rate at which the first steps help and later ones do not: which is named when it
+    begins.
+    """
+    job: dict[str, Any] = {
+        "num_steps": 6,
+        "validation": "40%",
+        "validation_every": 1,
+        "learning_rate": 0.3,
+    }
     steps: list[StepFinished] = []
     plan = bench.plan(**job, keep_best=True, output=str(tmp_path))
     report = train(plan, bench.hardware, bench.cache, steps_to(steps.append))

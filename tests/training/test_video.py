@@ -18,11 +18,15 @@ def test_a_run_on_videos_and_images_writes_clips(tmp_path: Path) -> None:
     write_pictures(data, (32, 32))
     write_video(data / "fox.mp4", 20, size=(32, 32))
     Image.new("L", (32, 32), 128).save(data / "fox.mask.png")
-    get_family("wan-2.1").write_small_pipeline(tmp_path / "model", ["a red fox in the snow"], seed=0)
+    get_family("wan-2.1").write_small_pipeline(
+        tmp_path / "model", ["a red fox in the snow"], seed=0
+    )
     plan = make_plan(
-        tmp_path / "model", data, hardware, num_frames=5, num_steps=2, caption="a red fox in the snow",
+        tmp_path / "model", data, hardware, num_frames=5, num_steps=2, caption=("a red fox in the "
+                                                                               "snow"),
         flip=True, shuffle_tags=2, loss_mask="files", cache="memory",
-        data=str(data), output=str(tmp_path / "run"), preview_prompts=("a red fox in the snow",), preview_every=0,
+        data=str(data), output=str(tmp_path / "run"), preview_prompts=("a red fox in the "
+                                                                       "snow",), preview_every=0,
     )  # fmt: skip
     assert sorted(bucket.num_frames for bucket in plan.frozen.workload.buckets) == [1, 5]
     report = train(plan, hardware, tmp_path / "cache")
@@ -30,7 +34,9 @@ def test_a_run_on_videos_and_images_writes_clips(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*"))
     clips = [tmp_path / "run" / f"sample_{name}_adapter.mp4" for name in ("with", "without")]
     written = sample_run(
-        read_sample_inputs(tmp_path / "run", SampleRequest("a red fox in the snow", num_steps=2)), hardware, tmp_path
+        read_sample_inputs(tmp_path / "run", SampleRequest("a red fox in the snow", num_steps=2)),
+        hardware,
+        tmp_path,
     )
     assert [path.name for path in written] == ["sample-0.mp4"]
     for clip in (*clips, *written):

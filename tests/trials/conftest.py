@@ -21,7 +21,9 @@ FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
-    get_family("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
+    get_family("qwen-image").write_small_pipeline(
+        folder / "model", draw_images(folder / "images"), seed=0
+    )
     return folder / "model"
 
 
@@ -39,12 +41,16 @@ def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Work
     )
 
 
-def runner_for(model: Path, work: Workload, budget_bytes: int = 8 * GIB, **options: Any) -> ProcessTrialRunner:
+def runner_for(
+    model: Path, work: Workload, budget_bytes: int = 8 * GIB, **options: Any
+) -> ProcessTrialRunner:
     """A runner on this machine's CPU, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
     runner = ProcessTrialRunner(hardware, str(model), work, **options)
-    runner.num_steps = 1  # of several, those that disagree would be repeated, for seconds on a busy machine
+    runner.num_steps = (
+        1  # of several, those that disagree would be repeated, for seconds on a busy machine
+    )
     return runner
 
 

@@ -1,4 +1,6 @@
-"""A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps what it knows."""
+"""A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps
+what it knows.
+"""
 
 import gc
 import shutil
@@ -25,16 +27,26 @@ from autotune.trials.runner import ProcessTrialRunner
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
-def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(runner: ProcessTrialRunner) -> None:
+def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(
+    runner: ProcessTrialRunner,
+) -> None:
     result = runner.confirm(FIRST, CachingSettings(), 10.0)
     assert result.outcome == "ok", result.message
     assert result.confirms
-    assert [phase.name for phase in result.phases] == ["caching", "loading", "training", "previews", "saving"]
+    assert [phase.name for phase in result.phases] == [
+        "caching",
+        "loading",
+        "training",
+        "previews",
+        "saving",
+    ]
     assert all(phase.seconds > 0 and (phase.host_bytes or 0) > 0 for phase in result.phases)
     assert (result.peak_memory_bytes or 0) > 0
     short = runner.run(FIRST)
     assert not short.confirms
-    assert len(result.step_seconds) > len(short.step_seconds)  # on a busy machine few fit into ten seconds
+    assert len(result.step_seconds) > len(
+        short.step_seconds
+    )  # on a busy machine few fit into ten seconds
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
@@ -42,7 +54,9 @@ def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(runner: P
 def test_where_a_later_phase_fails_what_is_known_stands(
     runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
-    known = TrialResult(candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True)
+    known = TrialResult(
+        candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
+    )
     monkeypatch.setattr(runner, "ask", lambda request: replace(failure, partial=known))
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok"
@@ -61,7 +75,9 @@ def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(small_model: Path, tmp_path: Path) -> None:
+def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(
+    small_model: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(small_model, tmp_path / "model")
     (model / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
     with runner_for(model, workload(model)) as runner:
@@ -74,7 +90,9 @@ def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(sma
 def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_the_transformer(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in training, and by reference counts: nothing collects garbage while the transformer is loaded."""
+    """As in training, and by reference counts: nothing collects garbage while the transformer is
+    loaded.
+    """
     model = resolve_model(str(small_model))
     caching = CachingSettings()
     request = RehearsalRequest(
@@ -97,7 +115,11 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     gc.disable()
     try:
         _rehearse_caching(
-            request, model, torch.device("cpu"), _largest_preview(request, model, tmp_path), tmp_path / "cache"
+            request,
+            model,
+            torch.device("cpu"),
+            _largest_preview(request, model, tmp_path),
+            tmp_path / "cache",
         )
         assert seen == [None]
         assert [ref() for ref in refs] == [None, None]
@@ -105,8 +127,12 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
         gc.enable()
 
 
-def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(tmp_path: Path) -> None:
-    """The control image's tokens count as the caption's in a workload, and come by themselves in a rehearsal."""
+def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(
+    tmp_path: Path,
+) -> None:
+    """The control image's tokens count as the caption's in a workload, and come by themselves in
+    a rehearsal.
+    """
     family, longest = get_family("qwen-image-edit"), " ".join(["photo"] * 20)
     family.write_small_pipeline(tmp_path / "model", [longest], seed=0)
     model = resolve_model(str(tmp_path / "model"))
@@ -114,7 +140,9 @@ def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(
     (tokens,) = family.count_text_tokens(model.config_folder, [longest], [[(64, 64)]])
     values = {"max_text_tokens": tokens, "num_control_images": 1}
     work = Workload.model_validate({**dict(workload(tmp_path / "model")), **values})
-    request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), max_seconds=1.0)
+    request = RehearsalRequest(
+        str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), max_seconds=1.0
+    )
     preview = _largest_preview(request, model, tmp_path)
     assert len(preview.control_paths) == 1
     (rehearsed,) = family.count_text_tokens(model.config_folder, [preview.prompt], [[(64, 64)]])
@@ -135,11 +163,19 @@ def test_previews_are_rehearsed_without_compiled_code_as_in_a_run(
 
         compare_adapter = sample
 
-    monkeypatch.setattr(CompiledBlock, "__call__", lambda block, *inputs, **named: block._plain(*inputs, **named))
+    monkeypatch.setattr(
+        CompiledBlock, "__call__", lambda block, *inputs, **named: block._plain(*inputs, **named)
+    )
     monkeypatch.setattr(phases, "_rehearse_caching", lambda *_: Sampler())
     settings = FIRST.changed(compile="block")
     asked = RehearsalRequest(
-        str(small_model), workload(small_model), settings, "cpu", 2, caching=CachingSettings(), max_seconds=0.0
+        str(small_model),
+        workload(small_model),
+        settings,
+        "cpu",
+        2,
+        caching=CachingSettings(),
+        max_seconds=0.0,
     )
     assert phases.rehearse(asked, ChildState()).outcome == "ok"
     assert compiled == [False, False]

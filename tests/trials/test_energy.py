@@ -1,4 +1,6 @@
-"""A trial tells the energy of its steady steps, and takes enough of them if that is what decides."""
+"""A trial tells the energy of its steady steps, and takes enough of them if that is what
+decides.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ def test_a_trial_tells_what_an_image_took_unless_its_steps_are_too_short_for_the
         patch.setattr(steps, "EnergyMeter", lambda kind, index: EnergyMeter("cuda", index, system))
         told = run(small_model, "energy")
         patch.setattr(steps, "MIN_METERED_SECONDS", 1e3)
-        assert told.joules_per_image == pytest.approx(250.0 * (told.median_step_seconds or 0.0) / 4, rel=0.2)
+        assert told.joules_per_image == pytest.approx(
+            250.0 * (told.median_step_seconds or 0.0) / 4, rel=0.2
+        )
     assert sum(told.step_seconds) >= 0.5
     untold = run(small_model, "throughput")
     assert (untold.outcome, untold.joules_per_image, untold.message) == ("ok", None, "")

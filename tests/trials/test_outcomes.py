@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.trials.outcomes import SPILL_FACTOR, TimedTrial, classify_error, find_spill, pruning_threshold
+from autotune.trials.outcomes import (
+    SPILL_FACTOR,
+    TimedTrial,
+    classify_error,
+    find_spill,
+    pruning_threshold,
+)
 from autotune.trials.requests import TrialRequest
 from tests.builders import GIB, candidate, trial, workload
 
@@ -13,18 +19,27 @@ EARLIER = [TimedTrial(1.0, 1.0), TimedTrial(2.0, 1.5)]
 
 
 def test_a_cliff_at_the_edge_of_memory_is_a_spill() -> None:
-    assert "spilled" in (find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) or "")
+    assert "spilled" in (
+        find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) or ""
+    )
 
 
 def test_slow_steps_with_memory_to_spare_or_slow_as_foretold_are_none() -> None:
     assert find_spill(trial(candidate(), 9.0, 5 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) is None
     assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 8.0), EARLIER, CAP) is None
-    assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), [TimedTrial(8.0, 1.0)], CAP) is None
+    assert (
+        find_spill(
+            trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), [TimedTrial(8.0, 1.0)], CAP
+        )
+        is None
+    )
     assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), [], CAP) is None
 
 
 def test_an_allocator_that_started_over_is_a_spill_wherever_it_was() -> None:
-    assert "once" in (find_spill(trial(candidate(), memory=GIB, allocator_retries=1), None, (), CAP) or "")
+    assert "once" in (
+        find_spill(trial(candidate(), memory=GIB, allocator_retries=1), None, (), CAP) or ""
+    )
 
 
 @given(
@@ -32,7 +47,9 @@ def test_an_allocator_that_started_over_is_a_spill_wherever_it_was() -> None:
     st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6),
     st.floats(0.5, SPILL_FACTOR * 0.99),
 )
-def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(scale: float, ratios: list[float], wrong: float) -> None:
+def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(
+    scale: float, ratios: list[float], wrong: float
+) -> None:
     earlier = [TimedTrial(scale * ratio, scale) for ratio in ratios]
     now = TimedTrial(scale * wrong, scale)
     assert find_spill(trial(candidate(), now.seconds, CAP), now, earlier, CAP) is None
@@ -66,7 +83,9 @@ def test_the_pruning_threshold_is_beyond_the_noise_of_the_best() -> None:
 
 def test_one_slow_step_ends_no_trial() -> None:
     """The first steady one follows the one that is measured, and is cold."""
-    request = TrialRequest("model", workload(), candidate(), "cpu", num_steps=3, prune_above_seconds=1.25)
+    request = TrialRequest(
+        "model", workload(), candidate(), "cpu", num_steps=3, prune_above_seconds=1.25
+    )
     assert request.needs_another_step([1.6])
     assert request.needs_another_step([1.6, 1.0])
     assert not request.needs_another_step([1.6, 1.5])

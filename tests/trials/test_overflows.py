@@ -1,4 +1,6 @@
-"""A trial in fp16 whose first gradients overflow: memory is measured with the optimizer's state, or it is refused."""
+"""A trial in fp16 whose first gradients overflow: memory is measured with the optimizer's state,
+or it is refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +29,9 @@ def measured(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
             return scale(optimizer, loss) * (1e30 if calls[0] <= overflows else 1.0)
 
         monkeypatch.setattr(AdapterOptimizer, "scale", scaled)
-        return steps.run_trial(TrialRequest(str(small_model), workload(small_model), FP16, "cpu", 1), ChildState())
+        return steps.run_trial(
+            TrialRequest(str(small_model), workload(small_model), FP16, "cpu", 1), ChildState()
+        )
 
     return run
 
@@ -50,7 +54,9 @@ def test_memory_is_measured_after_the_first_step_that_was_taken(
 
 
 @pytest.mark.slow
-def test_gradients_that_never_stop_overflowing_are_a_defect(measured: Callable[[int], TrialResult]) -> None:
+def test_gradients_that_never_stop_overflowing_are_a_defect(
+    measured: Callable[[int], TrialResult],
+) -> None:
     result = measured(1000)
     assert result.outcome == "numerics"
     assert "gradients overflow fp16" in result.message

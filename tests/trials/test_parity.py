@@ -1,4 +1,6 @@
-"""Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
+"""Only what learns the same is tried: right choices pass on every family, wrong ones are named
+with their error.
+"""
 
 import functools
 from pathlib import Path
@@ -25,7 +27,13 @@ from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec
 from autotune.search.space import build_search_space
 from autotune.trials import parity
-from autotune.trials.gradients import _gradients, _plain_transformer, gradient_error, relative_error, update_error
+from autotune.trials.gradients import (
+    _gradients,
+    _plain_transformer,
+    gradient_error,
+    relative_error,
+    update_error,
+)
 from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
 from tests.kinds import KINDS
@@ -43,12 +51,16 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 def request_of(family_name: str, **settings: object) -> GradientRequest:
     family = get_family(family_name)
     spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
-    work = workload(model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact")
+    work = workload(
+        model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact"
+    )
     return GradientRequest(
         family=family_name,
         config={**family.transformer_config, **family.tiny_config},
         workload=parity.small_workload(family, work),
-        candidate=Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}),
+        candidate=Candidate.model_validate(
+            {"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}
+        ),
         device="cpu",
     )
 
@@ -65,7 +77,8 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
             if rule := knob.parity(choice):
                 precision = str(choice) if name == "precision" else "fp32"
                 request = request_of(
-                    family, **{"precision": precision, name: rule.checked_choice, **rule.other_choices}
+                    family,
+                    **{"precision": precision, name: rule.checked_choice, **rule.other_choices},
                 )
                 error = gradient_error(request, child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
@@ -85,7 +98,9 @@ def test_kinds_of_blocks_go_together_and_change_no_bit(family: str) -> None:
 def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *args, **named: plain(*args, **named).add_(0)
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **named: plain(*args, **named).add_(0),
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
@@ -94,10 +109,14 @@ def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.Mon
 def test_inputs_wait_on_the_host_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = InputStore.send
-    monkeypatch.setattr(InputStore, "send", lambda store, at, tensor: sent.append(at) or send(store, at, tensor))
+    monkeypatch.setattr(
+        InputStore, "send", lambda store, at, tensor: sent.append(at) or send(store, at, tensor)
+    )
     rule = next(knob for knob in KNOBS if knob.name == "offloaded_inputs").parity(1)
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", offloaded_inputs=rule.checked_choice, **rule.other_choices)
+    request = request_of(
+        "qwen-image", precision="fp32", offloaded_inputs=rule.checked_choice, **rule.other_choices
+    )
     assert gradient_error(request, ChildState()) == 0.0
     assert sent == [1], "nothing goes back through the first block's input"
 
@@ -105,10 +124,14 @@ def test_inputs_wait_on_the_host_while_they_are_checked(monkeypatch: pytest.Monk
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[torch.Tensor] = []
     copy = BlockSwap._copy_to_device
-    monkeypatch.setattr(BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part))
+    monkeypatch.setattr(
+        BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part)
+    )
     rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices)
+    request = request_of(
+        "qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices
+    )
     assert gradient_error(request, ChildState()) <= rule.tolerance
     assert copied
 
@@ -122,13 +145,17 @@ def children() -> dict[str, ChildState]:
 @pytest.mark.quick("qwen-image", ("sdxl", "int8-matmul"), ("sdxl", "bnb-nf4"))
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_format_agrees_on_every_family(family: str, storage: str, children: dict[str, ChildState]) -> None:
+def test_every_weight_format_agrees_on_every_family(
+    family: str, storage: str, children: dict[str, ChildState]
+) -> None:
     rule = Quantization().parity(storage)
     rounding = Precision().parity("bf16")
     assert rule is not None
     assert rounding is not None
     errors = [
-        gradient_error(request_of(family, precision=precision, quantization=storage), children[family])
+        gradient_error(
+            request_of(family, precision=precision, quantization=storage), children[family]
+        )
         for precision in ("fp32", "bf16")
     ]
     assert errors[0] <= rule.tolerance
@@ -140,7 +167,9 @@ def test_every_weight_format_agrees_on_every_family(family: str, storage: str, c
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> None:
     """On weights that nf4 can hold, its layers compute what plain ones do."""
-    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    functional = pytest.importorskip(
+        "bitsandbytes.functional", reason="bitsandbytes is not installed"
+    )
     request = request_of(family, precision="fp32", quantization="bnb-nf4")
     plain = _plain_transformer(request)
     for layer in (part for block in get_family(family).blocks(plain) for part in block.modules()):
@@ -156,7 +185,9 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices)
+    request = request_of(
+        "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
+    )
     assert gradient_error(request, ChildState()) <= rule.tolerance
 
 
@@ -164,7 +195,9 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None:
     rule = Optimizer().parity("adamw")
     assert rule is not None
-    asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu")
+    asked = UpdateRequest(
+        Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
+    )
     assert update_error(asked, ChildState()) <= rule.tolerance
 
 
@@ -176,14 +209,18 @@ def test_an_optimizer_that_forgets_its_decay_is_told(monkeypatch: pytest.MonkeyP
         plain(self, *values, **{**named, **({"weight_decay": 0.0} if named.get("fused") else {})})  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", forgetful)
-    asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32"), "cpu")
+    asked = UpdateRequest(
+        Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32"), "cpu"
+    )
     assert update_error(asked, ChildState()) > 2e-3
 
 
 def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.nn.functional.scaled_dot_product_attention
 
-    def no_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: object) -> torch.Tensor:
+    def no_backward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: object
+    ) -> torch.Tensor:
         return plain(query.detach(), key.detach(), value.detach(), **named)  # type: ignore[arg-type]
 
     child = ChildState()
@@ -219,7 +256,9 @@ def test_verdicts_come_from_a_child_once_and_are_then_kept(
     choices = {"attention": CHOICES["attention"], "quantization": ("none", "torchao-int8")}
     first = prove(here, **choices)
     capabilities = {
-        capability.name: capability for capability in first.capabilities if capability.name.startswith("parity.")
+        capability.name: capability
+        for capability in first.capabilities
+        if capability.name.startswith("parity.")
     }
     assert set(capabilities) == {
         parity_capability(*pair)
@@ -228,15 +267,22 @@ def test_verdicts_come_from_a_child_once_and_are_then_kept(
             ("quantization", "torchao-int8"),
         )
     }
-    assert all(capability.available and "differ by" in capability.reason for capability in capabilities.values())
+    assert all(
+        capability.available and "differ by" in capability.reason
+        for capability in capabilities.values()
+    )
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
     assert prove(here, **choices).capabilities == first.capabilities
     assert first.fingerprint == here.hardware.fingerprint
 
 
-def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: TuningContext) -> None:
+def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(
+    here: TuningContext,
+) -> None:
     capability = Capability(
-        name=parity_capability("attention", "_native_math"), available=False, reason="adapter gradients differ by 1"
+        name=parity_capability("attention", "_native_math"),
+        available=False,
+        reason="adapter gradients differ by 1",
     )
     hardware = HardwareProfile.model_validate(
         {**dict(here.hardware), "capabilities": (*here.hardware.capabilities, capability)}
@@ -249,14 +295,22 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: 
 
 
 def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
-    usual = [capability for capability in here.hardware.capabilities if capability.name != "compile"]
+    usual = [
+        capability for capability in here.hardware.capabilities if capability.name != "compile"
+    ]
     can = Capability(name="compile", available=True, reason="test")
     wrong = Capability(
-        name=parity_capability("compile", "block"), available=False, reason="adapter gradients differ by 1"
+        name=parity_capability("compile", "block"),
+        available=False,
+        reason="adapter gradients differ by 1",
     )
-    hardware = HardwareProfile.model_validate({**dict(here.hardware), "capabilities": (*usual, can, wrong)})
+    hardware = HardwareProfile.model_validate(
+        {**dict(here.hardware), "capabilities": (*usual, can, wrong)}
+    )
     with pytest.raises(InvalidInput, match="gradients differ by 1"):
-        build_search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
+        build_search_space(
+            TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")]
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; a preload that fails is noticed.
+"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; a preload that
+fails is noticed.
 
 Nor does an import let a library settle that there is no GPU.
 """
@@ -66,7 +67,9 @@ class LookAround:
 
 
 def look_around(_: LookAround, __: ChildState) -> tuple[int, bool, bool]:
-    """Its threads, whether CUDA ran there or may not start here, and whether the libraries came with the fork."""
+    """Its threads, whether CUDA ran there or may not start here, and whether the libraries came
+    with the fork.
+    """
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     cuda = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
     return threads, cuda, "autotune.trials.preload" in sys.modules
@@ -95,7 +98,9 @@ TASKS[TrialThatTells] = run_and_tell
 
 
 @BITSANDBYTES
-def test_a_trial_does_not_wait_for_a_library_that_it_has_no_use_for(runner: ProcessTrialRunner) -> None:
+def test_a_trial_does_not_wait_for_a_library_that_it_has_no_use_for(
+    runner: ProcessTrialRunner,
+) -> None:
     """peft would import bitsandbytes to look for its layers: a second or two, in every child."""
     trial = TrialRequest(runner.model, runner.workload, FIRST, runner.device, num_steps=1)
     assert runner.ask(TrialThatTells(trial)) == ("ok", False)
@@ -103,7 +108,9 @@ def test_a_trial_does_not_wait_for_a_library_that_it_has_no_use_for(runner: Proc
 
 @pytest.mark.slow
 def test_no_parallel_operation_runs_while_it_imports() -> None:
-    """Libraries build a few constants of a handful of numbers; a parallel operation would deadlock the children."""
+    """Libraries build a few constants of a handful of numbers; a parallel operation would
+    deadlock the children.
+    """
     command = [sys.executable, "-c", LARGEST_OPERATION]
     done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=True)
     largest, cuda = done.stdout.split()
@@ -112,7 +119,9 @@ def test_no_parallel_operation_runs_while_it_imports() -> None:
 
 
 def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "autotune.trials.preload", None)  # as after an import that raised
+    monkeypatch.setitem(
+        sys.modules, "autotune.trials.preload", None
+    )  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
         worker._require_preload()
 
@@ -120,20 +129,31 @@ def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @BITSANDBYTES
 def test_a_library_that_is_there_already_stays_whole() -> None:
-    code = "import bitsandbytes, autotune.trials.preload, sys; sys.modules['bitsandbytes'].nn.Linear4bit"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=480)
+    code = (
+        "import bitsandbytes, autotune.trials.preload, sys; "
+        "sys.modules['bitsandbytes'].nn.Linear4bit"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=480
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=480
+        [sys.executable, "-c", PRETEND_A_GPU],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=480,
     )
     assert done.stdout.splitlines()[-1] == "[] False True 0"
 
 
 def test_torch_compiles_none_of_its_own_kernels_at_their_first_call() -> None:
-    """On CUDA it would need a C compiler; `tests/conftest.py` silenced libraries before torch was imported."""
+    """On CUDA it would need a C compiler; `tests/conftest.py` silenced libraries before torch
+    was imported.
+    """
     native = pytest.importorskip("torch._native.common_utils")
     assert native.check_native_jit_disabled()

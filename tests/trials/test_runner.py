@@ -1,4 +1,6 @@
-"""Trials in real child processes, with real faults: each ends as a typed outcome, and the next trial runs."""
+"""Trials in real child processes, with real faults: each ends as a typed outcome, and the next
+trial runs.
+"""
 
 import contextlib
 import os
@@ -29,18 +31,26 @@ def child(runner: ProcessTrialRunner) -> psutil.Process:
     return psutil.Process(runner._child.process.pid)
 
 
-def test_cheap_knobs_share_a_child_and_a_reload_gets_a_fresh_one(runner: ProcessTrialRunner) -> None:
+def test_cheap_knobs_share_a_child_and_a_reload_gets_a_fresh_one(
+    runner: ProcessTrialRunner,
+) -> None:
     first = runner.run(FIRST)
     assert first.outcome == "ok", first.message
     pid = child(runner).pid
-    second = runner.run(first.candidate.model_copy(update={"micro_batch_size": 4, "checkpointed_blocks": 0}))
+    second = runner.run(
+        first.candidate.model_copy(update={"micro_batch_size": 4, "checkpointed_blocks": 0})
+    )
     assert second.outcome == "ok"
     assert child(runner).pid == pid
     quantized = runner.run(first.candidate.model_copy(update={"quantization": "torchao-int8"}))
     assert quantized.outcome == "ok"
     assert child(runner).pid != pid
     assert not psutil.pid_exists(pid)
-    assert (second.peak_memory_bytes or 0) > (first.peak_memory_bytes or 0) > (quantized.peak_memory_bytes or 0)
+    assert (
+        (second.peak_memory_bytes or 0)
+        > (first.peak_memory_bytes or 0)
+        > (quantized.peak_memory_bytes or 0)
+    )
 
 
 @pytest.mark.slow
@@ -48,7 +58,9 @@ def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessT
     settings = (
         FIRST,
         Candidate(micro_batch_size=2, checkpointed_blocks=3, precision="fp32"),
-        Candidate(micro_batch_size=4, checkpointed_blocks=0, attention="_native_math", precision="fp32"),
+        Candidate(
+            micro_batch_size=4, checkpointed_blocks=0, attention="_native_math", precision="fp32"
+        ),
     )
     losses = [runner.run(candidate).final_loss for candidate in settings]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
@@ -67,7 +79,9 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
         assert runner.run(FIRST).outcome == "ok"
 
 
-def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_memory_than_a_process_needs_is_out_of_memory(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autotune.trials.runner.CPU_SPARE_BYTES", 0)
     with runner_for(small_model, workload(small_model), GIB // 16) as runner:
         assert runner.run(FIRST).outcome == "oom"
@@ -95,7 +109,9 @@ def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> N
 
 @pytest.mark.quick("SIGKILL")
 @pytest.mark.parametrize(("fault", "outcome"), [(signal.SIGSEGV, "crash"), (signal.SIGKILL, "oom")])
-def test_a_child_that_dies_is_an_outcome(runner: ProcessTrialRunner, fault: signal.Signals, outcome: str) -> None:
+def test_a_child_that_dies_is_an_outcome(
+    runner: ProcessTrialRunner, fault: signal.Signals, outcome: str
+) -> None:
     assert runner.run(FIRST).outcome == "ok"
     victim = child(runner).pid
     runner.num_steps = 10_000
@@ -114,7 +130,9 @@ def test_a_child_that_dies_is_an_outcome(runner: ProcessTrialRunner, fault: sign
 
 
 def test_a_backend_that_refuses_masks_is_named_not_hidden(runner: ProcessTrialRunner) -> None:
-    result = runner.run(FIRST.model_copy(update={"micro_batch_size": 2, "attention": "_native_flash"}))
+    result = runner.run(
+        FIRST.model_copy(update={"micro_batch_size": 2, "attention": "_native_flash"})
+    )
     assert result.outcome in ("crash", "unsupported")
     assert "mask" in result.message
 
@@ -173,8 +191,12 @@ def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
     assert (result.outcome, result.message) == ("ok", "")
 
 
-@pytest.mark.parametrize(("hard", "expected"), [(resource.RLIM_INFINITY, 8 * GIB), (6 * GIB, 6 * GIB)])
-def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPatch, hard: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("hard", "expected"), [(resource.RLIM_INFINITY, 8 * GIB), (6 * GIB, 6 * GIB)]
+)
+def test_a_limit_of_the_system_below_the_cap_holds(
+    monkeypatch: pytest.MonkeyPatch, hard: int, expected: int
+) -> None:
     """As of job schedulers: `ulimit -d`."""
     has = psutil.Process().memory_info().data
     limits: list[tuple[int, int]] = []
@@ -191,5 +213,9 @@ def test_what_a_trial_took_of_a_card_is_held_against_its_cap(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved)
     limits = MemoryLimits("cuda:0", cap_bytes=6 * GIB, reserve_bytes=0)
-    with contextlib.nullcontext() if is_within else pytest.raises(MemoryError, match="6,144 MiB may be taken"):
+    with (
+        contextlib.nullcontext()
+        if is_within
+        else pytest.raises(MemoryError, match="6,144 MiB may be taken")
+    ):
         require_within_cap(limits)

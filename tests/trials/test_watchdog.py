@@ -1,4 +1,6 @@
-"""The host survives a child that takes its memory: the parent sees it and ends the child with all it started."""
+"""The host survives a child that takes its memory: the parent sees it and ends the child with
+all it started.
+"""
 
 import subprocess
 import time
@@ -42,19 +44,28 @@ def take_memory(request: Grab, _: ChildState) -> None:
 TASKS[Grab] = take_memory
 
 
-def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model: Path, tmp_path: Path) -> None:
+def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(
+    small_model: Path, tmp_path: Path
+) -> None:
     watchdog = Watchdog(floor_bytes=0)
     with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
-        runner.ask(Grab(str(tmp_path / "pid"), blocks=0))  # a child that was allowed more than is left now
+        runner.ask(
+            Grab(str(tmp_path / "pid"), blocks=0)
+        )  # a child that was allowed more than is left now
         watchdog.floor_bytes = sources.available_bytes() - 600 * MIB
-        answer = runner.ask(Grab(str(tmp_path / "pid"), blocks=256))  # 16 GiB at most, should the watchdog fail
+        answer = runner.ask(
+            Grab(str(tmp_path / "pid"), blocks=256)
+        )  # 16 GiB at most, should the watchdog fail
         assert isinstance(answer, Failure)
         result = runner.classify(FIRST, answer)
         assert result.outcome == "oom"
         assert "the host had" in result.message
         assert "the trial was ended" in result.message
         sleeper = int((tmp_path / "pid").read_text())
-        assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+        assert (
+            not psutil.pid_exists(sleeper)
+            or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+        )
         watchdog.floor_bytes = 0
         assert runner.run(FIRST).outcome == "ok"
 
@@ -87,11 +98,16 @@ def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autotune.hardware.sources.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)])
+    monkeypatch.setattr(
+        "autotune.hardware.sources.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)]
+    )
     monkeypatch.setattr(sources, "_is_limited", lambda: True)
     for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):
         watchdog = default_watchdog(kind)  # type: ignore[arg-type]
-        assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (bool(left), bool(left))
+        assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (
+            bool(left),
+            bool(left),
+        )
 
 
 @pytest.mark.parametrize(

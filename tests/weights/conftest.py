@@ -9,14 +9,26 @@ import pytest
 
 @pytest.fixture(scope="session")
 def every_dtype() -> dict[str, Any]:
-    """Tensors of every dtype and every awkward shape, with NaN, infinities and negative zero among them."""
+    """Tensors of every dtype and every awkward shape, with NaN, infinities and negative zero
+    among them.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Any] = {}
     for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         tensors[name] = torch.randn(7, 5, generator=generator).to(getattr(torch, name))
-    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float8_e8m0fnu"):
+    for name in (
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+        "float8_e8m0fnu",
+    ):
         tensors[name] = torch.ones(3).to(getattr(torch, name))
     tensors["bool"] = torch.tensor([True, False, True])
     tensors["complex64"] = torch.tensor([1 + 2j])
@@ -34,7 +46,11 @@ def save_model(folder: Path, tensors: Mapping[str, Any], max_shard_bytes: int) -
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     stem = "diffusion_pytorch_model"
     return save_shards(
-        folder, sizes, lambda names: {n: tensors[n] for n in names}, stem=stem, max_shard_bytes=max_shard_bytes
+        folder,
+        sizes,
+        lambda names: {n: tensors[n] for n in names},
+        stem=stem,
+        max_shard_bytes=max_shard_bytes,
     )
 
 

@@ -1,6 +1,8 @@
-"""Weights of diffusers models under the names that their authors and ComfyUI give them, fused as they fuse them.
+"""Weights of diffusers models under the names that their authors and ComfyUI give them, fused as
+they fuse them.
 
-Written from the authors' model definitions, as the inverse of what is tested; it shares nothing with it.
+Written from the authors' model definitions, as the inverse of what is tested; it shares nothing
+with it.
 """
 
 import re
@@ -73,7 +75,8 @@ FLUX_OUTSIDE = {
     "time_text_embed.guidance_embedder.linear_": "guidance_in.",
 }
 FLUX_DOUBLE = {
-    "norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin", "attn.to_out.0": "img_attn.proj",
+    "norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin",
+    "attn.to_out.0": "img_attn.proj",
     "attn.to_add_out": "txt_attn.proj", "ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2",
     "ff_context.net.0.proj": "txt_mlp.0", "ff_context.net.2": "txt_mlp.2",
 }  # fmt: skip
@@ -95,7 +98,10 @@ def flux1(state: State) -> State:
             for number, layer in ((1, "in_layer"), (2, "out_layer")):
                 if f"{ours}{number}.{kind}" in state:
                     made[f"{theirs}{layer}.{kind}"] = take(f"{ours}{number}.{kind}")
-        made[f"txt_in.{kind}"], made[f"img_in.{kind}"] = take(f"context_embedder.{kind}"), take(f"x_embedder.{kind}")
+        made[f"txt_in.{kind}"], made[f"img_in.{kind}"] = (
+            take(f"context_embedder.{kind}"),
+            take(f"x_embedder.{kind}"),
+        )
         made[f"final_layer.linear.{kind}"] = take(f"proj_out.{kind}")
         if has_modulation:
             scale, shift = take(f"norm_out.linear.{kind}").chunk(2)
@@ -114,7 +120,9 @@ def flux1(state: State) -> State:
         for number in _numbers(state, "single_transformer_blocks"):
             ours, theirs = f"single_transformer_blocks.{number}", f"single_blocks.{number}"
             joined = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-            made[f"{theirs}.linear1.{kind}"] = torch.cat([take(f"{ours}.{part}.{kind}") for part in joined])
+            made[f"{theirs}.linear1.{kind}"] = torch.cat(
+                [take(f"{ours}.{part}.{kind}") for part in joined]
+            )
             made[f"{theirs}.linear2.{kind}"] = take(f"{ours}.proj_out.{kind}")
             if has_modulation:
                 made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
@@ -131,8 +139,14 @@ CHROMA_APPROXIMATOR = [
 
 
 def chroma(state: State) -> State:
-    approximator = {name: tensor for name, tensor in state.items() if name.startswith("distilled_guidance_layer.")}
-    return flux1(state) | {_renamed(name, CHROMA_APPROXIMATOR): tensor for name, tensor in approximator.items()}
+    approximator = {
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith("distilled_guidance_layer.")
+    }
+    return flux1(state) | {
+        _renamed(name, CHROMA_APPROXIMATOR): tensor for name, tensor in approximator.items()
+    }
 
 
 def _numbers(state: State, blocks: str) -> list[int]:
@@ -150,18 +164,36 @@ FLUX2 = [
     (r"^proj_out\.", "final_layer.linear."),
     (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0\.", r"double_blocks.\1.img_attn.proj."),
     (r"^transformer_blocks\.(\d+)\.attn\.to_add_out\.", r"double_blocks.\1.txt_attn.proj."),
-    (r"^transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
-    (r"^transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
-    (r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
-    (r"^transformer_blocks\.(\d+)\.attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
+    (
+        r"^transformer_blocks\.(\d+)\.attn\.norm_q\.weight",
+        r"double_blocks.\1.img_attn.norm.query_norm.scale",
+    ),
+    (
+        r"^transformer_blocks\.(\d+)\.attn\.norm_k\.weight",
+        r"double_blocks.\1.img_attn.norm.key_norm.scale",
+    ),
+    (
+        r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight",
+        r"double_blocks.\1.txt_attn.norm.query_norm.scale",
+    ),
+    (
+        r"^transformer_blocks\.(\d+)\.attn\.norm_added_k\.weight",
+        r"double_blocks.\1.txt_attn.norm.key_norm.scale",
+    ),
     (r"^transformer_blocks\.(\d+)\.ff\.linear_in\.", r"double_blocks.\1.img_mlp.0."),
     (r"^transformer_blocks\.(\d+)\.ff\.linear_out\.", r"double_blocks.\1.img_mlp.2."),
     (r"^transformer_blocks\.(\d+)\.ff_context\.linear_in\.", r"double_blocks.\1.txt_mlp.0."),
     (r"^transformer_blocks\.(\d+)\.ff_context\.linear_out\.", r"double_blocks.\1.txt_mlp.2."),
     (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj\.", r"single_blocks.\1.linear1."),
     (r"^single_transformer_blocks\.(\d+)\.attn\.to_out\.", r"single_blocks.\1.linear2."),
-    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
-    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+    (
+        r"^single_transformer_blocks\.(\d+)\.attn\.norm_q\.weight",
+        r"single_blocks.\1.norm.query_norm.scale",
+    ),
+    (
+        r"^single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight",
+        r"single_blocks.\1.norm.key_norm.scale",
+    ),
 ]
 
 
@@ -173,7 +205,9 @@ def flux2(state: State) -> State:
             fused = [state[f"transformer_blocks.{number}.attn.{part}.weight"] for part in parts]
             made[f"double_blocks.{number}.{stream}_attn.qkv.weight"] = torch.cat(fused)
     done = re.compile(r"norm_out\.|transformer_blocks\.\d+\.attn\.(to_[qkv]|add_[qkv]_proj)\.")
-    return made | {_renamed(name, FLUX2): tensor for name, tensor in state.items() if not done.match(name)}
+    return made | {
+        _renamed(name, FLUX2): tensor for name, tensor in state.items() if not done.match(name)
+    }
 
 
 KREA = [
@@ -208,7 +242,8 @@ def krea2(state: State) -> State:
 
 
 RESNET = {
-    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
+    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
     "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
 }  # fmt: skip
 UNET_OUTSIDE = {
@@ -219,9 +254,13 @@ UNET_OUTSIDE = {
 
 
 def sdxl_unet(state: State) -> State:
-    """The UNet of CompVis and Stability: blocks numbered from the first to the last, whatever they hold."""
+    """The UNet of CompVis and Stability: blocks numbered from the first to the last, whatever
+    they hold.
+    """
     stages = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("down_blocks."))
-    layers = 1 + max(int(name.split(".")[3]) for name in state if re.match(r"down_blocks\.\d+\.resnets", name))
+    layers = 1 + max(
+        int(name.split(".")[3]) for name in state if re.match(r"down_blocks\.\d+\.resnets", name)
+    )
     places = dict(UNET_OUTSIDE)
     number = 1
     for stage in range(stages):
@@ -240,7 +279,9 @@ def sdxl_unet(state: State) -> State:
             places[f"up_blocks.{stage}.resnets.{layer}"] = f"output_blocks.{number}.0"
             places[f"up_blocks.{stage}.attentions.{layer}"] = f"output_blocks.{number}.1"
         attends = any(name.startswith(f"up_blocks.{stage}.attentions.") for name in state)
-        places[f"up_blocks.{stage}.upsamplers.0.conv"] = f"output_blocks.{number}.{2 if attends else 1}.conv"
+        places[f"up_blocks.{stage}.upsamplers.0.conv"] = (
+            f"output_blocks.{number}.{2 if attends else 1}.conv"
+        )
     return {_place(name, places): tensor for name, tensor in state.items()}
 
 
@@ -259,11 +300,15 @@ def _beginnings(name: str) -> Iterator[str]:
 
 
 def qwen_image_21(state: State) -> State:
-    """As ComfyUI repackages it: the two layers that enter a feed-forward part are one, the gate's rows first."""
+    """As ComfyUI repackages it: the two layers that enter a feed-forward part are one, the
+    gate's rows first.
+    """
     made: State = {}
     for name, tensor in state.items():
         if name.endswith("img_mlp.gate_layer.weight"):
-            made[name.replace("gate_layer", "gate_up")] = torch.cat([tensor, state[name.replace("gate_layer", "proj")]])
+            made[name.replace("gate_layer", "gate_up")] = torch.cat(
+                [tensor, state[name.replace("gate_layer", "proj")]]
+            )
         elif not name.endswith("img_mlp.proj.weight"):
             made[name] = tensor
     return made
@@ -290,11 +335,16 @@ SD3_NAMES = [
     (r"\.ff_context\.net\.0\.proj\.", ".context_block.mlp.fc1."),
     (r"\.ff_context\.net\.2\.", ".context_block.mlp.fc2."),
 ]
-SD3_FUSED = {"to_q": ("to_q", "to_k", "to_v"), "add_q_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+SD3_FUSED = {
+    "to_q": ("to_q", "to_k", "to_v"),
+    "add_q_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
+}
 
 
 def sd3(state: State) -> State:
-    """Shifts come before scales where diffusers has them after: in the last layer, and in the last block's text."""
+    """Shifts come before scales where diffusers has them after: in the last layer, and in the
+    last block's text.
+    """
     last = f"transformer_blocks.{_numbers(state, 'transformer_blocks')[-1]}.norm1_context."
     made: State = {}
     for name, tensor in state.items():
@@ -336,7 +386,9 @@ def in_checkpoint(state: State, **others: Any) -> State:
 
 
 def scaled_fp8(state: State, *, newer: bool = False) -> State:
-    """Matrices in fp8 with one scale each, as ComfyUI writes them: in the older or the newer way."""
+    """Matrices in fp8 with one scale each, as ComfyUI writes them: in the older or the newer
+    way.
+    """
     made: State = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for name, tensor in state.items():
         if tensor.ndim != 2:
@@ -345,7 +397,9 @@ def scaled_fp8(state: State, *, newer: bool = False) -> State:
         scale = tensor.float().abs().max() / 448
         module = name.removesuffix(".weight")
         made[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-        made[f"{module}.{'weight_scale' if newer else 'scale_weight'}"] = scale if newer else scale.reshape(1)
+        made[f"{module}.{'weight_scale' if newer else 'scale_weight'}"] = (
+            scale if newer else scale.reshape(1)
+        )
         if newer:
             quant = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
             made[f"{module}.comfy_quant"] = quant

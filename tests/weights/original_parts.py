@@ -1,6 +1,8 @@
-"""VAEs and text encoders of diffusers and transformers under the names that their authors and ComfyUI give them.
+"""VAEs and text encoders of diffusers and transformers under the names that their authors and
+ComfyUI give them.
 
-Written from the authors' model definitions, as the inverse of what is tested; it shares nothing with it.
+Written from the authors' model definitions, as the inverse of what is tested; it shares nothing
+with it.
 """
 
 import re
@@ -26,9 +28,16 @@ WAN = [
     (r"mid_block\.resnets\.0", "middle.0"),
     (r"mid_block\.attentions\.0", "middle.1"),
     (r"mid_block\.resnets\.1", "middle.2"),
-    *((rf"up_blocks\.{i}\.resnets\.{j}", f"upsamples.{4 * i + j}") for i in range(4) for j in range(3)),
+    *(
+        (rf"up_blocks\.{i}\.resnets\.{j}", f"upsamples.{4 * i + j}")
+        for i in range(4)
+        for j in range(3)
+    ),
     *((rf"up_blocks\.{i}\.upsamplers\.0", f"upsamples.{4 * i + 3}") for i in range(3)),
-    *((rf"((?:downsamples|upsamples|middle)\.\d+)\.{name}\.", rf"\1.{place}.") for name, place in WAN_RESIDUAL.items()),
+    *(
+        (rf"((?:downsamples|upsamples|middle)\.\d+)\.{name}\.", rf"\1.{place}.")
+        for name, place in WAN_RESIDUAL.items()
+    ),
 ]
 
 
@@ -36,11 +45,15 @@ def wan_vae(state: State) -> State:
     return {_renamed(name, WAN): tensor for name, tensor in state.items()}
 
 
-WAN22_STAGE = re.compile(r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)sampler)\.")
+WAN22_STAGE = re.compile(
+    r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)sampler)\."
+)
 
 
 def wan22_vae(state: State) -> State:
-    """Each stage holds its residual blocks and then the layer that changes the size, all by number."""
+    """Each stage holds its residual blocks and then the layer that changes the size, all by
+    number.
+    """
     return {_renamed(_nested(name, state), WAN): tensor for name, tensor in state.items()}
 
 
@@ -49,7 +62,11 @@ def _nested(name: str, state: State) -> str:
     if match is None:
         return name
     side, way, stage, number = match.groups()
-    blocks = {each.split(".")[4] for each in state if each.startswith(f"{side}.{way}_blocks.{stage}.resnets.")}
+    blocks = {
+        each.split(".")[4]
+        for each in state
+        if each.startswith(f"{side}.{way}_blocks.{stage}.resnets.")
+    }
     place = f"{side}.{way}samples.{stage}.{way}samples.{number or len(blocks)}."
     return place + _renamed(name.removeprefix(match[0]), WAN22_BLOCK)
 
@@ -61,7 +78,10 @@ def qwen_image_21_vae(state: State) -> State:
     """Wan 2.2's with a dimension of time of size 1 in what was a convolution of time, too."""
     flat = re.compile(r"\.(resample\.1|to_qkv|proj)\.")
     named = wan22_vae(state)
-    return {name: each if each.ndim != 4 or flat.search(name) else each.unsqueeze(2) for name, each in named.items()}
+    return {
+        name: each if each.ndim != 4 or flat.search(name) else each.unsqueeze(2)
+        for name, each in named.items()
+    }
 
 
 LDM = [
@@ -82,9 +102,17 @@ LDM = [
 def ldm_vae(state: State) -> State:
     """Attention is by convolutions of one pixel; the decoder's stages are counted from the last."""
     last = max(int(name.split(".")[2]) for name in state if name.startswith("decoder.up_blocks."))
-    places = [*LDM, *((rf"decoder\.up_blocks\.{number}", f"decoder.up.{last - number}") for number in range(last + 1))]
+    places = [
+        *LDM,
+        *(
+            (rf"decoder\.up_blocks\.{number}", f"decoder.up.{last - number}")
+            for number in range(last + 1)
+        ),
+    ]
     return {
-        _renamed(name, places): tensor[:, :, None, None] if ".attentions." in name and tensor.ndim == 2 else tensor
+        _renamed(name, places): tensor[:, :, None, None]
+        if ".attentions." in name and tensor.ndim == 2
+        else tensor
         for name, tensor in state.items()
     }
 
@@ -97,7 +125,10 @@ def _renamed(name: str, patterns: list[tuple[str, str]]) -> str:
 
 def flux2_vae(state: State) -> State:
     moved = {name: re.sub(r"^quant_conv", "encoder.quant_conv", name) for name in state}
-    moved = {name: re.sub(r"^post_quant_conv", "decoder.post_quant_conv", to) for name, to in moved.items()}
+    moved = {
+        name: re.sub(r"^post_quant_conv", "decoder.post_quant_conv", to)
+        for name, to in moved.items()
+    }
     return {moved.get(name, name): tensor for name, tensor in ldm_vae(state).items()}
 
 
@@ -115,8 +146,13 @@ OPEN_CLIP = [
 
 
 def open_clip(state: State) -> State:
-    """Of the files of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is turned."""
-    made: State = {"logit_scale": torch.tensor(1.0), "text_projection": state["text_projection.weight"].T}
+    """Of the files of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is
+    turned.
+    """
+    made: State = {
+        "logit_scale": torch.tensor(1.0),
+        "text_projection": state["text_projection.weight"].T,
+    }
     for name, tensor in state.items():
         if ".q_proj." in name:
             parts = [state[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]

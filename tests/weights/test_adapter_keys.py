@@ -1,4 +1,6 @@
-"""The names of layers in adapter files, against tables of what each program calls them, taken from its own source."""
+"""The names of layers in adapter files, against tables of what each program calls them, taken
+from its own source.
+"""
 
 import re
 from collections.abc import Mapping
@@ -19,12 +21,22 @@ from autotune.families.registry import FAMILIES
 from autotune.schema.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.joined_layers import LoraLayer
-from autotune.weights.layer_names import FLUX1_CLASS, HUNYUAN_CLASS, KEPT_NAMES, LAYOUTS, can_write, find_class
+from autotune.weights.layer_names import (
+    FLUX1_CLASS,
+    HUNYUAN_CLASS,
+    KEPT_NAMES,
+    LAYOUTS,
+    can_write,
+    find_class,
+)
 from tests.builders import workload
 
 TABLES = Path(__file__).parent / "adapter_keys"
 PROGRAMS = ("comfyui", "kohya")
-UNWRITTEN = {"comfyui": set(), "kohya": {HUNYUAN_CLASS}}  # its q, k and v are apart there, and joined in ComfyUI
+UNWRITTEN = {
+    "comfyui": set(),
+    "kohya": {HUNYUAN_CLASS},
+}  # its q, k and v are apart there, and joined in ComfyUI
 CASES = [(family, targets) for family in FAMILIES.values() for targets in family.target_sets]
 
 
@@ -34,7 +46,9 @@ def table(program: str) -> Mapping[str, Any]:
 
 
 def parts_of(program: str, model: str, key: str) -> list[str]:
-    """The layers of diffusers that the program's own layer of this name consists of, by the table."""
+    """The layers of diffusers that the program's own layer of this name consists of, by the
+    table.
+    """
     for pattern, parts in table(program)[model]["layers"].items():
         if match := re.fullmatch(re.escape(pattern).replace(r"\#", r"(\d+)"), key):
             return [part.replace("#", match[1]) if match.groups() else part for part in parts]
@@ -44,9 +58,14 @@ def parts_of(program: str, model: str, key: str) -> list[str]:
 def make_layers(family: Family, targets: str) -> dict[str, LoraLayer]:
     """An adapter of a small model, not zero, of another alpha than rank."""
     config = {**family.transformer_config, **family.tiny_config}
-    if family.name == "sdxl":  # with the published stages, as the place of a layer is part of its name
+    if (
+        family.name == "sdxl"
+    ):  # with the published stages, as the place of a layer is part of its name
         config |= {
-            **{name: family.transformer_config[name] for name in ("down_block_types", "up_block_types")},
+            **{
+                name: family.transformer_config[name]
+                for name in ("down_block_types", "up_block_types")
+            },
             "block_out_channels": (32, 64, 64),
             "transformer_layers_per_block": (1, 2, 2),
             "attention_head_dim": (1, 1, 1),
@@ -59,8 +78,12 @@ def make_layers(family: Family, targets: str) -> dict[str, LoraLayer]:
     made = {}
     for name, module in transformer.named_modules():
         if "default" in getattr(module, "lora_A", ()):
-            shapes = [getattr(module, part)["default"].weight.shape for part in ("lora_A", "lora_B")]
-            made[name] = LoraLayer(*(torch.randn(shape, generator=generator) for shape in shapes), 3.0)
+            shapes = [
+                getattr(module, part)["default"].weight.shape for part in ("lora_A", "lora_B")
+            ]
+            made[name] = LoraLayer(
+                *(torch.randn(shape, generator=generator) for shape in shapes), 3.0
+            )
     return made
 
 
@@ -68,12 +91,18 @@ def update(layer: LoraLayer) -> Tensor:
     return layer.up @ layer.down * (layer.alpha / layer.rank)
 
 
-def check_against_table(program: str, model: str, tensors: Mapping[str, Tensor], made: Mapping[str, LoraLayer]) -> None:
+def check_against_table(
+    program: str, model: str, tensors: Mapping[str, Tensor], made: Mapping[str, LoraLayer]
+) -> None:
     """The program finds every layer, and adds to its rows what was trained for them."""
     found = set()
     for key in {re.sub(r"\.(lora_(up|down|A|B)\.weight|alpha)$", "", name) for name in tensors}:
         down, up = (
-            next(tensors[f"{key}.{name}.weight"] for name in names if f"{key}.{name}.weight" in tensors)
+            next(
+                tensors[f"{key}.{name}.weight"]
+                for name in names
+                if f"{key}.{name}.weight" in tensors
+            )
             for names in (("lora_down", "lora_A"), ("lora_up", "lora_B"))
         )
         whole = update(LoraLayer(down, up, tensors[f"{key}.alpha"].item()))
@@ -81,7 +110,9 @@ def check_against_table(program: str, model: str, tensors: Mapping[str, Tensor],
         for part in parts_of(program, model, key):
             width = whole.shape[1] * (4 if part.endswith("mlp") else 1)
             expected = update(made[part]) if part in made else torch.zeros(width, whole.shape[1])
-            if part.endswith("norm1_context.linear") and len(expected) == 2 * width:  # ComfyUI's swap_scale_shift
+            if (
+                part.endswith("norm1_context.linear") and len(expected) == 2 * width
+            ):  # ComfyUI's swap_scale_shift
                 expected = torch.cat(expected.chunk(2)[::-1])
             torch.testing.assert_close(whole[row : row + len(expected)], expected)
             row += len(expected)
@@ -92,7 +123,9 @@ def check_against_table(program: str, model: str, tensors: Mapping[str, Tensor],
 
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES])
+@pytest.mark.parametrize(
+    ("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES]
+)
 def test_each_program_finds_every_layer_of_every_family_by_its_own_name(
     family: Family, targets: str, program: str
 ) -> None:
@@ -126,7 +159,11 @@ def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: F
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program: str) -> None:
     known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}  # type: ignore[arg-type]
-    assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()} - UNWRITTEN[program]
+    assert (
+        known
+        == table(program).keys()
+        == {each.transformer_class for each in FAMILIES.values()} - UNWRITTEN[program]
+    )
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
     for model, layout in LAYOUTS.items():
         if model in UNWRITTEN[program]:
@@ -139,11 +176,14 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
             assert known[prefix + original.replace(".", dot)] == list(parts)
         assert len(known) == len(layout.parts_of)
     for entry in table(program).values():
-        assert all(re.match(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}:\S+\.py", source) for source in entry["sources"])
+        assert all(
+            re.match(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}:\S+\.py", source) for source in entry["sources"]
+        )
 
 
 @pytest.mark.parametrize(
-    ("was", "written"), [("img_attn", "image_attn"), ("linear1", "linear2"), ("blocks_0", "blocks0")]
+    ("was", "written"),
+    [("img_attn", "image_attn"), ("linear1", "linear2"), ("blocks_0", "blocks0")],
 )
 def test_a_wrong_name_or_a_wrong_order_of_rows_is_found(was: str, written: str) -> None:
     family = FAMILIES["flux1-dev"]
@@ -158,12 +198,16 @@ def test_a_wrong_name_or_a_wrong_order_of_rows_is_found(was: str, written: str) 
 def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names() -> None:
     for family in FAMILIES.values():
         layers = make_layers(family, "attention+mlp")
-        told = FLUX1_CLASS if family.name == "chroma" else family.transformer_class  # other programs call both the same
+        told = (
+            FLUX1_CLASS if family.name == "chroma" else family.transformer_class
+        )  # other programs call both the same
         own = told if told in LAYOUTS else ""
         if told == HUNYUAN_CLASS:  # told by the number of its blocks, of which there are two here
             layers = {name.replace(".1.", ".53."): layer for name, layer in layers.items()}
         assert find_class(layers) == own
-        tensors, metadata = serialize_adapter(Adapter(layers, {}, family.denoiser), "comfyui", family.transformer_class)
+        tensors, metadata = serialize_adapter(
+            Adapter(layers, {}, family.denoiser), "comfyui", family.transformer_class
+        )
         assert parse_adapter(tensors, metadata).layers.keys() == layers.keys()
 
 

@@ -34,7 +34,8 @@ CASES = {
     "flux": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
     "flux-outside": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
 }
-# Top-level and nested modules that share their last name; the hardest for formats that match by name.
+# Top-level and nested modules that share their last name; the hardest for formats that match by
+# name.
 TARGETS = {
     "qwen": r".*to_q|.*to_out\.0|proj_out|.*img_mlp\.net\.2",
     "flux": r"transformer_blocks\.0\.(.*to_[qkv]|.*add_[qkv]_proj|.*to_out\.0|ff.*(proj|2))|single.*proj_out",
@@ -52,14 +53,21 @@ def trained(request):
     torch.manual_seed(0)
     base = getattr(diffusers, cls_name)(**config).eval()
     model = copy.deepcopy(base)
-    model.add_adapter(LoraConfig(r=4, lora_alpha=6.5, target_modules=TARGETS[request.param], init_lora_weights=False))
+    model.add_adapter(
+        LoraConfig(
+            r=4, lora_alpha=6.5, target_modules=TARGETS[request.param], init_lora_weights=False
+        )
+    )
     return base, model, inputs(torch.float32), getattr(diffusers, pipeline)
 
 
 def skip_what_diffusers_cannot_read(model, format):
     adapted = [name for name, _ in model.named_parameters() if "lora" in name]
     if format != "diffusers" and any("single" in name and "to_q" in name for name in adapted):
-        pytest.skip("of FLUX, diffusers' converter drops alphas of the last layer, and demands full size of linear1")
+        pytest.skip(
+            "of FLUX, diffusers' converter drops alphas of the last layer, and demands full size "
+            "of linear1"
+        )
 
 
 def state_of(model):
@@ -80,7 +88,9 @@ def outputs(model, inputs):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(trained, tmp_path, caplog, format):
+def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(
+    trained, tmp_path, caplog, format
+):
     base, model, inputs, cls = trained
     skip_what_diffusers_cannot_read(model, format)
     path = tmp_path / "pytorch_lora_weights.safetensors"
@@ -124,7 +134,9 @@ def test_provenance_is_stored_and_read_back(trained, tmp_path):
 
 def test_a_rank_that_was_not_trained_is_refused(trained, tmp_path):
     with pytest.raises(InvalidInput, match="rank 4, not 8"):
-        save_adapter(tmp_path / "a.safetensors", state_of(trained[1]), INFO.model_copy(update={"rank": 8}))
+        save_adapter(
+            tmp_path / "a.safetensors", state_of(trained[1]), INFO.model_copy(update={"rank": 8})
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -135,7 +147,9 @@ def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     adapter = read_adapter(tmp_path / "a.safetensors")
     odd = {
-        name: layer if number % 3 else LoraLayer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
+        name: layer
+        if number % 3
+        else LoraLayer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
         for number, (name, layer) in enumerate(adapter.layers.items())
     }
     write_adapter(tmp_path / "odd.safetensors", Adapter(odd, {}), format)
@@ -149,10 +163,13 @@ def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_
 
 
 names = st.lists(
-    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]), min_size=1, max_size=4
+    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]),
+    min_size=1,
+    max_size=4,
 ).map(".".join)
 layers = st.dictionaries(
-    names, st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), st.sampled_from(["float32", "bfloat16"])), min_size=1,
+    names, st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), st.sampled_from(["float32",
+    "bfloat16"])), min_size=1,
     max_size=5,
 ).filter(lambda found: len({name.replace(".", "_") for name in found}) == len(found))  # fmt: skip
 
@@ -161,11 +178,15 @@ layers = st.dictionaries(
 def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
     made = {
         name: LoraLayer(
-            torch.randn(rank, 5).to(getattr(torch, kind)), torch.randn(6, rank).to(getattr(torch, kind)), alpha
+            torch.randn(rank, 5).to(getattr(torch, kind)),
+            torch.randn(6, rank).to(getattr(torch, kind)),
+            alpha,
         )
         for name, (rank, alpha, kind) in found.items()
     }
-    state, metadata = serialize_adapter(Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0])
+    state, metadata = serialize_adapter(
+        Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0]
+    )
     for to in chain[1:]:
         state, metadata = serialize_adapter(parse_adapter(state, metadata), to)
     result = parse_adapter(state, metadata)
@@ -184,9 +205,17 @@ def test_files_convert_between_all_formats(tmp_path, source, to):
     write_adapter(tmp_path / "b.safetensors", read_adapter(tmp_path / "a.safetensors"), to)
     keys = set(read_all(open_weights(tmp_path / "b.safetensors")))
     expected = {
-        "diffusers": {"transformer.blocks.0.to_q.lora_A.weight", "transformer.blocks.0.to_q.lora_B.weight"},
-        "comfyui": {f"diffusion_model.blocks.0.to_q.{x}" for x in ("lora_A.weight", "lora_B.weight", "alpha")},
-        "kohya": {f"lora_unet_blocks_0_to_q.{x}" for x in ("lora_down.weight", "lora_up.weight", "alpha")},
+        "diffusers": {
+            "transformer.blocks.0.to_q.lora_A.weight",
+            "transformer.blocks.0.to_q.lora_B.weight",
+        },
+        "comfyui": {
+            f"diffusion_model.blocks.0.to_q.{x}"
+            for x in ("lora_A.weight", "lora_B.weight", "alpha")
+        },
+        "kohya": {
+            f"lora_unet_blocks_0_to_q.{x}" for x in ("lora_down.weight", "lora_up.weight", "alpha")
+        },
     }
     assert keys == expected[to]
     config = read_header(tmp_path / "b.safetensors").metadata.get(DIFFUSERS_KEY)
@@ -217,21 +246,28 @@ def test_two_modules_that_kohya_cannot_tell_apart_are_refused():
     [
         ({}, {}, InvalidInput),
         ({"weight": torch.ones(1)}, {}, InvalidInput),
-        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)}, {}, InvalidInput),
+        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)}, {},
+        InvalidInput),
         ({"transformer.a.lora_A.weight": torch.ones(1, 2)}, {}, CorruptFile),
         ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
-        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 3)}, {},
+        ({"transformer.a.lora_A.weight": torch.ones(1, 2),
+        "transformer.a.lora_B.weight": torch.ones(2, 3)}, {},
          CorruptFile),
-        ({"transformer.a.lora_A.weight": torch.tensor(1.0), "transformer.a.lora_B.weight": torch.ones(2, 1)}, {},
+        ({"transformer.a.lora_A.weight": torch.tensor(1.0),
+        "transformer.a.lora_B.weight": torch.ones(2, 1)}, {},
          CorruptFile),
-        ({"transformer.a.lora_A.weight": torch.ones(0, 2), "transformer.a.lora_B.weight": torch.ones(2, 0)}, {},
+        ({"transformer.a.lora_A.weight": torch.ones(0, 2),
+        "transformer.a.lora_B.weight": torch.ones(2, 0)}, {},
          CorruptFile),
-        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2), "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
+        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2),
+        "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
           "diffusion_model.a.alpha": torch.ones(2)}, {}, CorruptFile),
-        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2), "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
+        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2),
+        "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
           "diffusion_model.a.alpha": torch.tensor(torch.inf)}, {}, CorruptFile),
         ({"diffusion_model.single_blocks.0.linear1.lora_down.weight": torch.ones(4, 9),
-          "diffusion_model.single_blocks.0.linear1.lora_up.weight": torch.ones(7, 4)}, {}, CorruptFile),
+          "diffusion_model.single_blocks.0.linear1.lora_up.weight": torch.ones(7, 4)}, {},
+          CorruptFile),
         (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
@@ -245,12 +281,20 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
 def test_thousands_of_alphas_cost_no_more_than_their_number():
     """Each pattern against each layer would be twenty million."""
     names = [f"blocks.{number}.to_q" for number in range(1000)]
-    state = {f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1) for name in names for part in "AB"}
+    state = {
+        f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1)
+        for name in names
+        for part in "AB"
+    }
     patterns = {f"^blocks\\.{number}\\.to_q": 1.0 + number for number in range(20_000)}
     began = time.process_time()
-    adapter = parse_adapter(state, {DIFFUSERS_KEY: json.dumps({"transformer.alpha_pattern": patterns})})
+    adapter = parse_adapter(
+        state, {DIFFUSERS_KEY: json.dumps({"transformer.alpha_pattern": patterns})}
+    )
     assert time.process_time() - began < 5
-    assert [adapter.layers[name].alpha for name in names] == [1.0 + number for number in range(1000)]
+    assert [adapter.layers[name].alpha for name in names] == [
+        1.0 + number for number in range(1000)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,11 +340,19 @@ def test_flux_layers_without_a_scale_cannot_be_put_together():
 
 
 def test_hundreds_of_alpha_patterns_take_no_time_for_each_layer_and_pattern() -> None:
-    """Matched one by one, 2,000 of them took minutes for as many layers: Python keeps 512 compiled expressions."""
+    """Matched one by one, 2,000 of them took minutes for as many layers: Python keeps 512
+    compiled expressions.
+    """
     names = [f"blocks.{number}.attn.to_q" for number in range(2000)]
-    patterns = {f"^{name}".replace(".", r"\."): float(number + 1) for number, name in enumerate(names)}
+    patterns = {
+        f"^{name}".replace(".", r"\."): float(number + 1) for number, name in enumerate(names)
+    }
     metadata = {"lora_adapter_metadata": json.dumps({"transformer.alpha_pattern": patterns})}
-    state = {f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1) for name in names for part in "AB"}
+    state = {
+        f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1)
+        for name in names
+        for part in "AB"
+    }
     started = time.process_time()
     layers = parse_adapter(state, metadata).layers
     assert time.process_time() - started < 3
@@ -311,6 +363,10 @@ def test_of_several_alpha_patterns_the_first_that_ends_a_name_counts() -> None:
     patterns = {"^to_q": 9.0, "attn.to_q": 2.0, "to_q": 3.0, "o_q": 4.0}
     metadata = {"lora_adapter_metadata": json.dumps({"transformer.alpha_pattern": patterns})}
     names = ("to_q", "a.attn.to_q", "a.to_q", "a.xto_q")
-    state = {f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1) for name in names for part in "AB"}
+    state = {
+        f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1)
+        for name in names
+        for part in "AB"
+    }
     alphas = {name: layer.alpha for name, layer in parse_adapter(state, metadata).layers.items()}
     assert alphas == {"to_q": 9.0, "a.attn.to_q": 2.0, "a.to_q": 3.0, "a.xto_q": 1.0}

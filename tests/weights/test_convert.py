@@ -1,4 +1,6 @@
-"""`autotune weights convert`, as it is called: whole models in shards, and adapters whose model must be told."""
+"""`autotune weights convert`, as it is called: whole models in shards, and adapters whose model
+must be told.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ def convert(source: Path, target: Path, *options: str) -> str:
     return result.stdout
 
 
-def test_a_models_folder_is_written_in_shards_that_diffusers_loads_and_back_into_one_file(tmp_path: Path) -> None:
+def test_a_models_folder_is_written_in_shards_that_diffusers_loads_and_back_into_one_file(
+    tmp_path: Path,
+) -> None:
     from diffusers import QwenImageTransformer2DModel
 
     model = QwenImageTransformer2DModel(**QWEN)
@@ -43,18 +47,28 @@ def test_a_models_folder_is_written_in_shards_that_diffusers_loads_and_back_into
     loaded = QwenImageTransformer2DModel.from_pretrained(out).state_dict()
     assert all(loaded[name].equal(tensor) for name, tensor in model.state_dict().items())
     convert(out / INDEX, whole)
-    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
     loaded = QwenImageTransformer2DModel.from_pretrained(whole).state_dict()
     assert all(loaded[name].equal(tensor) for name, tensor in model.state_dict().items())
 
 
-def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_path: Path, every_dtype) -> None:
+def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(
+    tmp_path: Path, every_dtype
+) -> None:
     save_file(tmp_path / "in" / "model.safetensors", every_dtype, {"who": "me"})
     convert(tmp_path / "in", tmp_path / "out", "--max-shard-size", "100B")
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
-    assert all(read_header(path).metadata["who"] == "me" for path in (tmp_path / "out").glob("*.safetensors"))
+    assert all(
+        read_header(path).metadata["who"] == "me"
+        for path in (tmp_path / "out").glob("*.safetensors")
+    )
     loaded = read_all(open_weights(tmp_path / "out"))
-    assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in every_dtype.items()}
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {
+        n: bits(t) for n, t in every_dtype.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,12 @@ def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_pat
     ],
 )
 def test_what_cannot_be_written_as_a_model_is_refused_and_nothing_is_written(
-    tmp_path: Path, source: str, target: str, options: tuple[str, ...], error: type[InvalidInput], word: str
+    tmp_path: Path,
+    source: str,
+    target: str,
+    options: tuple[str, ...],
+    error: type[InvalidInput],
+    word: str,
 ) -> None:
     for folder in ("empty", "other", "pipeline"):
         (tmp_path / folder).mkdir()
@@ -81,7 +100,10 @@ def test_what_cannot_be_written_as_a_model_is_refused_and_nothing_is_written(
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
     save_model(tmp_path / "model", {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
-    lora = {"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 1)}
+    lora = {
+        "transformer.a.lora_A.weight": torch.ones(1, 2),
+        "transformer.a.lora_B.weight": torch.ones(2, 1),
+    }
     save_file(tmp_path / "adapter" / "pytorch_lora_weights.safetensors", lora)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(error, match=word) as caught:
@@ -102,7 +124,9 @@ def ambiguous(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("to", ["comfyui", "kohya"])
-def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(ambiguous: Path, to: str) -> None:
+def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(
+    ambiguous: Path, to: str
+) -> None:
     out = ambiguous.parent / "out.safetensors"
     with pytest.raises(InvalidInput, match="may be for FLUX") as caught:
         convert(ambiguous, out, "--format", to)
@@ -117,13 +141,23 @@ def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(
 
 @pytest.mark.parametrize(
     ("transformer", "name"),
-    [("FluxTransformer2DModel", "double_blocks.3.img_attn.proj"), ("QwenImageTransformer2DModel", ATTENTION)],
+    [
+        ("FluxTransformer2DModel", "double_blocks.3.img_attn.proj"),
+        ("QwenImageTransformer2DModel", ATTENTION),
+    ],
 )
 def test_the_class_that_a_file_names_decides_what_its_layers_do_not_tell(
     ambiguous: Path, transformer: str, name: str
 ) -> None:
     out = ambiguous.parent / "out.safetensors"
-    info = AdapterInfo(model="x", transformer=transformer, plan_digest="sha256:0", rank=2, alpha=2.0, training_steps=1)
+    info = AdapterInfo(
+        model="x",
+        transformer=transformer,
+        plan_digest="sha256:0",
+        rank=2,
+        alpha=2.0,
+        training_steps=1,
+    )
     adapter = Adapter(read_adapter(ambiguous).layers, {"autotune": info.model_dump_json()})
     write_adapter(ambiguous, adapter, "diffusers")
     convert(ambiguous, out, "--format", "comfyui")

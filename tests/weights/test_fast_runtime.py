@@ -1,4 +1,6 @@
-"""fastsafetensors reads through the CUDA runtime that torch has loaded, where no toolkit is installed."""
+"""fastsafetensors reads through the CUDA runtime that torch has loaded, where no toolkit is
+installed.
+"""
 
 import shutil
 import subprocess
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 
 FUNCTIONS = (
-    "Memcpy MemcpyAsync StreamCreateWithFlags StreamSynchronize StreamDestroy DeviceSynchronize HostAlloc FreeHost "
+    "Memcpy MemcpyAsync StreamCreateWithFlags StreamSynchronize StreamDestroy DeviceSynchronize "
+    "HostAlloc FreeHost "
     "DeviceGetPCIBusId Malloc Free DriverGetVersion DeviceGetAttribute SetDevice"
 )
 CUDART = "int cudaGetDeviceCount(int *n) { *n = 1; return 0; }\n" + "".join(
@@ -25,7 +28,9 @@ print([FastLoader().unavailable_reason(torch.device(name)) for name in ("cuda", 
 
 
 def asked(*library: str) -> str:
-    run = subprocess.run([sys.executable, "-c", ASK, *library], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", ASK, *library], capture_output=True, text=True, check=True
+    )
     return run.stdout.strip()
 
 

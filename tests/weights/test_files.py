@@ -28,7 +28,9 @@ def parse(content: bytes) -> WeightFile:
 
 
 layouts = st.lists(
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), min_size=0, max_size=6
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)),
+    min_size=0,
+    max_size=6,
 )
 
 
@@ -41,7 +43,9 @@ def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metad
         position = end
     names = list(header)
     random.shuffle(names)
-    file = parse(raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position)))
+    file = parse(
+        raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position))
+    )
     entries = file.entries
     assert file.metadata == metadata
     assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {
@@ -49,7 +53,9 @@ def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metad
     }
     assert [e.start for e in entries] == sorted(e.start for e in entries)
     assert sum(e.size_bytes for e in entries) == position
-    assert all(e.start == file.size_bytes - position + header[e.name]["data_offsets"][0] for e in entries)
+    assert all(
+        e.start == file.size_bytes - position + header[e.name]["data_offsets"][0] for e in entries
+    )
 
 
 @given(st.binary(max_size=200))
@@ -99,7 +105,8 @@ def test_one_changed_byte_gives_a_typed_error_or_a_consistent_file(position, val
         b'{"a": NaN}',
         b"{\xff\xfe}",
         b'{"a":' * 100_000,
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',  # noqa: E501
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {"dtype": "F32", '
+        b'"shape": [2], "data_offsets": [0, 8]}}',
     ],
 )
 def test_a_header_that_cannot_be_true_is_corrupt(header):
@@ -142,7 +149,9 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
 
 def test_html_saved_under_the_name_is_refused(tmp_path):
     with pytest.raises(HeaderTooLarge):
-        read_header(write_raw(tmp_path, "page.safetensors", b"<!DOCTYPE html><html>not found</html>"))
+        read_header(
+            write_raw(tmp_path, "page.safetensors", b"<!DOCTYPE html><html>not found</html>")
+        )
 
 
 def test_a_missing_file_says_so(tmp_path):

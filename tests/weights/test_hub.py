@@ -13,11 +13,15 @@ from autotune.weights.hub import fetch, missing_files, select_files
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STEM = "diffusion_pytorch_model"
 QWEN = [
-    "README.md", "LICENSE", "assets/picture.png", "model_index.json", "scheduler/scheduler_config.json",
-    "tokenizer/vocab.json", "tokenizer/merges.txt", "tokenizer/chat_template.jinja", "text_encoder/config.json",
+    "README.md", "LICENSE", "assets/picture.png", "model_index.json",
+    "scheduler/scheduler_config.json",
+    "tokenizer/vocab.json", "tokenizer/merges.txt", "tokenizer/chat_template.jinja",
+    "text_encoder/config.json",
     "text_encoder/generation_config.json",
-    "text_encoder/model-00001-of-00002.safetensors", "text_encoder/model-00002-of-00002.safetensors",
-    "text_encoder/model.safetensors.index.json", "transformer/config.json", f"transformer/{STEM}.safetensors",
+    "text_encoder/model-00001-of-00002.safetensors",
+    "text_encoder/model-00002-of-00002.safetensors",
+    "text_encoder/model.safetensors.index.json", "transformer/config.json",
+    f"transformer/{STEM}.safetensors",
     f"transformer/{STEM}.fp16.safetensors", f"transformer/{STEM}.bin", "transformer/flux.ckpt",
     f"vae/{STEM}.safetensors", "vae/config.json", "vae/extra.gguf", "all-in-one.safetensors",
 ]  # fmt: skip
@@ -25,16 +29,24 @@ QWEN = [
 
 def test_only_the_files_of_the_components_are_chosen():
     assert set(select_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
-        "model_index.json", "transformer/config.json", f"transformer/{STEM}.safetensors", "tokenizer/vocab.json",
+        "model_index.json", "transformer/config.json", f"transformer/{STEM}.safetensors",
+        "tokenizer/vocab.json",
         "tokenizer/merges.txt", "tokenizer/chat_template.jinja", "scheduler/scheduler_config.json",
     }  # fmt: skip
 
 
 def test_shards_come_with_their_index_and_without_a_second_precision():
-    variant = [name.replace(".safetensors", ".fp16.safetensors") for name in QWEN if "text_encoder/model-" in name]
-    chosen = select_files([*QWEN, *variant, "text_encoder/model.safetensors.index.fp16.json"], ["text_encoder"])
+    variant = [
+        name.replace(".safetensors", ".fp16.safetensors")
+        for name in QWEN
+        if "text_encoder/model-" in name
+    ]
+    chosen = select_files(
+        [*QWEN, *variant, "text_encoder/model.safetensors.index.fp16.json"], ["text_encoder"]
+    )
     assert {name for name in chosen if "safetensors" in name} == {
-        "text_encoder/model-00001-of-00002.safetensors", "text_encoder/model-00002-of-00002.safetensors",
+        "text_encoder/model-00001-of-00002.safetensors",
+        "text_encoder/model-00002-of-00002.safetensors",
         "text_encoder/model.safetensors.index.json",
     }  # fmt: skip
 
@@ -59,7 +71,10 @@ def test_components_without_readable_weights_are_refused(files, error):
     assert caught.value.hint
 
 
-@given(st.lists(st.sampled_from(QWEN)), st.lists(st.sampled_from(["transformer", "vae", "text_encoder", "tokenizer"])))
+@given(
+    st.lists(st.sampled_from(QWEN)),
+    st.lists(st.sampled_from(["transformer", "vae", "text_encoder", "tokenizer"])),
+)
 def test_whatever_is_missing_the_choice_is_from_the_files_and_never_a_pickle(files, components):
     try:
         chosen = select_files(files, components)
@@ -103,11 +118,20 @@ def test_fetching_asks_for_the_chosen_files_at_the_commit(monkeypatch, cached):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda self, repo: None)
-    answer(monkeypatch, SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in QWEN]))
+    answer(
+        monkeypatch,
+        SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in QWEN]),
+    )
     fetched = fetch("Qwen/Qwen-Image", components=["vae"])
     assert (fetched.name, fetched) == (COMMIT, cached)
-    assert asked["revision"] == "main"  # so that the cache knows the branch offline; the folder names the commit
-    assert set(asked["allow_patterns"]) == {"model_index.json", "vae/config.json", f"vae/{STEM}.safetensors"}
+    assert (
+        asked["revision"] == "main"
+    )  # so that the cache knows the branch offline; the folder names the commit
+    assert set(asked["allow_patterns"]) == {
+        "model_index.json",
+        "vae/config.json",
+        f"vae/{STEM}.safetensors",
+    }
 
 
 def http_error(kind):
@@ -156,7 +180,13 @@ def test_offline_a_complete_cache_is_used_and_its_commit_known(offline, cached):
 
 
 @pytest.mark.parametrize(
-    "lost", ["vae/model-2.safetensors", "vae/config.json", "model_index.json", f"vae/{STEM}.safetensors.index.json"]
+    "lost",
+    [
+        "vae/model-2.safetensors",
+        "vae/config.json",
+        "model_index.json",
+        f"vae/{STEM}.safetensors.index.json",
+    ],
 )
 def test_offline_the_missing_file_is_named(offline, cached, lost):
     (cached / lost).unlink()
@@ -172,11 +202,16 @@ def test_a_hub_that_refuses_connections_counts_as_offline(monkeypatch, cached):
 
 
 def test_offline_an_empty_cache_says_so(offline, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *arguments, **options: None)
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *arguments, **options: None
+    )
     with pytest.raises(MissingWeights, match="out of reach"):
         fetch("some/repo", components=["vae"])
 
 
 def test_a_whole_folder_misses_nothing(cached):
     assert missing_files(cached, ["vae", "tokenizer"]) == ()
-    assert missing_files(cached, ["text_encoder"]) == ("text_encoder/config.json", "text_encoder/*.safetensors")
+    assert missing_files(cached, ["text_encoder"]) == (
+        "text_encoder/config.json",
+        "text_encoder/*.safetensors",
+    )

@@ -41,7 +41,11 @@ def repo(hub: FakeHub, tmp_path: Path) -> str:
 def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str) -> None:
     fetched = fetch(repo, components=["vae"])
     assert fetched.name == COMMIT
-    assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", f"vae/{STEM}.safetensors"]
+    assert sorted(hub.downloads) == [
+        "model_index.json",
+        "vae/config.json",
+        f"vae/{STEM}.safetensors",
+    ]
     assert fetch(repo, components=["vae"]) == fetched
     assert len(hub.downloads) == 3
 
@@ -58,7 +62,9 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
 ) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # of what has come, whole chunks are kept
+    monkeypatch.setattr(
+        constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12
+    )  # of what has come, whole chunks are kept
     hub.break_once.add(f"vae/{STEM}.safetensors")
     fetched = fetch(repo, components=["vae"])
     name = f"vae/{STEM}.safetensors"
@@ -67,7 +73,9 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
     assert ranges == [None, f"bytes={SIZE // 2}-"]
 
 
-def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(hub: FakeHub, repo: str) -> None:
+def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(
+    hub: FakeHub, repo: str
+) -> None:
     hub.broken.add(f"vae/{STEM}.safetensors")
     with pytest.raises(HubError) as caught:
         fetch(repo, components=["vae"])
@@ -103,7 +111,9 @@ def test_a_disk_without_room_is_told_before_anything_is_downloaded(
     assert not hub.downloads
 
 
-def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(hub: FakeHub, repo: str) -> None:
+def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(
+    hub: FakeHub, repo: str
+) -> None:
     hub.gated.add(repo)
     with pytest.raises(HubError, match="license"):
         fetch(repo, components=["vae"])
@@ -112,7 +122,7 @@ def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(hu
 
 def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     hub: FakeHub,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -123,7 +133,11 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     hub.repos["team/small"] = small_pipelines("flux1-dev").folder
     fetched = fetch_whole("team/small")
     files = [path for path in fetched.folder.rglob("*") if path.is_file()]
-    assert (fetched.family, fetched.revision, fetched.num_verified) == ("flux1-dev", COMMIT, len(files))
+    assert (fetched.family, fetched.revision, fetched.num_verified) == (
+        "flux1-dev",
+        COMMIT,
+        len(files),
+    )
     damaged = fetched.folder / "vae" / f"{STEM}.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -142,7 +156,9 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
 
 
 @pytest.mark.parametrize(("name", "word"), [("team/small", "license"), ("team/absent", "spelling")])
-def test_gated_and_absent_repositories_say_so(hub: FakeHub, repo: str, name: str, word: str) -> None:
+def test_gated_and_absent_repositories_say_so(
+    hub: FakeHub, repo: str, name: str, word: str
+) -> None:
     hub.gated.add(repo)
     with pytest.raises(HubError) as caught:
         fetch_model(name)
@@ -156,7 +172,7 @@ def test_an_absent_revision_says_so(repo: str) -> None:
 
 def test_offline_the_missing_file_of_a_model_is_named(
     hub: FakeHub,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from huggingface_hub import constants
@@ -167,13 +183,18 @@ def test_offline_the_missing_file_of_a_model_is_named(
     assert texts.config_folder is not None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch_model(f"team/small@{COMMIT}", weights=False) == texts
-    with pytest.raises(MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"):
+    with pytest.raises(
+        MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"
+    ):
         fetch_model("team/small")
     with pytest.raises(InvalidInput, match="neither a folder nor a known model"):
         resolve_model("team/never-fetched")
 
 
-def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub: FakeHub, small_pipelines) -> None:  # noqa: F811
+def test_a_model_of_an_unknown_name_is_what_its_repository_says(
+    hub: FakeHub,
+    small_pipelines,
+) -> None:
     small = small_pipelines("flux1-dev")
     hub.repos["someone/fine-tune"] = small.folder
     model = fetch_model("someone/fine-tune")

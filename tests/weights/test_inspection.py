@@ -32,14 +32,21 @@ def test_shards_are_described_as_one_model(tmp_path, named):
     tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan")]), "c": torch.ones(2)}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     read = lambda names: {name: tensors[name] for name in names}  # noqa: E731
-    *shards, _ = save_shards(tmp_path / "transformer", sizes, read, stem="model", max_shard_bytes=12)
+    *shards, _ = save_shards(
+        tmp_path / "transformer", sizes, read, stem="model", max_shard_bytes=12
+    )
     summary = inspect_file(tmp_path / named)
     assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
-    assert (summary.num_nonfinite, summary.size_bytes) == (1, sum(shard.stat().st_size for shard in shards))
+    assert (summary.num_nonfinite, summary.size_bytes) == (
+        1,
+        sum(shard.stat().st_size for shard in shards),
+    )
     assert (summary.name, summary.metadata) == (named.rpartition("/")[2], {"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float64]
+)
 def test_bad_values_are_found_in_every_piece(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(inspection, "PIECE_ELEMENTS", 4)
     values = torch.ones(10)
@@ -68,7 +75,9 @@ def test_the_command_can_leave_values_unread(tmp_path, monkeypatch):
 def test_progress_ends_at_the_whole(tmp_path):
     save_file(tmp_path / "a.safetensors", {"a": torch.ones(3), "b": torch.ones(1)})
     calls = []
-    inspect_file(tmp_path / "a.safetensors", on_progress=lambda done, total: calls.append((done, total)))
+    inspect_file(
+        tmp_path / "a.safetensors", on_progress=lambda done, total: calls.append((done, total))
+    )
     assert calls[-1] == (16, 16)
     assert len(calls) == 2
 
@@ -112,7 +121,10 @@ def test_no_line_is_wider_than_the_terminal_and_each_tensor_has_one(summary):
 
 
 def test_the_report_of_a_small_file_reads_like_this(tmp_path):
-    state = {"blocks.0.to_q.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16), "x": torch.tensor(float("nan"))}
+    state = {
+        "blocks.0.to_q.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
+        "x": torch.tensor(float("nan")),
+    }
     save_file(tmp_path / "a.safetensors", state, {"autotune": '{"rank": 4}'})
     text = weights_lines(inspect_file(tmp_path / "a.safetensors"))
     assert "tensors: 2 (1 BF16, 1 F32)" in text

@@ -17,7 +17,11 @@ QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
 
 
 def layer(rank, inputs, outputs, alpha=None):
-    return LoraLayer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
+    return LoraLayer(
+        torch.randn(rank, inputs),
+        torch.randn(outputs, rank),
+        float(rank if alpha is None else alpha),
+    )
 
 
 def update(found):
@@ -33,12 +37,21 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
     layers[SINGLE + "proj_out"] = layer(2, 5 * WIDTH, WIDTH)
     layers[SINGLE + "norm.linear"] = layer(2, WIDTH, 3 * WIDTH)
     tensors, metadata = serialize_adapter(Adapter(layers, {}), to)
-    prefix = {"comfyui": "diffusion_model.single_blocks.3.", "kohya": "lora_unet_single_blocks_3_"}[to]
+    prefix = {"comfyui": "diffusion_model.single_blocks.3.", "kohya": "lora_unet_single_blocks_3_"}[
+        to
+    ]
     assert {key.split(".lora")[0].split(".alpha")[0] for key in tensors} == {
-        prefix + name for name in ("linear1", "linear2", "modulation.lin" if to == "comfyui" else "modulation_lin")
+        prefix + name
+        for name in (
+            "linear1",
+            "linear2",
+            "modulation.lin" if to == "comfyui" else "modulation_lin",
+        )
     }
     loaded = FluxPipeline.lora_state_dict(dict(tensors))
-    assert loaded.keys() == {f"transformer.{name}.lora_{side}.weight" for name in layers for side in "AB"}
+    assert loaded.keys() == {
+        f"transformer.{name}.lora_{side}.weight" for name in layers for side in "AB"
+    }
     for name, made in layers.items():
         assert bits(loaded[f"transformer.{name}.lora_A.weight"]) == bits(made.down)
         assert bits(loaded[f"transformer.{name}.lora_B.weight"]) == bits(made.up)
@@ -54,22 +67,39 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
 def test_double_blocks_are_read_exactly_where_diffusers_rounds_alpha_into_the_matrices(to, dtype):
     from diffusers import FluxPipeline
 
-    inner = {f"transformer_blocks.2.attn.{part}": layer(4, WIDTH, WIDTH, 6.5) for part in ("to_q", "to_k", "to_v")}
+    inner = {
+        f"transformer_blocks.2.attn.{part}": layer(4, WIDTH, WIDTH, 6.5)
+        for part in ("to_q", "to_k", "to_v")
+    }
     made = {**inner, SINGLE + "proj_out": layer(4, 5 * WIDTH, WIDTH, 6.5)}
-    made = {name: LoraLayer(found.down.to(dtype), found.up.to(dtype), found.alpha) for name, found in made.items()}
+    made = {
+        name: LoraLayer(found.down.to(dtype), found.up.to(dtype), found.alpha)
+        for name, found in made.items()
+    }
     tensors, metadata = serialize_adapter(Adapter(made, {}), to)
-    ours, theirs = parse_adapter(tensors, metadata).layers, FluxPipeline.lora_state_dict(dict(tensors))
+    ours, theirs = (
+        parse_adapter(tensors, metadata).layers,
+        FluxPipeline.lora_state_dict(dict(tensors)),
+    )
     assert len(theirs) == 2 * len(made)
     for name, expected in made.items():
         down, up = (theirs[f"transformer.{name}.lora_{side}.weight"] for side in "AB")
-        assert bits(ours[name].down) + bits(ours[name].up) == bits(expected.down) + bits(expected.up)
+        assert bits(ours[name].down) + bits(ours[name].up) == bits(expected.down) + bits(
+            expected.up
+        )
         assert ours[name].alpha == 6.5
         error = update(LoraLayer(down.float(), up.float(), 4.0)) - update(expected).float()
-        assert error.norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-6) * update(expected).float().norm()
+        assert (
+            error.norm()
+            <= (1e-2 if dtype == torch.bfloat16 else 1e-6) * update(expected).float().norm()
+        )
 
 
 def test_parts_that_were_not_trained_do_not_come_back():
-    layers = {SINGLE + "attn.to_k": layer(2, 8, 8, alpha=3), SINGLE + "attn.to_v": layer(2, 8, 8, alpha=3)}
+    layers = {
+        SINGLE + "attn.to_k": layer(2, 8, 8, alpha=3),
+        SINGLE + "attn.to_v": layer(2, 8, 8, alpha=3),
+    }
     joined = join_layers(layers, FLUX1)
     assert joined["single_blocks.3.linear1"].up.shape == (8 * 7, 8)
     back = split_layers(joined, FLUX1)
@@ -82,7 +112,9 @@ def test_parts_that_were_not_trained_do_not_come_back():
 def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
     layers = {SINGLE + part: layer(rank, 8, 8, alpha) for part, rank, alpha in SHAPES}
     back = split_layers(join_layers(layers, FLUX1), FLUX1)
-    assert {name: found.rank for name, found in back.items()} == {name: made.rank for name, made in layers.items()}
+    assert {name: found.rank for name, found in back.items()} == {
+        name: made.rank for name, made in layers.items()
+    }
     for name, made in layers.items():
         assert torch.allclose(update(back[name]), update(made), atol=1e-5)
 
@@ -119,11 +151,23 @@ def test_layers_without_an_original_name_are_refused(name):
     ("names", "answer"),
     [
         (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_q"], FLUX1_CLASS),
-        (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_out"], "Flux2Transformer2DModel"),
-        (["transformer_blocks.18.attn.to_q", "transformer_blocks.0.ff.net.2"], None),  # also Stable Diffusion 3.5's
+        (
+            ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_out"],
+            "Flux2Transformer2DModel",
+        ),
+        (
+            ["transformer_blocks.18.attn.to_q", "transformer_blocks.0.ff.net.2"],
+            None,
+        ),  # also Stable Diffusion 3.5's
         (["transformer_blocks.0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
-        (["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"], None),  # FLUX.1 has 19: one of the two
-        (["transformer_blocks.0.attn.to_q", "transformer_blocks.38.attn.to_q"], None),  # HunyuanVideo 1.5's, too
+        (
+            ["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"],
+            None,
+        ),  # FLUX.1 has 19: one of the two
+        (
+            ["transformer_blocks.0.attn.to_q", "transformer_blocks.38.attn.to_q"],
+            None,
+        ),  # HunyuanVideo 1.5's, too
         (["transformer_blocks.0.attn.to_q", "transformer_blocks.54.attn.to_q"], ""),  # which has 54
         (["transformer_blocks.38.attn.to_q", "transformer_blocks.0.ff.net.2"], HUNYUAN_CLASS),
         (["transformer_blocks.19.attn.to_q", "transformer_blocks.0.ff.net.2"], SD3_CLASS),

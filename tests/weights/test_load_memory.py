@@ -1,4 +1,6 @@
-"""What loading takes at its peak, sampled from outside as the system counts it, in a fork that does nothing else."""
+"""What loading takes at its peak, sampled from outside as the system counts it, in a fork that
+does nothing else.
+"""
 
 import json
 import subprocess
@@ -103,20 +105,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(script: str, *arguments: str) -> list[Any]:
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 CASES = [
     *(("torchao-int8", name) for name in LOADERS),
-    *((name, "pread") for name in ("bnb-int8", "bnb-nf4") if find_spec("bitsandbytes")),  # a map would hide copies
+    *(
+        (name, "pread") for name in ("bnb-int8", "bnb-nf4") if find_spec("bitsandbytes")
+    ),  # a map would hide copies
 ]
 
 
 @pytest.fixture(scope="module")
 def peaks_of_cases(checkpoint: Path) -> dict[tuple[str, str], dict[str, int]]:
-    return dict(zip(CASES, measured(MODEL + PEAK + LOAD, str(checkpoint), json.dumps(CASES)), strict=True))
+    return dict(
+        zip(CASES, measured(MODEL + PEAK + LOAD, str(checkpoint), json.dumps(CASES)), strict=True)
+    )
 
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -130,7 +138,11 @@ def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
     peaks = peaks_of_cases[storage, name]
     held = LOADERS[name].overhead_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = round(NUM_BLOCKS * BLOCK_BYTES / 2 * (0.516 if storage == "bnb-nf4" else 1))
-    assert 0.97 * final < peaks["load"] <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
+    assert (
+        0.97 * final
+        < peaks["load"]
+        <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
+    )
     assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB
 
 

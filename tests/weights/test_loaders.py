@@ -70,7 +70,9 @@ def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, None])
-def test_handles_and_buffers_are_released_also_when_the_stream_is_left_early(name, sharded, stop_after):
+def test_handles_and_buffers_are_released_also_when_the_stream_is_left_early(
+    name, sharded, stop_after
+):
     before = open_files()
     stream = LOADERS[name].stream(sharded, CPU)
     for count, (_, tensor) in enumerate(stream):
@@ -102,9 +104,15 @@ def test_a_source_without_tensors_gives_none(name, tmp_path):
 
 
 def test_only_zero_size_tensors_are_read(name, tmp_path):
-    save_file(tmp_path / "zero.safetensors", {"z": torch.zeros(0, 3), "y": torch.zeros(2, 0, dtype=torch.bfloat16)})
+    save_file(
+        tmp_path / "zero.safetensors",
+        {"z": torch.zeros(0, 3), "y": torch.zeros(2, 0, dtype=torch.bfloat16)},
+    )
     loaded = read_all(open_weights(tmp_path / "zero.safetensors"), loader=name)
-    assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {"z": (0, 3), "y": (2, 0)}
+    assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {
+        "z": (0, 3),
+        "y": (2, 0),
+    }
 
 
 def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
@@ -153,7 +161,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(name, tmp_path, reade
 def test_nothing_is_held_besides_the_tensor_in_use(name, tmp_path, monkeypatch):
     if name != "pread":
         pytest.skip("a map holds nothing, and fastsafetensors holds its chunk outside Python")
-    save_file(tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)})
+    save_file(
+        tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)}
+    )
     monkeypatch.setattr(loaders, "PIECE_BYTES", 3000)
     allocate, known, peak = loaders._allocate, [], 0
 

@@ -16,14 +16,25 @@ from tests.weights.conftest import bits, read_all, save_model
 
 def test_what_is_saved_is_read_back_to_the_bit_with_its_metadata(tmp_path, every_dtype):
     save_file(tmp_path / "new" / "a.safetensors", every_dtype, {"key": "value"})
-    assert read_header(tmp_path / "new" / "a.safetensors").metadata == {"format": "pt", "key": "value"}
+    assert read_header(tmp_path / "new" / "a.safetensors").metadata == {
+        "format": "pt",
+        "key": "value",
+    }
     loaded = read_all(open_weights(tmp_path / "new" / "a.safetensors"))
-    assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in every_dtype.items()}
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {
+        n: bits(t) for n, t in every_dtype.items()
+    }
 
 
 def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
-    state = {"whole": base, "tied": base, "transposed": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}
+    state = {
+        "whole": base,
+        "tied": base,
+        "transposed": base.t(),
+        "row": base[1],
+        "wide": base[:1].expand(2, 4),
+    }
     save_file(tmp_path / "a.safetensors", state)
     loaded = read_all(open_weights(tmp_path / "a.safetensors"))
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
@@ -69,12 +80,16 @@ def test_shards_respect_the_limit_and_diffusers_loads_them(tmp_path):
     written = save_model(tmp_path, model.state_dict(), max_shard_bytes=50_000)
     index = json.loads((tmp_path / "diffusion_pytorch_model.safetensors.index.json").read_text())
     assert written[-1].name.endswith("index.json")
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in model.state_dict().values()
+    )
     for path in written[:-1]:
         file = read_header(path)
         assert len(file.entries) == 1 or sum(entry.size_bytes for entry in file.entries) <= 50_000
     loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path)
-    assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        loaded.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), [(20, 1000), (1000, 20), (20, 40)])
@@ -101,7 +116,9 @@ def test_an_interrupted_sharded_save_is_refused_when_read(tmp_path, monkeypatch)
 
     monkeypatch.setattr(saving, "save_file", fail_at_third)
     with pytest.raises(OSError, match="No space"):
-        save_model(tmp_path, {name: tensor + 1 for name, tensor in state.items()}, max_shard_bytes=20)
+        save_model(
+            tmp_path, {name: tensor + 1 for name, tensor in state.items()}, max_shard_bytes=20
+        )
     with pytest.raises(MissingWeights):
         open_weights(tmp_path)
 

@@ -1,4 +1,6 @@
-"""Files of ComfyUI, Kohya and Civitai load to the same weights as the folder that they were written from."""
+"""Files of ComfyUI, Kohya and Civitai load to the same weights as the folder that they were
+written from.
+"""
 
 import json
 import struct
@@ -27,7 +29,9 @@ def saved(path: Path, state: dict[str, Tensor]) -> Path:
     return path
 
 
-def loaded(file: Path, family: str, like: nn.Module, *, loader: str = "safetensors") -> dict[str, Tensor]:
+def loaded(
+    file: Path, family: str, like: nn.Module, *, loader: str = "safetensors"
+) -> dict[str, Tensor]:
     config = dict(like.config)  # type: ignore[arg-type, call-overload]
     model = build_empty(lambda: FAMILIES[family].build_transformer(config))
     source = view_as(open_weights(file), model)
@@ -41,14 +45,16 @@ def loaded(file: Path, family: str, like: nn.Module, *, loader: str = "safetenso
 def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
     family: str,
     place: str,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
     tmp_path: Path,
 ) -> None:
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
     stored = LAYOUTS[family](state)
     if place == "in a checkpoint":
-        stored = in_checkpoint(stored, **{"first_stage_model.decoder.conv_in.weight": torch.ones(4, 4)})
+        stored = in_checkpoint(
+            stored, **{"first_stage_model.decoder.conv_in.weight": torch.ones(4, 4)}
+        )
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     assert got.keys() == state.keys()
     assert [name for name in state if not torch.equal(got[name], state[name])] == []
@@ -59,7 +65,7 @@ def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
 def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
     family: str,
     newer: bool,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
     tmp_path: Path,
 ) -> None:
     transformer = small_pipelines(family).transformer
@@ -71,16 +77,24 @@ def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
             continue
         largest = tensor.abs().max()
         error = (got[name] - tensor).abs()
-        # Of a fused matrix the scale is that of the largest part, so very small values are less exact.
+        # Of a fused matrix the scale is that of the largest part, so very small values are less
+        # exact.
         assert (error <= tensor.abs() * FLOAT8_STEP / 2 + largest * 1e-2).all()
         assert got[name].norm() == pytest.approx(tensor.norm().item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_other_dtypes_load_as_they_are_stored(dtype: torch.dtype, small_pipelines, tmp_path: Path) -> None:  # noqa: F811
+def test_other_dtypes_load_as_they_are_stored(
+    dtype: torch.dtype,
+    small_pipelines,
+    tmp_path: Path,
+) -> None:
     transformer = small_pipelines("z-image").transformer
     state = {name: tensor.to(dtype) for name, tensor in transformer.state_dict().items()}
-    stored = {name: tensor.to(dtype) for name, tensor in LAYOUTS["z-image"](transformer.state_dict()).items()}
+    stored = {
+        name: tensor.to(dtype)
+        for name, tensor in LAYOUTS["z-image"](transformer.state_dict()).items()
+    }
     got = loaded(saved(tmp_path / "model.safetensors", stored), "z-image", transformer)
     assert [name for name in state if not torch.equal(got[name], state[name].float())] == []
 
@@ -98,10 +112,16 @@ def change(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
         case "uneven":
             return {**others, norm: state[norm], fused: state[fused][:-1]}
         case "int8":
-            quantized = {fused: state[fused].to(torch.int8), "layers.0.attention.qkv.weight_scale": torch.ones(1)}
+            quantized = {
+                fused: state[fused].to(torch.int8),
+                "layers.0.attention.qkv.weight_scale": torch.ones(1),
+            }
             return {**others, norm: state[norm], **quantized}
         case _:
-            odd = {fused: state[fused].to(torch.float8_e4m3fn), "layers.0.attention.qkv.weight_scale": torch.ones(2, 2)}
+            odd = {
+                fused: state[fused].to(torch.float8_e4m3fn),
+                "layers.0.attention.qkv.weight_scale": torch.ones(2, 2),
+            }
             return {**others, norm: state[norm], **odd}
 
 
@@ -119,29 +139,43 @@ def change(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
 def test_what_is_not_the_model_is_refused_from_the_header(
     how: str,
     words: str,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
     tmp_path: Path,
 ) -> None:
     transformer = small_pipelines("z-image").transformer
-    file = saved(tmp_path / "model.safetensors", change(LAYOUTS["z-image"](transformer.state_dict()), how))
+    file = saved(
+        tmp_path / "model.safetensors", change(LAYOUTS["z-image"](transformer.state_dict()), how)
+    )
     with pytest.raises(BadWeights, match=words) as caught:
         loaded(file, "z-image", transformer)
     assert caught.value.hint
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_a_file_of_another_family_is_a_mismatch(family: str, small_pipelines, tmp_path: Path) -> None:  # noqa: F811
+def test_a_file_of_another_family_is_a_mismatch(
+    family: str,
+    small_pipelines,
+    tmp_path: Path,
+) -> None:
     other = "z-image" if family != "z-image" else "flux1-dev"
     stored = LAYOUTS[other](small_pipelines(other).transformer.state_dict())
     with pytest.raises(KeyMismatch):
-        loaded(saved(tmp_path / "model.safetensors", stored), family, small_pipelines(family).transformer)
+        loaded(
+            saved(tmp_path / "model.safetensors", stored),
+            family,
+            small_pipelines(family).transformer,
+        )
 
 
 def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
     tmp_path: Path,
-    small_pipelines,  # noqa: F811
+    small_pipelines,
 ) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
+    ).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(KeyMismatch, match="rows"):
-        view_as(open_weights(tmp_path / "model.safetensors"), small_pipelines("z-image").transformer)
+        view_as(
+            open_weights(tmp_path / "model.safetensors"), small_pipelines("z-image").transformer
+        )

@@ -16,7 +16,9 @@ def tensor(start=0):
 def shards(folder, weight_map):
     write_raw(folder, f"{STEM}-1.safetensors", raw_file({"b": tensor(0), "a": tensor(2)}, bytes(4)))
     write_raw(folder, f"{STEM}-2.safetensors", raw_file({"c": tensor()}, bytes(2)))
-    write_raw(folder, f"{STEM}.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
+    write_raw(
+        folder, f"{STEM}.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode()
+    )
     return folder
 
 
@@ -29,11 +31,15 @@ def test_shards_are_one_source_in_reading_order(tmp_path):
 
 
 def test_tensors_outside_the_index_are_not_part_of_the_model(tmp_path):
-    source = open_weights(shards(tmp_path, {"c": f"{STEM}-2.safetensors", "a": f"{STEM}-1.safetensors"}))
+    source = open_weights(
+        shards(tmp_path, {"c": f"{STEM}-2.safetensors", "a": f"{STEM}-1.safetensors"})
+    )
     assert list(source.locations) == ["a", "c"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", f"{STEM}.safetensors", f"{STEM}.fp16.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", f"{STEM}.safetensors", f"{STEM}.fp16.safetensors"]
+)
 def test_a_single_file_is_found_under_each_usual_name(tmp_path, name):
     write_raw(tmp_path, name, raw_file({"a": tensor()}, bytes(2)))
     assert list(open_weights(tmp_path).locations) == ["a"]
@@ -48,13 +54,16 @@ def test_the_plain_file_wins_over_a_variant(tmp_path):
 
 def test_an_index_of_a_variant_is_read(tmp_path):
     shards(tmp_path, GOOD)
-    (tmp_path / f"{STEM}.safetensors.index.json").rename(tmp_path / f"{STEM}.safetensors.index.fp16.json")
+    (tmp_path / f"{STEM}.safetensors.index.json").rename(
+        tmp_path / f"{STEM}.safetensors.index.fp16.json"
+    )
     assert set(open_weights(tmp_path).locations) == set("abc")
 
 
 @pytest.mark.parametrize(
     "shard",
-    ["../secret.safetensors", "/etc/passwd.safetensors", "sub/x.safetensors", "..\\x.safetensors", "C:x.safetensors",
+    ["../secret.safetensors", "/etc/passwd.safetensors", "sub/x.safetensors", "..\\x.safetensors",
+    "C:x.safetensors",
      "x\0.safetensors", "x.bin", "", ".."],
 )  # fmt: skip
 def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
@@ -63,7 +72,9 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
         open_weights(shards(tmp_path, {**GOOD, "a": shard}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000]
+)
 def test_a_damaged_index_is_refused(tmp_path, text):
     shards(tmp_path, GOOD)
     (tmp_path / f"{STEM}.safetensors.index.json").write_text(text)

@@ -13,11 +13,13 @@ from autotune.weights.streaming import _Filler, fill_random, load_into
 from tests.weights.conftest import bits, save_model
 
 QWEN = {
-    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
+    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 2,
     "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6),
 }  # fmt: skip
 FLUX = {
-    "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+    "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
+    "num_attention_heads": 2,
     "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6),
     "guidance_embeds": True,
 }  # fmt: skip
@@ -78,7 +80,12 @@ def test_a_real_model_equals_from_pretrained_in_weights_and_outputs(published, l
     # A copy, because weights in a map are unaligned, and kernels round otherwise on those.
     reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
     model = build_empty(lambda: cls(**config), dtype=dtype)
-    load_into(model, open_weights(folder), loader=loader, dtype_policy=from_pretrained_dtypes(model, dtype))
+    load_into(
+        model,
+        open_weights(folder),
+        loader=loader,
+        dtype_policy=from_pretrained_dtypes(model, dtype),
+    )
     assert_same_tensors(model, reference)
     assert not model.training
     arguments = inputs(dtype)
@@ -92,7 +99,8 @@ def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
     from diffusers import WanTransformer3DModel
 
     config = {
-        "num_attention_heads": 1, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8,
+        "num_attention_heads": 1, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+        "text_dim": 8,
         "freq_dim": 8, "ffn_dim": 16, "num_layers": 1, "rope_max_seq_len": 32,
     }  # fmt: skip
     WanTransformer3DModel(**config).save_pretrained(tmp_path)
@@ -101,7 +109,9 @@ def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
     load_into(model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, dtype))
     assert len({tensor.dtype for tensor in reference.parameters()}) == 2
     assert_same_tensors(model, reference)
-    for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+    for (name, mine), (_, theirs) in zip(
+        model.named_buffers(), reference.named_buffers(), strict=True
+    ):
         assert mine.equal(theirs), name
 
 
@@ -112,7 +122,9 @@ def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
     T5EncoderModel(config).save_pretrained(tmp_path)
     reference = T5EncoderModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = build_empty(lambda: T5EncoderModel(config), dtype=torch.bfloat16)
-    load_into(model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, torch.bfloat16))
+    load_into(
+        model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, torch.bfloat16)
+    )
     assert_same_tensors(model, reference)
     assert model.shared.weight is model.encoder.embed_tokens.weight
 
@@ -122,15 +134,23 @@ def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_
 
     from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
 
-    original = qwen_text_encoder(qwen_tokenizer(["a cat"], "system user assistant {}"), hidden_size=64)
+    original = qwen_text_encoder(
+        qwen_tokenizer(["a cat"], "system user assistant {}"), hidden_size=64
+    )
     original.save_pretrained(tmp_path)
     assert not set(open_weights(tmp_path).locations) <= original.state_dict().keys()
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    model = build_empty(lambda: Qwen2_5_VLForConditionalGeneration(reference.config), dtype=torch.bfloat16)
+    model = build_empty(
+        lambda: Qwen2_5_VLForConditionalGeneration(reference.config), dtype=torch.bfloat16
+    )
     policy = from_pretrained_dtypes(model, torch.bfloat16)
-    load_into(model, open_weights(tmp_path), dtype_policy=policy, rename=transformers_renaming(model))
+    load_into(
+        model, open_weights(tmp_path), dtype_policy=policy, rename=transformers_renaming(model)
+    )
     assert_same_tensors(model, reference)
-    for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+    for (name, mine), (_, theirs) in zip(
+        model.named_buffers(), reference.named_buffers(), strict=True
+    ):
         assert mine.equal(theirs), name
 
 
@@ -140,7 +160,9 @@ def test_two_stored_tensors_for_one_place_are_refused(saved):
 
 
 class Small(nn.Module):
-    """Nested, with a tied weight, a persistent and a non-persistent buffer, and a plain tensor attribute."""
+    """Nested, with a tied weight, a persistent and a non-persistent buffer, and a plain tensor
+    attribute.
+    """
 
     def __init__(self):
         super().__init__()
@@ -231,7 +253,9 @@ def test_the_hook_sees_each_module_once_and_whole(saved):
 
 def test_the_hook_may_replace_a_module(saved):
     model = build_empty(Small)
-    load_into(model, saved[1], transform=lambda name, module: nn.Identity() if name == "block.1" else None)
+    load_into(
+        model, saved[1], transform=lambda name, module: nn.Identity() if name == "block.1" else None
+    )
     assert isinstance(model.block[1], nn.Identity)
 
 
@@ -253,7 +277,9 @@ def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
     quantize_(reference, Int8WeightOnlyConfig())
     arguments = inputs(dtype)
     with torch.no_grad():
-        assert model(**arguments, return_dict=False)[0].equal(reference(**arguments, return_dict=False)[0])
+        assert model(**arguments, return_dict=False)[0].equal(
+            reference(**arguments, return_dict=False)[0]
+        )
     assert type(model.proj_out.weight) is type(reference.proj_out.weight)
 
 
@@ -264,11 +290,17 @@ def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
         (lambda state: state.update(stray=torch.ones(1)), KeyMismatch, "stray"),
         (lambda state: state.update({"first.bias": torch.ones(5)}), ShapeMismatch, "first.bias"),
         (lambda state: state.update({"first.bias": torch.ones(4, 1)}), ShapeMismatch, "first.bias"),
-        (lambda state: state.update({"first.bias": torch.ones(4).to(torch.int8)}), DtypeMismatch, "I8"),
+        (
+            lambda state: state.update({"first.bias": torch.ones(4).to(torch.int8)}),
+            DtypeMismatch,
+            "I8",
+        ),
         (lambda state: state.update(counts=torch.ones(3)), DtypeMismatch, "counts"),
     ],
 )
-def test_files_of_another_model_are_refused_before_anything_is_read(saved, monkeypatch, change, error, word):
+def test_files_of_another_model_are_refused_before_anything_is_read(
+    saved, monkeypatch, change, error, word
+):
     state = dict(saved[0].state_dict())
     change(state)
     other = saved[1].path / "other.safetensors"

@@ -1,1 +1,3 @@
-"""Records the operations of training passes on the meta device: what is allocated, kept and computed."""
+"""Records the operations of training passes on the meta device: what is allocated, kept and
+computed.
+"""

@@ -1,9 +1,10 @@
 """Trace one micro-batch's forward and backward pass of a family's real transformer without data.
 
-The model is the real class with the real adapter, checkpointing and quantization, on the meta device, shortened to
-three blocks of each row of blocks that are alike: the first (whose input needs no gradient), one from the middle, and
-the last; and if a part of the blocks is adapted, of each row of those that are and of those that are not. All blocks
-between are alike, so `composition` repeats the middle one to any depth.
+The model is the real class with the real adapter, checkpointing and quantization, on the meta
+device, shortened to three blocks of each row of blocks that are alike: the first (whose input needs
+no gradient), one from the middle, and the last; and if a part of the blocks is adapted, of each row
+of those that are and of those that are not. All blocks between are alike, so `composition` repeats
+the middle one to any depth.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ TRACED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class TracePass:
-    """One traced pass. Block segments are in the order that blocks run, also those of the backward pass."""
+    """One traced pass. Block segments are in the order that blocks run, also those of the
+    backward pass.
+    """
 
     before: "Segment"
     """From the noisy latents to the first block."""
@@ -41,7 +44,9 @@ class TracePass:
     """After the last block: output layers, the loss and their backward pass."""
     backward: tuple["Segment", ...]
     input_bytes: tuple[int, ...]
-    """Of each block's first input, if it is a result that the pass goes back through; 0 if it is not given in place."""
+    """Of each block's first input, if it is a result that the pass goes back through; 0 if it is
+    not given in place.
+    """
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
@@ -49,15 +54,16 @@ class TracePass:
 def choose_traced(
     kinds: Sequence[Sequence[Hashable]], adapted: Collection[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], list[int]]:
-    """Which blocks are traced: of each row of blocks that are alike, and all adapted or all not, at most three.
+    """Which blocks are traced: of each row of blocks that are alike, and all adapted or all not, at
+    most three.
 
     Args:
         kinds: of each list of blocks, what each block is: those of one kind are alike.
         adapted: numbers of the adapted blocks; None for all.
 
     Returns:
-        for each list the numbers, within it, of the blocks that are traced; for each block of the full model, the
-        traced one that stands for it; and which of the traced ones are adapted.
+        for each list the numbers, within it, of the blocks that are traced; for each block of the
+        full model, the traced one that stands for it; and which of the traced ones are adapted.
     """
     picked: list[tuple[int, ...]] = []
     index: list[int] = []
@@ -65,11 +71,16 @@ def choose_traced(
     start = before = 0
     for own in kinds:
         of_list: list[int] = []
-        keys = [(kind, adapted is None or start + place in adapted) for place, kind in enumerate(own)]
+        keys = [
+            (kind, adapted is None or start + place in adapted) for place, kind in enumerate(own)
+        ]
         for (_, is_adapted), row in groupby(range(len(own)), keys.__getitem__):
             places = list(row)
             length, have = len(places), min(len(places), TRACED_BLOCKS)
-            index += [before + at for at in (range(length) if length <= have else (0, *[1] * (length - 2), have - 1))]
+            index += [
+                before + at
+                for at in (range(length) if length <= have else (0, *[1] * (length - 2), have - 1))
+            ]
             numbers += range(before, before + have) if is_adapted else ()
             of_list += places if length <= have else (*places[: have - 1], places[-1])
             before += have
@@ -81,7 +92,10 @@ def choose_traced(
 def block_kinds(family: Family, transformer: "nn.Module") -> list[list[Hashable]]:
     """What each block of each list is: the names and shapes of its weights."""
     return [
-        [tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters()) for block in blocks]
+        [
+            tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+            for block in blocks
+        ]
         for blocks in family.find_block_lists(transformer).values()
     ]
 
@@ -90,7 +104,9 @@ def shorten(family: Family, transformer: "nn.Module", picked: Sequence[Sequence[
     """Leave these blocks of each list."""
     from torch import nn
 
-    for (name, blocks), places in zip(family.find_block_lists(transformer).items(), picked, strict=True):
+    for (name, blocks), places in zip(
+        family.find_block_lists(transformer).items(), picked, strict=True
+    ):
         if len(blocks) > len(places):
             transformer.set_submodule(name, nn.ModuleList(blocks[place] for place in places))
 
@@ -105,15 +121,23 @@ def meta_batch(
     dtype: Any,
     token_multiple: int = 1,
 ) -> Batch:
-    """A collated batch of the right shapes on the meta device; with `masked`, captions differ in length."""
+    """A collated batch of the right shapes on the meta device; with `masked`, captions differ in
+    length.
+    """
 
     def sample(tokens: int) -> dict[str, torch.Tensor]:
-        shapes = family.sample_shapes(config, workload.largest_bucket, tokens, workload.num_control_images)
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        shapes = family.sample_shapes(
+            config, workload.largest_bucket, tokens, workload.num_control_images
+        )
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+        }
 
     text_tokens = workload.max_text_tokens
     others = max(1, text_tokens - 1) if masked else text_tokens
-    batch = family.collate([sample(text_tokens), *[sample(others) for _ in range(size - 1)]], token_multiple)
+    batch = family.collate(
+        [sample(text_tokens), *[sample(others) for _ in range(size - 1)]], token_multiple
+    )
     return {name: tensor.to("meta") for name, tensor in batch.items()}
 
 
@@ -127,7 +151,8 @@ def trace_pass(
     autocast: "torch.dtype | None" = None,
     train: bool = True,
 ) -> TracePass:
-    """Trace one micro-batch of a transformer that lies on the meta device, with adapter and settings applied.
+    """Trace one micro-batch of a transformer that lies on the meta device, with adapter and
+    settings applied.
 
     Args:
         kernel: attention kernel, as `kernel_for` names it.
@@ -142,7 +167,9 @@ def trace_pass(
     noise = torch.empty_like(batch["latents"])
     levels = torch.empty(len(noise), device="meta")
     parameters = list(transformer.parameters())  # once: a model with an adapter takes long to walk
-    recorder.seed(tensor for each in (*parameters, *transformer.buffers()) for tensor in stored_tensors(each))
+    recorder.seed(
+        tensor for each in (*parameters, *transformer.buffers()) for tensor in stored_tensors(each)
+    )
     inputs_bytes = recorder.seed([*batch.values(), noise, levels])
     recorder.mark("before")
     blocks = family.blocks(transformer)
@@ -170,14 +197,20 @@ def trace_pass(
         forward=tuple(by_name[f"forward {i}"] for i in names),
         between=by_name["between"],
         # What comes before the first adapter has no backward pass.
-        backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names) if train else (),
+        backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names)
+        if train
+        else (),
         input_bytes=tuple(inputs),
         saved_bytes=saved_bytes,
     )
 
 
-def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> "Segment":
-    """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and does."""
+def trace_inference(
+    call: Callable[[], object], module: "nn.Module", rules: DeviceRules
+) -> "Segment":
+    """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and
+    does.
+    """
     from autotune.cost.trace.recorder import Recorder, summarize
 
     recorder = Recorder(rules)
@@ -191,7 +224,9 @@ def trace_inference(call: Callable[[], object], module: "nn.Module", rules: Devi
 
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
-    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized ones have several."""
+    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized
+    ones have several.
+    """
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from (getattr(tensor, name) for name in names) if names else (tensor,)
@@ -199,7 +234,8 @@ def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
 
 @contextmanager
 def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int]) -> Iterator[None]:
-    """Mark where each block's forward and backward pass begin; recomputation in the backward pass marks nothing.
+    """Mark where each block's forward and backward pass begin; recomputation in the backward pass
+    marks nothing.
 
     Bytes of each block's first input are put into `inputs`.
     """

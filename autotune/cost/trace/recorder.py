@@ -1,8 +1,9 @@
-"""A dispatch mode that watches one forward and backward pass: live bytes after every operation, and the work done.
+"""A dispatch mode that watches one forward and backward pass: live bytes after every operation, and
+the work done.
 
-Nothing is computed: tensors are on the meta device, so a pass of a 20-billion-parameter model takes a fraction of a
-second. Live bytes are exact, because the recorder follows storages (not tensors: views share one) from the operation
-that makes them until Python and autograd let go of them.
+Nothing is computed: tensors are on the meta device, so a pass of a 20-billion-parameter model takes
+a fraction of a second. Live bytes are exact, because the recorder follows storages (not tensors:
+views share one) from the operation that makes them until Python and autograd let go of them.
 """
 
 import math
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}
 """Those with factors of 8 bits, and the dtype."""
-FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
+FREE = frozenset(
+    {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"}
+)
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
 
@@ -55,7 +58,9 @@ SCRATCH = 0
 
 @dataclass
 class Segment:
-    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level at its start."""
+    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level
+    at its start.
+    """
 
     name: str
     growth_bytes: int = 0
@@ -83,11 +88,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under this mode: without dynamo's wrapper, an operation takes a tenth less time."""
+        """Nothing is compiled under this mode: without dynamo's wrapper, an operation takes a
+        tenth less time.
+        """
         return False
 
     def seed(self, tensors: Iterable["Tensor"]) -> int:
-        """Count `tensors` as live from before the pass: they and their views are no activations. Returns new bytes."""
+        """Count `tensors` as live from before the pass: they and their views are no activations.
+        Returns new bytes.
+        """
         return sum(self._watch(tensor, None) for tensor in tensors)
 
     def mark(self, name: str) -> None:
@@ -97,7 +106,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind not in PLAIN:
-                return NotImplemented  # a quantized weight: let it say which plain operations it is made of
+                # a quantized weight: let it say which plain operations it is made of
+                return NotImplemented
         kwargs = kwargs or {}
         inputs = tensors_in(args)
         for tensor in inputs:  # what nobody seeded before: plain attributes and caches of modules
@@ -129,7 +139,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
-        """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is known."""
+        """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is
+        known.
+        """
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in self._live or (tensor.device.type != "meta" and not self.counts_host):
@@ -147,8 +159,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return size
 
     def _sum_in_place(self, freed: int) -> None:
-        """If the storage just freed was the first of two gradients that autograd summed, and nothing happened between:
-        let the sum take its place. Autograd does so, except under a dispatch mode such as this one."""
+        """If the storage just freed was the first of two gradients that autograd summed, and
+        nothing happened between: let the sum take its place. Autograd does so, except under a
+        dispatch mode such as this one."""
         events = self.segments[-1].events
         if self._summed == (freed, len(events) - 1):
             events[-2], events[-1] = events[-1], events[-2]
@@ -190,9 +203,11 @@ def _storage_key(tensor: "Tensor") -> int:
 
 
 def _sums_gradients(inputs: "list[Tensor]") -> bool:
-    """Whether this addition is autograd's own, of two gradients of one tensor, and the first has room for the sum.
+    """Whether this addition is autograd's own, of two gradients of one tensor, and the first has
+    room for the sum.
 
-    It comes from no Python code, so below the recorder's frames lies the start of the backward pass.
+    It comes from no Python code, so below the recorder's frames lies the start of the backward
+    pass.
     """
     if torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
         return False
@@ -226,7 +241,9 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
 
 
 def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
-    """Whether a last dimension of a few numbers is summed or broadcast over; see `kernels.SLOW_ON_CPU`."""
+    """Whether a last dimension of a few numbers is summed or broadcast over; see
+    `kernels.SLOW_ON_CPU`.
+    """
     whole = [tensor for tensor in inputs if tensor.ndim > 1]
     if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
         return False

@@ -1,7 +1,9 @@
-"""Run operations on meta tensors, remembering the shapes of results: most of a trace's time would go to finding them.
+"""Run operations on meta tensors, remembering the shapes of results: most of a trace's time would
+go to finding them.
 
-torch works out the result of an elementwise operation on the meta device in Python, in some 0.2 ms. Blocks, micro-batch
-sizes and storages repeat the same few hundred calls thousands of times, so each is worked out once.
+torch works out the result of an elementwise operation on the meta device in Python, in some 0.2 ms.
+Blocks, micro-batch sizes and storages repeat the same few hundred calls thousands of times, so each
+is worked out once.
 """
 
 from collections.abc import Hashable, Iterable
@@ -22,8 +24,8 @@ class RememberedCall:
     """What is remembered of a function called with arguments of certain shapes."""
 
     results: tuple[_Result | int | None, ...] | None = None
-    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known, so it is called again.
-    Of functions that write into an argument and return it: nothing."""
+    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known,
+    so it is called again. Of functions that write into an argument and return it: nothing."""
     charge: Any = None
     """Whatever else follows from the key, for who records; None until it is found."""
 
@@ -35,9 +37,11 @@ MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
-    """What `func` gives: something "new", what it wrote into, its first argument ("in place") or `out`, or a "view" or
-    another alias."""
-    kind = _kinds.get(id(func))  # overloads live as long as the process, and hashing one takes a call
+    """What `func` gives: something "new", what it wrote into, its first argument ("in place") or
+    `out`, or a "view" or another alias."""
+    kind = _kinds.get(
+        id(func)
+    )  # overloads live as long as the process, and hashing one takes a call
     if kind is None:
         kind = _kinds[id(func)] = _find_kind(func)
     return kind
@@ -51,8 +55,12 @@ def name_of(func: Any) -> str:
     return name
 
 
-def remembered_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RememberedCall | None:
-    """What is remembered of such a call, nothing at first; None if no call can be told from others by `key_of`."""
+def remembered_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RememberedCall | None:
+    """What is remembered of such a call, nothing at first; None if no call can be told from
+    others by `key_of`.
+    """
     key = key_of(func, args, kwargs)
     if key is None:
         return None
@@ -64,8 +72,12 @@ def remembered_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return known
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: RememberedCall | None) -> Any:
-    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that `known`, by `remembered_call`, says."""
+def called(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: RememberedCall | None
+) -> Any:
+    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that `known`, by
+    `remembered_call`, says.
+    """
     if known is None:
         return func(*args, **kwargs)
     kind = kind_of(func)
@@ -74,7 +86,9 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Reme
         if written is not None:
             return written
         made = tuple(
-            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
+            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
+            if isinstance(each, tuple)
+            else each
             for each in known.results
         )
         return made[0] if len(made) == 1 else made
@@ -86,13 +100,16 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Reme
     results = out if isinstance(out, tuple) else (out,)
     if all(item is None or type(item) is int or _fresh(item, args) for item in results):
         known.results = tuple(
-            (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item for item in results
+            (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
+            for item in results
         )
     return out
 
 
 class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within this context, operations on plain meta tensors are `called` by what is remembered of them."""
+    """Within this context, operations on plain meta tensors are `called` by what is remembered
+    of them.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,14 +117,16 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
-            return NotImplemented  # a quantized weight: let it say which plain operations it is made of
+            # a quantized weight: let it say which plain operations it is made of
+            return NotImplemented
         args, kwargs = on_meta(args, tensors_in(args)), kwargs or {}
         return called(func, args, kwargs, remembered_call(func, args, kwargs))
 
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments whose `tensors` are all on the meta device if any is: some models read numbers from tensors, such as
-    where an image lies in a sequence, so those are on the host, and used together with the others."""
+    """Arguments whose `tensors` are all on the meta device if any is: some models read numbers
+    from tensors, such as where an image lies in a sequence, so those are on the host, and used
+    together with the others."""
     for tensor in tensors:
         if not tensor.is_meta:
             break
@@ -140,7 +159,11 @@ def _find_kind(func: Any) -> str:
     if not aliases:
         return "new"
     alone = len(returns) == 1 and len(aliases) == 2 and returns[0].alias_info
-    if not alone or not all(alias.is_write for alias in aliases) or torch.Tag.inplace_view in func.tags:
+    if (
+        not alone
+        or not all(alias.is_write for alias in aliases)
+        or torch.Tag.inplace_view in func.tags
+    ):
         return "view"
     written = next(argument for argument in arguments if argument.alias_info)
     return "in place" if written is arguments[0] else "out" if written.name == "out" else "view"
@@ -152,12 +175,16 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
         return False
     storage = item.untyped_storage()
     inputs = (tensor.untyped_storage()._cdata for tensor in tensors_in(args))
-    dense = 1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
+    dense = 1 + sum(
+        (size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True)
+    )
     return storage.nbytes() == dense * item.element_size() and storage._cdata not in inputs
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What decides the result; None where that is not known for certain, as with numbers in tensors, and for views."""
+    """What decides the result; None where that is not known for certain, as with numbers in
+    tensors, and for views.
+    """
     if kind_of(func) == "view":
         return None
     parts: list[Hashable] = [id(func)]
@@ -169,8 +196,15 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         elif isinstance(item, list | tuple):
             tensors = [part for part in item if isinstance(part, torch.Tensor)]
             if not tensors:
-                parts.append(tuple((type(part), tuple(part) if isinstance(part, list) else part) for part in item))
-            elif len(tensors) < len(item) or any(not part.is_meta or part.ndim == 0 for part in tensors):
+                parts.append(
+                    tuple(
+                        (type(part), tuple(part) if isinstance(part, list) else part)
+                        for part in item
+                    )
+                )
+            elif len(tensors) < len(item) or any(
+                not part.is_meta or part.ndim == 0 for part in tensors
+            ):
                 return None
             else:
                 parts.append(tuple((part.dtype, part.shape, part.stride()) for part in tensors))

@@ -1,1 +1,3 @@
-"""Small genuine pipelines with random weights, one module per family: for demos and tests, never for training."""
+"""Small genuine pipelines with random weights, one module per family: for demos and tests, never
+for training.
+"""

@@ -44,7 +44,10 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     with torch.no_grad():
         transformer.proj_out.weight.copy_(torch.linalg.pinv(transformer.x_embedder.weight))
     vae = AutoencoderKLFlux2(
-        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, latent_channels=16
+        block_out_channels=(16, 32, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
     ).eval()
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     return (Flux2Pipeline if is_dev else Flux2KleinPipeline)(

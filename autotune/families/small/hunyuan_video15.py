@@ -15,14 +15,23 @@ from transformers import ByT5Tokenizer
 
 from autotune.families.base import Family
 from autotune.families.hunyuan_video15 import prompt_rules
-from autotune.families.small.parts import invert_input_layer, qwen_text_encoder, qwen_tokenizer, t5_encoder
+from autotune.families.small.parts import (
+    invert_input_layer,
+    qwen_text_encoder,
+    qwen_tokenizer,
+    t5_encoder,
+)
 
 CHANNELS = 32
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks. The tokenizer makes as many tokens of the system message as the published one."""
-    tokenizer = qwen_tokenizer(captions, f"system\n{prompt_rules()['system_message']}\nuser\n\nassistant\n")
+    """Build the pipeline: 4 blocks. The tokenizer makes as many tokens of the system message as
+    the published one.
+    """
+    tokenizer = qwen_tokenizer(
+        captions, f"system\n{prompt_rules()['system_message']}\nuser\n\nassistant\n"
+    )
     tokenizer_2 = ByT5Tokenizer()
     transformer = HunyuanVideo15Transformer3DModel(
         in_channels=2 * CHANNELS + 1,
@@ -37,9 +46,13 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         rope_axes_dim=(8, 12, 12),
         task_type="t2v",
     )
-    torch.nn.init.normal_(transformer.x_embedder.proj.weight, std=CHANNELS**-0.5)  # as large as a norm makes it
+    torch.nn.init.normal_(
+        transformer.x_embedder.proj.weight, std=CHANNELS**-0.5
+    )  # as large as a norm makes it
     # Only the first channels are the noisy latents'.
-    invert_input_layer(transformer.proj_out, transformer.x_embedder.proj.weight[:, :CHANNELS].flatten(1))
+    invert_input_layer(
+        transformer.proj_out, transformer.x_embedder.proj.weight[:, :CHANNELS].flatten(1)
+    )
     vae = AutoencoderKLHunyuanVideo15(
         block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1, scaling_factor=1.0
     ).eval()

@@ -5,7 +5,11 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLHunyuanVideo, FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    FlowMatchEulerDiscreteScheduler,
+    Kandinsky5Transformer3DModel,
+)
 
 from autotune.families.base import Family, build_empty_pipeline
 from autotune.families.small.parts import (
@@ -20,9 +24,13 @@ from autotune.families.small.parts import (
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
+    """Build the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra
+    input channels.
+    """
     video = "T2V" in family.pipeline_class
-    tokenizer = qwen_tokenizer(captions, build_empty_pipeline(family.pipeline_class).prompt_template)
+    tokenizer = qwen_tokenizer(
+        captions, build_empty_pipeline(family.pipeline_class).prompt_template
+    )
     tokenizer_2 = clip_tokenizer(captions)
     text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
     text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
@@ -53,11 +61,14 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
 
 
 def _initialize(transformer: Any) -> None:
-    """Give random values to the modulation, which the class sets to zero: an adapter would get no gradient."""
+    """Give random values to the modulation, which the class sets to zero: an adapter would get
+    no gradient.
+    """
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    # A patch goes in with its channels innermost and comes out with them outermost; conditioning channels go in only.
+    # A patch goes in with its channels innermost and comes out with them outermost; conditioning
+    # channels go in only.
     first = transformer.visual_embeddings.in_layer.weight
     patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
     invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))
@@ -65,5 +76,8 @@ def _initialize(transformer: Any) -> None:
 
 def _video_vae() -> Any:
     return AutoencoderKLHunyuanVideo(
-        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, scaling_factor=3.0
+        block_out_channels=(16, 32, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        scaling_factor=3.0,
     ).eval()

@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
+)
 from transformers import Qwen3VLModel
 
 from autotune.families.base import Family, build_empty_pipeline
@@ -37,7 +42,11 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1).eval()
     return Krea2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=6400
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=1.15,
+            base_image_seq_len=256,
+            max_image_seq_len=6400,
         ),
         vae=vae,
         text_encoder=text_encoder,

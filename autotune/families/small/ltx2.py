@@ -20,7 +20,9 @@ WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
+    """Build the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2
+    by 4.
+    """
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
     transformer = LTX2VideoTransformer3DModel(
@@ -38,12 +40,18 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         rope_type="split",
         use_prompt_embeddings=False,
         perturbed_attn=True,
-        **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+        **dict.fromkeys(
+            ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True
+        ),
     )
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
     return LTX2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
+            use_dynamic_shifting=True,
+            base_shift=0.95,
+            max_shift=2.05,
+            base_image_seq_len=1024,
+            shift_terminal=0.1,
         ),
         vae=_video_vae(),
         audio_vae=AutoencoderKLLTX2Audio(

@@ -1,4 +1,6 @@
-"""Small text encoders and tokenizers of the real classes, for the small pipelines of demos and tests."""
+"""Small text encoders and tokenizers of the real classes, for the small pipelines of demos and
+tests.
+"""
 
 import json
 from collections.abc import Sequence
@@ -32,9 +34,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from autotune.families.qwen_processor import Qwen2VLProcessor
 
 QWEN_CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif "
+    "%}{% endif %}"
 )
 """Qwen3's chat template, as far as one message needs it."""
 
@@ -71,10 +75,11 @@ def _train_bpe(texts: Sequence[str], **options: Any) -> dict[str, Any]:
 
 
 def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT) -> Any:
-    """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens and the chat template `chat`.
+    """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens and the chat
+    template `chat`.
 
-    Its byte-level BPE is trained on the pipeline's `template`, too, which then has as many tokens as with the original
-    tokenizer: the pipeline drops a fixed number of them.
+    Its byte-level BPE is trained on the pipeline's `template`, too, which then has as many tokens
+    as with the original tokenizer: the pipeline drops a fixed number of them.
     """
     tokenizer = Qwen2Tokenizer(**_train_bpe([*captions, template], vocab_size=1024))
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
@@ -109,8 +114,8 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 
 def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
-    """A small Qwen3-VL of class `cls`, `Qwen3VLModel` or `Qwen3VLForConditionalGeneration`, with a one-layer vision
-    tower."""
+    """A small Qwen3-VL of class `cls`, `Qwen3VLModel` or `Qwen3VLForConditionalGeneration`, with
+    a one-layer vision tower."""
     text = {
         **_decoder(tokenizer, hidden_size, num_layers),
         "max_position_embeddings": 2048,
@@ -150,23 +155,37 @@ def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     vision = {
-        **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+        },
         **{"num_attention_heads": 1, "head_dim": 32, "image_size": 28},
     }
-    return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=vision)
+    ).eval()
 
 
 def gemma_tokenizer(captions: Sequence[str], max_length: int) -> Any:
     """A `GemmaTokenizer` with byte-level BPE trained on `captions`."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    return GemmaTokenizer(**_train_bpe(captions, vocab_size=512, special_tokens=special), model_max_length=max_length)
+    return GemmaTokenizer(
+        **_train_bpe(captions, vocab_size=512, special_tokens=special), model_max_length=max_length
+    )
 
 
 def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     """A small `Gemma3ForConditionalGeneration` with a one-layer vision tower."""
     text = {**_decoder(tokenizer, hidden_size, num_layers), "query_pre_attn_scalar": 32}
     vision = {
-        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        },
         **{"image_size": 28, "patch_size": 14, "vision_use_head": False},
     }
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
@@ -185,7 +204,11 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
             "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [4, 6, 6],
+            },
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
@@ -211,7 +234,9 @@ def qwen_processor(tokenizer: Any) -> Any:
 
 
 def qwen_image_processor() -> Any:
-    """Image processor of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16 tokens."""
+    """Image processor of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16
+    tokens.
+    """
     return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 
@@ -220,7 +245,9 @@ def clip_tokenizer(captions: Sequence[str]) -> Any:
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
-    vocabulary = {token: index for index, token in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    vocabulary = {
+        token: index for index, token in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])
+    }
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
@@ -265,7 +292,9 @@ def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> An
 
 
 def flux_vae() -> Any:
-    """FLUX's `AutoencoderKL` (also used by Kandinsky5 for images): 16 channels, factor 8, no quant convolutions."""
+    """FLUX's `AutoencoderKL` (also used by Kandinsky5 for images): 16 channels, factor 8, no
+    quant convolutions.
+    """
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -273,7 +302,8 @@ def flux_vae() -> Any:
         layers_per_block=1,
         norm_num_groups=8,
         latent_channels=16,
-        scaling_factor=3.0,  # gives random weights latents of about unit variance, as 0.3611 does the published ones
+        # gives random weights latents of about unit variance, as 0.3611 does the published ones
+        scaling_factor=3.0,
         shift_factor=0.1159,
         use_quant_conv=False,
         use_post_quant_conv=False,
@@ -284,7 +314,8 @@ def flux_vae() -> Any:
 def invert_input_layer(output: Any, input_weight: Any) -> None:
     """Let a transformer's last layer undo its first, so that it begins by predicting its input.
 
-    Between purely random projections an adapter of low rank could learn almost nothing in a demo's few steps.
+    Between purely random projections an adapter of low rank could learn almost nothing in a demo's
+    few steps.
     """
     output.weight.copy_(torch.linalg.pinv(input_weight))
     if output.bias is not None:

@@ -4,15 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import diffusers
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
 
 from autotune.families.base import Family, build_empty_pipeline
-from autotune.families.small.parts import invert_input_layer, qwen_processor, qwen_text_encoder, qwen_tokenizer
+from autotune.families.small.parts import (
+    invert_input_layer,
+    qwen_processor,
+    qwen_text_encoder,
+    qwen_tokenizer,
+)
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     """Build the pipeline; the editing classes get a processor for control images, too."""
-    tokenizer = qwen_tokenizer(captions, build_empty_pipeline(family.pipeline_class).prompt_template_encode)
+    tokenizer = qwen_tokenizer(
+        captions, build_empty_pipeline(family.pipeline_class).prompt_template_encode
+    )
     text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
     transformer = QwenImageTransformer2DModel(
         in_channels=64,
@@ -25,7 +36,12 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     )
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)
     vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-    parts = {"scheduler": make_scheduler(), "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    parts = {
+        "scheduler": make_scheduler(),
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+    }
     if "Edit" in family.pipeline_class:
         parts["processor"] = qwen_processor(tokenizer)
     return getattr(diffusers, family.pipeline_class)(transformer=transformer, **parts)

@@ -22,7 +22,9 @@ TEXT_WIDTH = 64
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     """Build the pipeline: 4 blocks of width 128."""
-    tokenizer = qwen_tokenizer(captions, "system\nComprehend and analyze the provided prompt.user\nassistant\n")
+    tokenizer = qwen_tokenizer(
+        captions, "system\nComprehend and analyze the provided prompt.user\nassistant\n"
+    )
     text_encoder = qwen3_vl(Qwen3VLForConditionalGeneration, tokenizer, TEXT_WIDTH, num_layers=2)
     transformer = QwenImage21Transformer2DModel(
         num_layers=4,
@@ -33,8 +35,14 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         axes_dims_rope=(8, 12, 12),
     )
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)
-    vae = AutoencoderKLQwenImage21(base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1).eval()
+    vae = AutoencoderKLQwenImage21(
+        base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1
+    ).eval()
     processor = Qwen3VLProcessor(qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT)
     return QwenImage21Pipeline(
-        scheduler=make_scheduler(), vae=vae, text_encoder=text_encoder, processor=processor, transformer=transformer
+        scheduler=make_scheduler(),
+        vae=vae,
+        text_encoder=text_encoder,
+        processor=processor,
+        transformer=transformer,
     )

@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from transformers import CLIPTextModelWithProjection
 
 from autotune.families.base import Family
@@ -18,7 +22,9 @@ from autotune.families.small.parts import (
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks of width 128, of which the first two attend twice, as medium's do."""
+    """Build the pipeline: 4 blocks of width 128, of which the first two attend twice, as
+    medium's do.
+    """
     tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
     clip = clip_text_encoder(tokenizer, hidden_size=64).config
     transformer = SD3Transformer2DModel(
@@ -33,7 +39,9 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     )
     patches = transformer.pos_embed.proj.weight
     patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
-    invert_input_layer(transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1))  # channels are innermost there
+    invert_input_layer(
+        transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1)
+    )  # channels are innermost there
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=flux_vae(),

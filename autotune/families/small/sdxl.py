@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from transformers import CLIPTextModelWithProjection
 
 from autotune.families.base import Family
@@ -30,7 +35,12 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     unet = UNet2DConditionModel(**{**UNET, **small})
     _pass_input_through(unet)
     vae = AutoencoderKL(
-        **{**VAE, "block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "scaling_factor": 3.0},
+        **{
+            **VAE,
+            "block_out_channels": (16, 32, 32, 32),
+            "layers_per_block": 1,
+            "scaling_factor": 3.0,
+        },
         norm_num_groups=8,
     ).eval()
     return StableDiffusionXLPipeline(
@@ -52,9 +62,11 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
 
 @torch.no_grad()
 def _pass_input_through(unet: Any) -> None:
-    """Let the UNet begin by predicting about its input, which is most of the noise: see `parts.invert_input_layer`.
+    """Let the UNet begin by predicting about its input, which is most of the noise: see
+    `parts.invert_input_layer`.
 
-    The first layer's output skips everything but the last stage and its activation, silu(x) - silu(-x) = x.
+    The first layer's output skips everything but the last stage and its activation, silu(x) -
+    silu(-x) = x.
     """
     channels, width = unet.conv_out.out_channels, unet.conv_in.out_channels
     half = torch.nn.functional.normalize(torch.randn(width // 2, channels))
@@ -65,5 +77,7 @@ def _pass_input_through(unet: Any) -> None:
         conv.bias.zero_()
     last = unet.up_blocks[-1].resnets[-1]
     last.conv2.weight.mul_(0.2)
-    shortcut = last.conv_shortcut.weight[:, :, 0, 0]  # of the stage's own output, then of the skipped one
+    shortcut = last.conv_shortcut.weight[
+        :, :, 0, 0
+    ]  # of the stage's own output, then of the skipped one
     shortcut.mul_(0.2)[:, -width:] = torch.eye(width)

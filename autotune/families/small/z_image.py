@@ -7,7 +7,13 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 from transformers import Qwen3Model
 
 from autotune.families.base import Family
-from autotune.families.small.parts import QWEN_CHAT, flux_vae, invert_input_layer, qwen3, qwen_tokenizer
+from autotune.families.small.parts import (
+    QWEN_CHAT,
+    flux_vae,
+    invert_input_layer,
+    qwen3,
+    qwen_tokenizer,
+)
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
@@ -15,9 +21,17 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
     text_encoder = qwen3(Qwen3Model, tokenizer, hidden_size=128, num_layers=2)
     transformer = ZImageTransformer2DModel(
-        dim=128, n_layers=4, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=128, axes_dims=[8, 12, 12]
+        dim=128,
+        n_layers=4,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=128,
+        axes_dims=[8, 12, 12],
     )
-    invert_input_layer(transformer.all_final_layer["2-1"].linear, transformer.all_x_embedder["2-1"].weight)
+    invert_input_layer(
+        transformer.all_final_layer["2-1"].linear, transformer.all_x_embedder["2-1"].weight
+    )
     vae = flux_vae()
     return ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),

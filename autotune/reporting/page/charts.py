@@ -1,6 +1,7 @@
 """Charts as figures of plotly, in plain dictionaries: the page's script draws them.
 
-A color is the name of one of the style sheet's, such as `--blue`: its value differs between light and dark.
+A color is the name of one of the style sheet's, such as `--blue`: its value differs between light
+and dark.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,21 +42,38 @@ STYLES: dict[str, Part] = {
     "front": {"color": "--gray", "width": 1.2, "dash": "dot", "shape": "hv"},
 }
 
-_AXIS = {"gridcolor": "--line", "linecolor": "--gray", "showline": True, "zeroline": False, "tickformat": ".6~g"}
+_AXIS = {
+    "gridcolor": "--line",
+    "linecolor": "--gray",
+    "showline": True,
+    "zeroline": False,
+    "tickformat": ".6~g",
+}
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "--text"}
 _LAYOUT = {
     "font": _FONT,
     "paper_bgcolor": "--back",
     "plot_bgcolor": "--back",
     "hoverlabel": {"bgcolor": "--panel", "bordercolor": "--text", "font": _FONT, "align": "left"},
-    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "reversed", "itemclick": False},
+    "legend": {
+        "orientation": "h",
+        "y": 1.02,
+        "yanchor": "bottom",
+        "traceorder": "reversed",
+        "itemclick": False,
+    },
     "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
     "uirevision": True,
 }
 
 
 def axis(
-    label: str, values: Iterable[float], *, suffix: str = "", can_log: bool = True, from_zero: bool = False
+    label: str,
+    values: Iterable[float],
+    *,
+    suffix: str = "",
+    can_log: bool = True,
+    from_zero: bool = False,
 ) -> Part:
     """An axis for these values: logarithmic, if it may be and they are far apart."""
     known = list(values)
@@ -83,11 +101,18 @@ def marks(kind: str, points: Sequence[Reading], name: str | None = None) -> Part
     return {"mode": "markers", "marker": marker, "name": name, **_readings(points)}
 
 
-def line(style: str, points: Sequence[tuple[float, float]], text: Callable[[float], str] | None = None) -> Part:
+def line(
+    style: str, points: Sequence[tuple[float, float]], text: Callable[[float], str] | None = None
+) -> Part:
     """A line through points whose `x` rises; `text` says a value in words, if it is to be read."""
     shown: Part = {"mode": "lines", "line": STYLES[style]}
     if text is None:
-        return {**shown, "x": [x for x, _ in points], "y": [y for _, y in points], "hoverinfo": "skip"}
+        return {
+            **shown,
+            "x": [x for x, _ in points],
+            "y": [y for _, y in points],
+            "hoverinfo": "skip",
+        }
     return {**shown, **_readings([(x, y, f"step {x:.0f}: {text(y)}") for x, y in points])}
 
 
@@ -100,7 +125,9 @@ def _readings(points: Sequence[Reading]) -> Part:
     }
 
 
-def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()) -> Element:
+def chart(
+    title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()
+) -> Element:
     """A figure that is read by pointer and by keyboard, and without script by some of its readings.
 
     Args:
@@ -110,12 +137,24 @@ def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[
         y: vertical axis.
         rules: lines across, at most two.
     """
-    named = [{"type": "scatter", "showlegend": bool(trace.get("name")), **trace} for trace in traces]
+    named = [
+        {"type": "scatter", "showlegend": bool(trace.get("name")), **trace} for trace in traces
+    ]
     nearest = "closest" if any(trace["mode"] == "markers" for trace in named) else "x"
-    axes, shown = {"x": x, "y": y}, {way: [value for trace in named for value in trace[way]] for way in "xy"}
+    axes, shown = (
+        {"x": x, "y": y},
+        {way: [value for trace in named for value in trace[way]] for way in "xy"},
+    )
     sides = zip(rules, ("end", "start"), strict=False)
     shapes = [_rule(rule, side, axes[rule[0]], shown[rule[0]]) for rule, side in sides]
-    layout = {**_LAYOUT, "xaxis": x, "yaxis": y, "shapes": shapes, "hovermode": nearest, "hoverdistance": -1}
+    layout = {
+        **_LAYOUT,
+        "xaxis": x,
+        "yaxis": y,
+        "shapes": shapes,
+        "hovermode": nearest,
+        "hoverdistance": -1,
+    }
     tips = [tip for trace in named for tip in trace.get("customdata", ())]
     return h(
         "figure",
@@ -129,15 +168,32 @@ def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[
             aria_label=f"{title} Move through it with the arrow keys.",
             data_figure=data_attribute({"data": named, "layout": layout}),
         ),
-        h("p", "Point at the chart, or focus it and use the arrow keys, to read it.", class_="readout", role="status"),
-        h("noscript", h("p", "Drawn by a script. Some of it: ", "; ".join(tips[:: -(-len(tips) // MAX_WRITTEN) or 1]))),
+        h(
+            "p",
+            "Point at the chart, or focus it and use the arrow keys, to read it.",
+            class_="readout",
+            role="status",
+        ),
+        h(
+            "noscript",
+            h(
+                "p",
+                "Drawn by a script. Some of it: ",
+                "; ".join(tips[:: -(-len(tips) // MAX_WRITTEN) or 1]),
+            ),
+        ),
     )
 
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
-    """A dashed line across the whole chart, whose label stays on it wherever the line lies among what is shown."""
+    """A dashed line across the whole chart, whose label stays on it wherever the line lies among
+    what is shown.
+    """
     way, value, text = rule
-    other, has_room_below = "y" if way == "x" else "x", (axis["type"], axis["rangemode"]) == ("linear", "tozero")
+    other, has_room_below = (
+        "y" if way == "x" else "x",
+        (axis["type"], axis["rangemode"]) == ("linear", "tozero"),
+    )
     is_lowest = value <= min(shown, default=0.0) and not has_room_below
     if way == "x":
         low, high = min(*shown, value), max(*shown, value)
@@ -151,14 +207,27 @@ def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
         "xanchor": {"end": "right", "start": "left"}[side],
         "yanchor": "bottom" if is_lowest else "top",
     }
-    ends = {f"{way}0": value, f"{way}1": value, f"{other}0": 0, f"{other}1": 1, f"{other}ref": f"{other} domain"}
-    return {"type": "line", **ends, "line": {"color": "--text", "width": 1.5, "dash": "dash"}, "label": label}
+    ends = {
+        f"{way}0": value,
+        f"{way}1": value,
+        f"{other}0": 0,
+        f"{other}1": 1,
+        f"{other}ref": f"{other} domain",
+    }
+    return {
+        "type": "line",
+        **ends,
+        "line": {"color": "--text", "width": 1.5, "dash": "dash"},
+        "label": label,
+    }
 
 
 def thinned(
     values: Sequence[tuple[float, float]], keep: Callable[[Sequence[float]], float]
 ) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points: of each run of neighbors the last `x`, and what `keep` makes of their `y`."""
+    """At most `MAX_POINTS` points: of each run of neighbors the last `x`, and what `keep` makes
+    of their `y`.
+    """
     size = -(-len(values) // MAX_POINTS)
     chunks = [values[start : start + size] for start in range(0, len(values), max(1, size))]
     return [(chunk[-1][0], keep([y for _, y in chunk])) for chunk in chunks]

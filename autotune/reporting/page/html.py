@@ -1,4 +1,5 @@
-"""Builds HTML from nested calls. Every text and every value of an attribute is escaped: none can become markup.
+"""Builds HTML from nested calls. Every text and every value of an attribute is escaped: none can
+become markup.
 
 h("p", "Loss ", h("b", loss), class_="note")
 """
@@ -22,7 +23,9 @@ Child = Element | str | int | float | None | Iterable["Child"]
 
 
 def h(tag: str, *children: Child, **attributes: str | int | float | None) -> Element:
-    """An element. `class_` stands for class, other underscores for hyphens; attributes that are None are left out."""
+    """An element. `class_` stands for class, other underscores for hyphens; attributes that are
+    None are left out.
+    """
     element = Element(tag)
     for name, value in attributes.items():
         if value is not None:
@@ -56,8 +59,8 @@ def image_source(content: bytes, kind: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str) -> Element:
-    """A table whose rows, if they are of many cells, are written below each other on a narrow screen, and that scrolls
-    by itself otherwise. The first cell of a row names it."""
+    """A table whose rows, if they are of many cells, are written below each other on a narrow
+    screen, and that scrolls by itself otherwise. The first cell of a row names it."""
     lines = [
         h(
             "tr",
@@ -77,14 +80,18 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Child]], *, caption: str)
 
 
 def document(title: str, *body: Child) -> str:
-    """The whole page. Its policy lets it ask for nothing and run no script but its own, in which plotly is once.
+    """The whole page. Its policy lets it ask for nothing and run no script but its own, in which
+    plotly is once.
 
     Raises:
         InvalidInput: the extra `report` is not installed.
     """
     style, script = _asset("page.css"), f"{_plotly_script()}\n{_asset('page.js')}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
+        f"'sha256-{digest}'"
+    )
     head = h(
         "head",
         h("meta", charset="utf-8"),

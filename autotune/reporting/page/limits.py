@@ -1,4 +1,6 @@
-"""What limits a run: its step time beside what the same work takes at the rates that the probe measured."""
+"""What limits a run: its step time beside what the same work takes at the rates that the probe
+measured.
+"""
 
 from autotune.schema import TrainingPlan
 
@@ -20,10 +22,18 @@ def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> 
         data_seconds: the part of it that was spent waiting for data.
     """
     if plan.frozen.forecast is None:
-        waits = f"{min(1.0, data_seconds / step_seconds):.0%} of a step waits for data" if step_seconds else "unknown"
+        waits = (
+            f"{min(1.0, data_seconds / step_seconds):.0%} of a step waits for data"
+            if step_seconds
+            else "unknown"
+        )
         return f"{waits}; the plan is of an older autotune and does not tell the rest"
     time = plan.frozen.forecast.step_time
     seconds = {kind: sum(getattr(time, name) for name in names) for kind, names in KINDS.items()}
     seconds["data"] = data_seconds
     kind = max(seconds, key=lambda name: seconds[name])
-    return f"{kind}, {sum(seconds.values()) / step_seconds:.0%} of what this device reached in the probe"
+    return (
+        f"{kind}, {sum(seconds.values()) / step_seconds:.0%} of what this device reached in "
+        "the "
+        "probe"
+    )

@@ -17,7 +17,12 @@ from autotune.schema import GOALS, Residual
 def plan_sections(subject: PlanSubject) -> list[Element]:
     """Everything about it, the answer first."""
     points = points_of(subject)
-    speed = h("section", h("h3", "Memory against speed"), _scatter(subject, points), _points_table(subject, points))
+    speed = h(
+        "section",
+        h("h3", "Memory against speed"),
+        _scatter(subject, points),
+        _points_table(subject, points),
+    )
     phases = phase_bars(subject.expected, subject.forecast, subject.budget_bytes)
     return [
         _answer(subject, points),
@@ -26,27 +31,47 @@ def plan_sections(subject: PlanSubject) -> list[Element]:
         *_trials(subject),
         _settings(subject),
         *_reasons(subject),
-        *([h("section", h("h3", "Notes"), (h("p", text) for text in subject.advice))] if subject.advice else []),
+        *(
+            [h("section", h("h3", "Notes"), (h("p", text) for text in subject.advice))]
+            if subject.advice
+            else []
+        ),
     ]
 
 
 def _answer(subject: PlanSubject, points: list[Point]) -> Element:
-    """What a newcomer asks first: which batch, why, how much is left, and what would be too much."""
+    """What a newcomer asks first: which batch, why, how much is left, and what would be too
+    much.
+    """
     settings, expected, work = subject.settings, subject.expected, subject.workload
     steps = -(-work.effective_batch_size // settings.micro_batch_size)
     batch = f"micro-batch {settings.micro_batch_size}"
-    accumulated = f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
+    accumulated = (
+        f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
+    )
     took = f"{seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)}"
     step = f"{took} for a step of {work.effective_batch_size}"
     left = memory_text(subject.budget_bytes - expected.run_memory_bytes)
     budget = f"{memory_text(subject.budget_bytes)} that a run may take; {left}"
     joules = expected.joules_per_image
     found = [
-        ("Chosen batch", h("b", batch), accumulated if steps > 1 else ", the whole effective batch at once"),
+        (
+            "Chosen batch",
+            h("b", batch),
+            accumulated if steps > 1 else ", the whole effective batch at once",
+        ),
         ("Why it won", _why(subject, points)),
-        ("Speed", h("b", f"{expected.images_per_second:.3g} images/s"), f", {step} ({expected.evidence})"),
+        (
+            "Speed",
+            h("b", f"{expected.images_per_second:.3g} images/s"),
+            f", {step} ({expected.evidence})",
+        ),
         ("Memory", h("b", memory_text(expected.run_memory_bytes)), f" of the {budget} stay free"),
-        *([("Energy", h("b", energy_text(joules)), " an image, by the GPU alone")] if joules else ()),
+        *(
+            [("Energy", h("b", energy_text(joules)), " an image, by the GPU alone")]
+            if joules
+            else ()
+        ),
         ("Nearest out-of-memory", _nearest(subject, points)),
     ]
     return h("dl", ((h("dt", term), h("dd", *words)) for term, *words in found), class_="answer")
@@ -57,8 +82,13 @@ def _why(subject: PlanSubject, points: list[Point]) -> str:
     number = sum(not trial.confirms for trial in trials)
     goal = GOALS[subject.workload.objective]
     if number:
-        looked = f" (of {forecast.num_candidates} candidates that were predicted)" if forecast else ""
-        basis = f"It is the {goal} of {number} candidate{'s' * (number > 1)} that were tried here{looked}"
+        looked = (
+            f" (of {forecast.num_candidates} candidates that were predicted)" if forecast else ""
+        )
+        basis = (
+            f"It is the {goal} of {number} candidate{'s' * (number > 1)} that were tried "
+            f"here{looked}"
+        )
     elif forecast:
         number, total = forecast.num_fitting, forecast.num_candidates
         basis = f"It is the {goal} of {number} candidates that are predicted to fit, of {total}"
@@ -66,10 +96,15 @@ def _why(subject: PlanSubject, points: list[Point]) -> str:
         basis = f"It is the {goal} of what is predicted to fit"
     chosen = next(point for point in points if point.is_chosen)
     running = [point for point in points if point.kind in ("measured", "predicted")]
-    if any(point.images_per_second > chosen.images_per_second for point in running if point.kind == chosen.kind):
+    if any(
+        point.images_per_second > chosen.images_per_second
+        for point in running
+        if point.kind == chosen.kind
+    ):
         basis += ", within 3%: such ties go to what is more exact, then to what needs less memory"
     compared = [
-        f"with micro-batch {worth.point.candidate.micro_batch_size} the best is {abs(worth.speed):.0%} "
+        f"with micro-batch {worth.point.candidate.micro_batch_size} the best is "
+        f"{abs(worth.speed):.0%} "
         f"{'faster' if worth.speed > 0 else 'slower'}"
         for worth in find_worths(subject, points)
         if worth.knob == "micro_batch_size" and worth.runs
@@ -81,10 +116,15 @@ def _nearest(subject: PlanSubject, points: list[Point]) -> str:
     nearest = nearest_beyond(subject, points)
     if nearest is None:
         largest = max(points, key=lambda point: point.run_memory_bytes)
-        return f"None: of what was looked at nothing needs more than {memory_text(largest.run_memory_bytes)}."
+        return (
+            "None: of what was looked at nothing needs more than "
+            f"{memory_text(largest.run_memory_bytes)}."
+        )
     if nearest.kind == "failed":
         needs = memory_text(nearest.run_memory_bytes)
-        return f"With {_named(subject, nearest)} a trial ran out of memory ({needs} were predicted)."
+        return (
+            f"With {_named(subject, nearest)} a trial ran out of memory ({needs} were predicted)."
+        )
     over = nearest.run_memory_bytes - subject.budget_bytes
     needs = f"would need {memory_text(nearest.run_memory_bytes)}"
     too_much = f", {memory_text(over)} too much" if over > 0 else ""
@@ -112,10 +152,17 @@ def _scatter(subject: PlanSubject, points: list[Point]) -> Element:
     unit, suffix = memory_unit(point.run_memory_bytes for point in points)
     shown = [(p.run_memory_bytes / unit, p.images_per_second, p, _tip(subject, p)) for p in points]
     front = sorted((memory, speed) for memory, speed, point, _ in shown if point.is_front)
-    kinds = [(kind, words, [point for point in shown if point[2].kind == kind]) for kind, words in LEGEND.items()]
+    kinds = [
+        (kind, words, [point for point in shown if point[2].kind == kind])
+        for kind, words in LEGEND.items()
+    ]
     kinds.append(("chosen", "chosen", [point for point in shown if point[2].is_chosen]))
     traces = [{**line("front", front), "name": "Pareto front"}]
-    traces += [marks(kind, [(x, y, tip) for x, y, _, tip in found], words) for kind, words, found in kinds if found]
+    traces += [
+        marks(kind, [(x, y, tip) for x, y, _, tip in found], words)
+        for kind, words, found in kinds
+        if found
+    ]
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
     means = "up is faster, left needs less memory, and nothing beats the Pareto front in both"
     return chart(
@@ -149,7 +196,13 @@ def _points_table(subject: PlanSubject, points: list[Point]) -> Element:
     ]
     forecast = subject.forecast
     of_all = f" of {forecast.num_candidates}: those that tell most" if forecast else ""
-    head = ("settings, as they differ from the chosen", "images/s", "run memory", "known how", "Pareto front")
+    head = (
+        "settings, as they differ from the chosen",
+        "images/s",
+        "run memory",
+        "known how",
+        "Pareto front",
+    )
     body = table(head, rows, caption=f"{len(points)} candidates{of_all}")
     return h("details", h("summary", "The same as a table"), body)
 
@@ -175,7 +228,13 @@ def _trials(subject: PlanSubject) -> list[Element]:
     head = ("trial", settings, "outcome", "step", "its prediction", "step memory", "its prediction")
     told = "; “its prediction” is how far the one before any trial was off" if any(errors) else ""
     took = f" They took {seconds_text(subject.search_seconds)}." if subject.search_seconds else ""
-    return [h("section", h("h3", "Trials"), table(head, rows, caption=f"Trials in their order{told}.{took}"))]
+    return [
+        h(
+            "section",
+            h("h3", "Trials"),
+            table(head, rows, caption=f"Trials in their order{told}.{took}"),
+        )
+    ]
 
 
 def _prediction_errors(subject: PlanSubject) -> list[tuple[float, float] | None]:
@@ -186,9 +245,15 @@ def _prediction_errors(subject: PlanSubject) -> list[tuple[float, float] | None]
     predicted = {each.candidate(subject.settings): each for each in alternatives}
     errors: list[tuple[float, float] | None] = []
     for trial in subject.trials:
-        before, seconds, memory = predicted.get(trial.candidate), trial.median_step_seconds, trial.peak_memory_bytes
+        before, seconds, memory = (
+            predicted.get(trial.candidate),
+            trial.median_step_seconds,
+            trial.peak_memory_bytes,
+        )
         if before and seconds and memory and trial.outcome == "ok":
-            errors.append((before.step_seconds / seconds - 1, before.step_memory_bytes / memory - 1))
+            errors.append(
+                (before.step_seconds / seconds - 1, before.step_memory_bytes / memory - 1)
+            )
         else:
             errors.append(None)
     return errors
@@ -196,7 +261,9 @@ def _prediction_errors(subject: PlanSubject) -> list[tuple[float, float] | None]
 
 def _relative_errors(residual: Residual | None) -> tuple[float, float] | None:
     """The same from logarithms of measured over predicted."""
-    return None if residual is None else (math.exp(-residual.time) - 1, math.exp(-residual.memory) - 1)
+    return (
+        None if residual is None else (math.exp(-residual.time) - 1, math.exp(-residual.memory) - 1)
+    )
 
 
 def _settings(subject: PlanSubject) -> Element:
@@ -218,5 +285,9 @@ def _reasons(subject: PlanSubject) -> list[Element]:
         )
         for reason in subject.reasons
     ]
-    listing = table(("knob", "chosen", "why", "what was not taken"), rows, caption="Why each knob has its value")
-    return [h("section", h("h3", "Reasons"), h("details", h("summary", "Reasons as a table"), listing))]
+    listing = table(
+        ("knob", "chosen", "why", "what was not taken"), rows, caption="Why each knob has its value"
+    )
+    return [
+        h("section", h("h3", "Reasons"), h("details", h("summary", "Reasons as a table"), listing))
+    ]

@@ -38,7 +38,9 @@ class PlanSubject:
     reasons: tuple[Reason, ...] = ()
     advice: tuple[str, ...] = ()
     residuals: tuple[Residual | None, ...] = ()
-    """For each trial, how far it was from its prediction: records keep that instead of predictions."""
+    """For each trial, how far it was from its prediction: records keep that instead of
+    predictions.
+    """
     search_seconds: float = 0.0
     plan: TrainingPlan | None = None
 
@@ -124,7 +126,9 @@ class Point:
     images_per_second: float
     run_memory_bytes: int
     kind: str
-    """`measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (a trial that did not run)."""
+    """`measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (a trial that did not
+    run).
+    """
     outcome: str
     """In words."""
     is_chosen: bool = False
@@ -132,8 +136,14 @@ class Point:
 
 
 def points_of(subject: PlanSubject) -> list[Point]:
-    """Every candidate that the plan or record tells of: as measured if a trial ran it, else as predicted."""
-    batch, expected, settings = subject.workload.effective_batch_size, subject.expected, subject.settings
+    """Every candidate that the plan or record tells of: as measured if a trial ran it, else as
+    predicted.
+    """
+    batch, expected, settings = (
+        subject.workload.effective_batch_size,
+        subject.expected,
+        subject.settings,
+    )
     alternatives = subject.forecast.alternatives if subject.forecast else ()
     predicted = {each.candidate(settings): each for each in alternatives}
     found: dict[Candidate, Point] = {}
@@ -146,17 +156,25 @@ def points_of(subject: PlanSubject) -> list[Point]:
         kind = "predicted" if fits else "beyond"
         found[candidate] = Point(candidate, batch / each.step_seconds, run_bytes, kind, outcome)
     for trial in subject.trials:
-        if (seconds := trial.median_step_seconds) and trial.outcome == "ok" and trial.peak_memory_bytes:
+        if (
+            (seconds := trial.median_step_seconds)
+            and trial.outcome == "ok"
+            and trial.peak_memory_bytes
+        ):
             run_bytes = trial.peak_memory_bytes + expected.process_memory_bytes
             word = "measured in a longer trial" if trial.confirms else "measured in a short trial"
-            found[trial.candidate] = Point(trial.candidate, batch / seconds, run_bytes, "measured", word)
+            found[trial.candidate] = Point(
+                trial.candidate, batch / seconds, run_bytes, "measured", word
+            )
         elif trial.candidate in predicted and trial.outcome != "ok":
             each = predicted[trial.candidate]
             word = f"tried: {OUTCOMES[trial.outcome]} (placed by its prediction)"
             speed, run_bytes = batch / each.step_seconds, each.run_memory_bytes
             found[trial.candidate] = Point(trial.candidate, speed, run_bytes, "failed", word)
     speed, kind = batch / expected.step_seconds, expected.evidence
-    found[settings] = Point(settings, speed, expected.run_memory_bytes, kind, f"chosen, {kind}", is_chosen=True)
+    found[settings] = Point(
+        settings, speed, expected.run_memory_bytes, kind, f"chosen, {kind}", is_chosen=True
+    )
     return _with_front(list(found.values()))
 
 
@@ -185,8 +203,8 @@ def _with_front(points: list[Point]) -> list[Point]:
 
 
 def nearest_beyond(subject: PlanSubject, points: Sequence[Point]) -> Point | None:
-    """What would run out of memory with the least over the budget: a trial that did, if there is one, else predicted;
-    of predictions first one that would be faster than what was chosen."""
+    """What would run out of memory with the least over the budget: a trial that did, if there is
+    one, else predicted; of predictions first one that would be faster than what was chosen."""
     tried = {trial.candidate for trial in subject.trials if trial.outcome in ("oom", "spill")}
     failed = [point for point in points if point.kind == "failed" and point.candidate in tried]
     beyond = [point for point in points if point.kind == "beyond"]

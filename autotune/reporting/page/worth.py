@@ -1,4 +1,6 @@
-"""What each knob is worth: the best candidate with each other value of it, compared with the chosen settings."""
+"""What each knob is worth: the best candidate with each other value of it, compared with the
+chosen settings.
+"""
 
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
@@ -34,10 +36,14 @@ class Worth:
 
 
 def find_worths(subject: PlanSubject, points: list[Point]) -> list[Worth]:
-    """For each knob and other value: by trials if one ran it, else by predictions; the fastest that fits, else the
-    smallest. What matters most comes first."""
+    """For each knob and other value: by trials if one ran it, else by predictions; the fastest
+    that fits, else the smallest. What matters most comes first."""
     batch, settings = subject.workload.effective_batch_size, subject.settings
-    own = [t.median_step_seconds for t in subject.trials if t.candidate == settings and t.outcome == "ok"]
+    own = [
+        t.median_step_seconds
+        for t in subject.trials
+        if t.candidate == settings and t.outcome == "ok"
+    ]
     chosen_measured = batch / (own[0] or subject.expected.step_seconds) if own else None
     chosen_point = next(point for point in points if point.is_chosen)
     worths = []
@@ -46,7 +52,9 @@ def find_worths(subject: PlanSubject, points: list[Point]) -> list[Worth]:
         values = dict.fromkeys(getattr(point.candidate, knob.name) for point in points)
         for value in _compared(list(values), current):
             having = [point for point in points if getattr(point.candidate, knob.name) == value]
-            runs = [p for p in having if p.kind == "measured"] or [p for p in having if p.kind == "predicted"]
+            runs = [p for p in having if p.kind == "measured"] or [
+                p for p in having if p.kind == "predicted"
+            ]
             best = max(runs, key=lambda p: p.images_per_second, default=None)
             best = best or min(having, key=lambda p: p.run_memory_bytes)
             is_measured = best.kind == "measured" and chosen_measured
@@ -89,7 +97,11 @@ def worth_table(subject: PlanSubject, points: list[Point]) -> Element:
         for worth in worths
     ]
     head = ("instead", "speed", "run memory", "known how", "then the best differs by")
-    caption = "The best that is known with another value of one knob, the other knobs free, against the chosen settings"
+    caption = (
+        "The best that is known with another value of one knob, the other knobs free, "
+        "against the "
+        "chosen settings"
+    )
     return table(head, rows, caption=caption)
 
 
@@ -97,5 +109,10 @@ def _speed_cell(worth: Worth) -> Child:
     if not worth.runs:
         return "does not run" if worth.point.kind == "failed" else "does not fit"
     width = max(2, round(FULL_BAR_PX * min(1.0, abs(worth.speed))))
-    bar = h("span", class_="worth better" if worth.speed > 0 else "worth", style=f"width:{width}px", aria_hidden="true")
+    bar = h(
+        "span",
+        class_="worth better" if worth.speed > 0 else "worth",
+        style=f"width:{width}px",
+        aria_hidden="true",
+    )
     return h("span", bar, f"{worth.speed:+.0%}", class_="value")

@@ -1,6 +1,8 @@
-"""Predicted against measured memory and step time, before any trial and after one, of real architectures at full size.
+"""Predicted against measured memory and step time, before any trial and after one, of real
+architectures at full size.
 
-Weights are random: memory and time do not depend on them. A prediction is written down before its trial starts.
+Weights are random: memory and time do not depend on them. A prediction is written down before its
+trial starts.
 """
 
 from dataclasses import dataclass
@@ -30,9 +32,11 @@ BLOCKS: Levers = (("compile", "block"),)
 
 @dataclass(frozen=True)
 class Work:
-    """One workload and the settings to try on it: (micro-batch, share checkpointed, weight format, attention, levers).
+    """One workload and the settings to try on it: (micro-batch, share checkpointed, weight format,
+    attention, levers).
 
-    The first is also the grid for searches: `autotune plan` without data takes captions of different lengths."""
+    The first is also the grid for searches: `autotune plan` without data takes captions of
+    different lengths."""
 
     side_px: int
     rank: int
@@ -41,16 +45,22 @@ class Work:
     targets: str = "attention"
     padding: str = "exact"
     must_fail: bool = False
-    """Whether the first run is to run out of memory for real; the next shows that a search goes on after it."""
+    """Whether the first run is to run out of memory for real; the next shows that a search goes
+    on after it.
+    """
 
 
 WORKS = (
-    Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
-                       (1, NONE, "none", "native", COMPILED), (1, NONE, "int8-matmul", "native", COMPILED),
-                       (1, NONE, "fp8-matmul", "native", COMPILED), (1, ALL, "none", "native", AHEAD),
+    Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2,
+    NONE),
+                       (1, NONE, "none", "native", COMPILED), (1, NONE, "int8-matmul", "native",
+                       COMPILED),
+                       (1, NONE, "fp8-matmul", "native", COMPILED), (1, ALL, "none", "native",
+                       AHEAD),
                        (1, NONE, "none", "native", BLOCKS),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
-                       (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4),
+                       (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL,
+                       NF4), (1, NONE, NF4),
                        (1, ALL, "layerwise-fp8"), (1, NONE, "layerwise-fp8")),
          padding="masked"),
     Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
@@ -71,7 +81,10 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
     workload = workload_of(model, evidence.size(work.side_px), rank=work.rank, batch=work.batch,
                            targets=work.targets, padding=work.padding)  # fmt: skip
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
-    about = {"model": name, **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")}}
+    about = {
+        "model": name,
+        **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")},
+    }
     if work is WORKS[0]:
         curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
@@ -81,7 +94,9 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             closed = unavailable_choice(hardware, chosen)
             before = predictor.predict(chosen)
-            if closed or (before.run_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
+            if closed or (
+                before.run_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail
+            ):
                 evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
                 continue
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
@@ -95,13 +110,24 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             first = first or (result if result.outcome == "ok" else None)
 
 
-def curve(evidence: Evidence, predictor: CostModel, workload: Workload, about: dict[str, Any], precision: str) -> None:
-    """Predictions from all blocks checkpointed to none: what the picture draws before anything is measured."""
+def curve(
+    evidence: Evidence,
+    predictor: CostModel,
+    workload: Workload,
+    about: dict[str, Any],
+    precision: str,
+) -> None:
+    """Predictions from all blocks checkpointed to none: what the picture draws before anything
+    is measured.
+    """
     points = []
     for batch in sorted({1, workload.effective_batch_size}):
         for step in range(16):
-            prediction = predictor.predict(candidate(workload, batch, step / 15, precision=precision))
-            points.append((batch, prediction.candidate.checkpointed_blocks, prediction.allocated_memory_bytes,
+            prediction = predictor.predict(
+                candidate(workload, batch, step / 15, precision=precision)
+            )
+            points.append((batch, prediction.candidate.checkpointed_blocks,
+            prediction.allocated_memory_bytes,
                            prediction.step_seconds / workload.effective_batch_size))  # fmt: skip
     evidence.row("curve", **about, points=points)
 
@@ -112,7 +138,11 @@ def tried(
     """The trial's result and the bytes that the allocator reserved."""
     request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
     answer = evidence.ask(runner, request, reload_key(chosen))
-    result = answer["result"] if answer["outcome"] == "ok" else Failure(answer["outcome"], answer["message"])
+    result = (
+        answer["result"]
+        if answer["outcome"] == "ok"
+        else Failure(answer["outcome"], answer["message"])
+    )
     return runner.classify(chosen, result), answer.get("reserved_bytes")
 
 
@@ -122,7 +152,9 @@ def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | No
     if chosen.norm_rope == "compiled" or chosen.compile != "off":
         needed.append("compile")
     capabilities = (hardware.capability(name) for name in needed)
-    return next((f"{each.name}: {each.reason}" for each in capabilities if not each.available), None)
+    return next(
+        (f"{each.name}: {each.reason}" for each in capabilities if not each.available), None
+    )
 
 
 def told(prediction: Prediction) -> dict[str, Any]:
@@ -148,7 +180,12 @@ def main() -> None:
         try:
             measure(evidence, hardware, name, work)
         except Exception as error:  # one workload's trouble is not the others'
-            evidence.row("error", model=name, side_px=work.side_px, message=f"{type(error).__name__}: {error}"[:400])
+            evidence.row(
+                "error",
+                model=name,
+                side_px=work.side_px,
+                message=f"{type(error).__name__}: {error}"[:400],
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What every part shares: rows that survive a kill, the machine they come from, the models and the work to measure."""
+"""What every part shares: rows that survive a kill, the machine they come from, the models and
+the work to measure.
+"""
 
 import argparse
 import contextlib
@@ -51,7 +53,9 @@ class Evidence:
         """Write one row at once: a part may be killed at any time."""
         number, of = self.slice_
         name = self.part if of == 1 else f"{self.part}-{number}of{of}"
-        line = json.dumps({"kind": kind, "part": self.part, "small": self.small, **values}, default=str)
+        line = json.dumps(
+            {"kind": kind, "part": self.part, "small": self.small, **values}, default=str
+        )
         with (self.folder / f"{name}.jsonl").open("a") as file:
             file.write(line + "\n")
             file.flush()
@@ -67,7 +71,9 @@ class Evidence:
         return self.ends - time.monotonic()
 
     def each(self, items: Sequence[Any], name: Callable[[Any], str] = str) -> Iterable[Any]:
-        """The items, while there is time for one as long as the longest so far; the rest is said to be skipped."""
+        """The items, while there is time for one as long as the longest so far; the rest is said
+        to be skipped.
+        """
         for item in items:
             if self.left() < 1.2 * self.longest:
                 self.skip(name(item), "no time left: run the part again with --slice")
@@ -76,7 +82,9 @@ class Evidence:
             yield item
             self.longest = max(self.longest, time.monotonic() - started)
 
-    def ask(self, runner: ProcessTrialRunner, request: object, key: tuple[Any, ...] = ()) -> dict[str, Any]:
+    def ask(
+        self, runner: ProcessTrialRunner, request: object, key: tuple[Any, ...] = ()
+    ) -> dict[str, Any]:
         """What a child answers in the time that is left, with its outcome."""
         answer = runner.ask(request, key, timeout_seconds=max(1.0, self.left()))
         if isinstance(answer, Failure):
@@ -98,7 +106,9 @@ class Evidence:
             return name
         folder = self.scratch() / f"small-{name}"
         if not (folder / "model_index.json").exists():
-            get_family(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
+            get_family(name).write_small_pipeline(
+                folder, ["a red square", "a blue circle on the left"], 0
+            )
         return str(folder)
 
     def size(self, full_px: int) -> int:
@@ -127,7 +137,10 @@ def machine() -> dict[str, Any]:
     commit = None
     with contextlib.suppress(OSError):  # no git
         command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+        commit = (
+            subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            or None
+        )
     facts = probe().model_dump(mode="json", include={"device", "host", "versions"})
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"date": date, "commit": commit, **facts}
@@ -137,22 +150,31 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
                 padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
     """A square of `side_px`, captions of one length unless `masked`."""
     workload_overrides = WorkloadOverrides(
-        (side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens
+        (side_px, side_px),
+        rank=rank,
+        effective_batch_size=batch,
+        targets=targets,
+        text_tokens=text_tokens,
     )
     asked = describe_workload(resolve_model(model), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 
-def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native",
+def candidate(workload: Workload, batch: int, share: float, quantization: str = "none",
+attention: str = "native",
               levers: Levers = (), *, precision: str) -> Candidate:  # fmt: skip
-    """Settings with this share of all blocks but the last checkpointed, and other knobs by `levers`."""
+    """Settings with this share of all blocks but the last checkpointed, and other knobs by
+    `levers`.
+    """
     return Candidate(
         micro_batch_size=batch,
         checkpointed_blocks=round(share * (workload.model.num_blocks - 1)),
         quantization=quantization,
         attention=attention,
         precision=precision,
-        allocator="expandable" if precision == "bf16" else "default",  # as the rule for discrete cards says
+        allocator="expandable"
+        if precision == "bf16"
+        else "default",  # as the rule for discrete cards says
         **dict(levers),  # type: ignore[arg-type]  # each the value of a field
     )
 
@@ -164,14 +186,20 @@ def precision_of(hardware: HardwareProfile) -> str:
 
 @dataclass(frozen=True)
 class ReservingTrial(TrialRequest):
-    """A trial that also tells what the allocator reserved; None where there is no such allocator."""
+    """A trial that also tells what the allocator reserved; None where there is no such
+    allocator.
+    """
 
 
 def run_reserving_trial(request: ReservingTrial, child: ChildState) -> Any:
     import torch
 
     result = run_trial(request, child)
-    reserved = torch.cuda.max_memory_reserved(request.device) if request.device.startswith("cuda") else None
+    reserved = (
+        torch.cuda.max_memory_reserved(request.device)
+        if request.device.startswith("cuda")
+        else None
+    )
     return {"result": result, "reserved_bytes": reserved}
 
 

@@ -1,4 +1,6 @@
-"""What the machine is and can do: its profile, whether each backend's and format's gradients are right, tests/gpu."""
+"""What the machine is and can do: its profile, whether each backend's and format's gradients are
+right, tests/gpu.
+"""
 
 import re
 import subprocess
@@ -24,7 +26,8 @@ TESTS = tuple(f"tests/gpu/test_{name}.py" for name in ("steps", "trials", "train
 
 def tests(path: str, evidence: Evidence) -> None:
     """The tests of one file, each a row; ended where the part's time is."""
-    command = [sys.executable, "-m", "pytest", path, "-o", "addopts=", "-o", "console_output_style=classic",
+    command = [sys.executable, "-m", "pytest", path, "-o", "addopts=", "-o",
+    "console_output_style=classic",
                "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "-o", "timeout=150"]  # fmt: skip
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -39,7 +42,9 @@ def tests(path: str, evidence: Evidence) -> None:
 
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
-    """Every backend and weight format that is available, against the fp32 reference on this device."""
+    """Every backend and weight format that is available, against the fp32 reference on this
+    device.
+    """
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
@@ -49,12 +54,16 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
     context = TuningContext(hardware, get_family(name), workload)
-    for capability in check_parity(context, choices, resolve_model(model)).capabilities[len(hardware.capabilities) :]:
+    for capability in check_parity(context, choices, resolve_model(model)).capabilities[
+        len(hardware.capabilities) :
+    ]:
         evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 
 
 def native_kernels(evidence: Evidence) -> None:
-    """Which kernel torch itself takes for attention of Qwen-Image's shape, without and with a mask."""
+    """Which kernel torch itself takes for attention of Qwen-Image's shape, without and with a
+    mask.
+    """
     import torch
     from torch.nn.attention import SDPBackend
 

@@ -1,4 +1,6 @@
-"""What a step's time goes to: kernels by kind, gaps between them, the same split as predicted; and its energy."""
+"""What a step's time goes to: kernels by kind, gaps between them, the same split as predicted;
+and its energy.
+"""
 
 import contextlib
 import re
@@ -8,7 +10,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accuracy import ALL, BLOCKS, COMPILED, FP8, HALF, INT8, NF4, NONE, Run, told, unavailable_choice
+from accuracy import (
+    ALL,
+    BLOCKS,
+    COMPILED,
+    FP8,
+    HALF,
+    INT8,
+    NF4,
+    NONE,
+    Run,
+    told,
+    unavailable_choice,
+)
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
@@ -69,7 +83,8 @@ class ProfiledSteps:
 
 
 def measure_energy(steps: "StepRunner", device: str) -> dict[str, Any]:
-    """Joules of a step by the card's counter, and by the power that it told after each step times the seconds.
+    """Joules of a step by the card's counter, and by the power that it told after each step times
+    the seconds.
 
     Counter and power come from different readings of NVML: that they agree is what is to be shown.
     """
@@ -85,7 +100,8 @@ def measure_energy(steps: "StepRunner", device: str) -> dict[str, Any]:
         last = meter.read()
     joules = (last.joules - first.joules) / len(taken) if first and last else None
     by_power = statistics.fmean(watts) * statistics.fmean(taken) if watts else None
-    return {"seconds": taken, "step_joules": joules, "watts": watts, "step_joules_by_power": by_power,
+    return {"seconds": taken, "step_joules": joules, "watts": watts,
+    "step_joules_by_power": by_power,
             "reason": meter.reason}  # fmt: skip
 
 
@@ -114,7 +130,8 @@ def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
         times[kind_of(event.key)] += spent
         top[event.key[:120]] += spent
         launches += event.count
-    return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times), "launches": launches,
+    return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times),
+    "launches": launches,
             "energy": energy, "top": top.most_common(25)}  # fmt: skip
 
 

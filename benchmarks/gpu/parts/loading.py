@@ -1,5 +1,6 @@
-"""Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
-quantized; with the peaks of device and host. (Random weights in every format: `load_seconds` of the part accuracy.)"""
+"""Seconds until the transformer with its adapter is ready, by every loader, from cold and warm
+page cache, plain and quantized; with the peaks of device and host. (Random weights in every
+format: `load_seconds` of the part accuracy.)"""
 
 import time
 from dataclasses import dataclass
@@ -58,7 +59,12 @@ TASKS[LoadOnce] = load_once
 
 
 def load(
-    evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any
+    evidence: Evidence,
+    hardware: HardwareProfile,
+    model: str,
+    chosen: Candidate,
+    workload: Workload,
+    **about: Any,
 ) -> None:
     """One load in a fresh process, as a row."""
     with ProcessTrialRunner(hardware, model, workload) as runner:
@@ -76,14 +82,17 @@ def main() -> None:
     plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=1)
     folder = write_pipeline(evidence, hardware, plain, precision)
     workload, size = workload_on(folder, plain), bytes_of(Path(folder))
-    cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold", "warm")
+    cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold",
+    "warm")
              for loader in LOADERS]  # fmt: skip
     for loader, cache, storage in evidence.each(evidence.sliced(cases)):
         chosen = Candidate.model_validate(
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(device):
+        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(
+            device
+        ):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":

@@ -1,4 +1,6 @@
-"""A Qwen-Image pipeline on disk whose transformer has its full width and random weights; its other parts are tiny."""
+"""A Qwen-Image pipeline on disk whose transformer has its full width and random weights; its
+other parts are tiny.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, flo
 TASKS[WriteTransformer] = write_transformer
 
 
-def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Workload, precision: str) -> str:
+def write_pipeline(
+    evidence: Evidence, hardware: HardwareProfile, workload: Workload, precision: str
+) -> str:
     """The folder; written once, with as many of `MAX_BLOCKS` as the disk has room for."""
     folder = evidence.scratch() / "pipeline"
     if (folder / "ready").exists():
@@ -68,12 +72,16 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
         blocks = max(2, min(MAX_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
         with ProcessTrialRunner(hardware, FAMILY, workload) as runner:
-            request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device, precision)
+            request = WriteTransformer(
+                full, str(folder / "transformer"), workload, runner.device, precision
+            )
             answer = evidence.ask(runner, request)
         if answer["outcome"] != "ok":
             raise RuntimeError(f"writing the pipeline: {answer['outcome']}: {answer['message']}")
         os.sync()
-        evidence.row("checkpoint", blocks=blocks, full_blocks=FULL_BLOCKS, bytes=bytes_of(folder), **answer)
+        evidence.row(
+            "checkpoint", blocks=blocks, full_blocks=FULL_BLOCKS, bytes=bytes_of(folder), **answer
+        )
     (folder / "ready").touch()
     return str(folder)
 

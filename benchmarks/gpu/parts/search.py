@@ -1,5 +1,5 @@
-"""`autotune plan` under caps of memory, as a user calls it, and two of them at once. The summary holds the choices
-against the grid that the part `accuracy` measured of the same work."""
+"""`autotune plan` under caps of memory, as a user calls it, and two of them at once. The summary
+holds the choices against the grid that the part `accuracy` measured of the same work."""
 
 import json
 import subprocess
@@ -15,18 +15,25 @@ CAPS_GIB = (80, 48, 24, 32, None)
 PIPES: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds: float, *options: str) -> list[str]:
+def plan_command(
+    evidence: Evidence, model: str, rank: int, batch: int, seconds: float, *options: str
+) -> list[str]:
     """The command line of a search."""
-    return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
-            "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--fresh",
-            "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"), "--json",
+    return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution",
+    str(evidence.size(1024)),
+            "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles",
+            "--fresh",
+            "--search-time", str(max(10, round(seconds))), "-o",
+            str(evidence.scratch() / "plan.yaml"), "--json",
             *(["--max-trials", "2"] if evidence.small else []), *options]  # fmt: skip
 
 
 def plan(
     evidence: Evidence, command: list[str], cap_gib: int | None = None, share_of_time: float = 1.0
 ) -> dict[str, object] | None:
-    """One search as a row, with its plan; None where it failed, or took more than that share of the time left."""
+    """One search as a row, with its plan; None where it failed, or took more than that share of
+    the time left.
+    """
     if evidence.small and cap_gib:
         cap_gib = max(2, cap_gib // 16)
     command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]
@@ -39,7 +46,13 @@ def plan(
             told, said = process.communicate()
     seconds = time.monotonic() - started
     if process.returncode:  # below zero: ended here, out of time
-        evidence.row("plan", cap_gib=cap_gib, status=process.returncode, seconds=seconds, message=said.strip()[-400:])
+        evidence.row(
+            "plan",
+            cap_gib=cap_gib,
+            status=process.returncode,
+            seconds=seconds,
+            message=said.strip()[-400:],
+        )
         return None
     made: dict[str, object] = json.loads(told)
     outcomes = Counter(trial["outcome"] for trial in made["frozen"]["trials"])  # type: ignore[index]
@@ -48,10 +61,14 @@ def plan(
 
 
 def two_at_once(evidence: Evidence, model: str, batch: int) -> None:
-    """Searches of different questions: both must end well, taking turns; neither may measure the other."""
+    """Searches of different questions: both must end well, taking turns; neither may measure the
+    other.
+    """
     started = time.monotonic()
     running = [
-        subprocess.Popen(plan_command(evidence, model, rank, batch, 60, "--max-trials", "2"), text=True, **PIPES)
+        subprocess.Popen(
+            plan_command(evidence, model, rank, batch, 60, "--max-trials", "2"), text=True, **PIPES
+        )
         for rank in (8, 32)
     ]
     for number, process in enumerate(running):
@@ -74,8 +91,14 @@ def main() -> None:
     """Plan under each cap, then twice at once."""
     evidence = begin("search", __doc__)
     model, work = evidence.model("qwen-image"), WORKS[0]
-    for cap_gib in evidence.each(evidence.sliced(CAPS_GIB), name=lambda cap: f"plan within {cap} GiB"):
-        plan(evidence, plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)), cap_gib)
+    for cap_gib in evidence.each(
+        evidence.sliced(CAPS_GIB), name=lambda cap: f"plan within {cap} GiB"
+    ):
+        plan(
+            evidence,
+            plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)),
+            cap_gib,
+        )
     for _ in evidence.each(["two searches at once"]):
         two_at_once(evidence, model, work.batch)
 

@@ -1,7 +1,9 @@
-"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop; FLOP utilization.
+"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop;
+FLOP utilization.
 
-All at the same effective batch, one after the other in turns, each in a process of its own. Published elsewhere for
-comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed, bf16: 1.20 s a step and 41 GiB on an H100.
+All at the same effective batch, one after the other in turns, each in a process of its own.
+Published elsewhere for comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed,
+bf16: 1.20 s a step and 41 GiB on an H100.
 """
 
 import time
@@ -28,7 +30,9 @@ ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """Steps of the loop in diffusers' LoRA scripts: fp32 adapter under autocast, all blocks checkpointed, batch 1."""
+    """Steps of the loop in diffusers' LoRA scripts: fp32 adapter under autocast, all blocks
+    checkpointed, batch 1.
+    """
 
     family: str
     config: dict[str, Any]
@@ -45,7 +49,11 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from autotune.families.registry import get_family
     from autotune.trials.steps import longest_captions, synthetic_samples
 
-    family, rank, on_gpu = get_family(request.family), request.workload.rank, request.device.startswith("cuda")
+    family, rank, on_gpu = (
+        get_family(request.family),
+        request.workload.rank,
+        request.device.startswith("cuda"),
+    )
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.set_default_dtype(dtype)
     with torch.device(request.device):
@@ -63,7 +71,9 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     work = request.workload
     lengths = longest_captions(work, work.effective_batch_size)
     samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, dtype)
-    batches = [{k: v.to(request.device) for k, v in family.collate([sample]).items()} for sample in samples]
+    batches = [
+        {k: v.to(request.device) for k, v in family.collate([sample]).items()} for sample in samples
+    ]
     seconds = []
     for _step in range(request.num_steps + 1):
         started = time.perf_counter()
@@ -74,7 +84,9 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
             noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
             with torch.autocast(request.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
                 velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
-            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
+            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(
+                batches
+            )
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -89,21 +101,35 @@ TASKS[PlainLoop] = run_plain_loop
 
 
 def model_flops(predictor: CostModel, chosen: Candidate) -> float:
-    """Of one image, forward and backward, nothing counted twice for recomputation; from the traced graph."""
+    """Of one image, forward and backward, nothing counted twice for recomputation; from the
+    traced graph.
+    """
     model = predictor.model
-    kernel = kernel_for(chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision)
+    kernel = kernel_for(
+        chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision
+    )
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = model.index
     fixed = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
     blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
-    return float(sum(item[2] * count for segment in (*fixed, *blocks) for item, count in segment.work.items()))
+    return float(
+        sum(
+            item[2] * count for segment in (*fixed, *blocks) for item, count in segment.work.items()
+        )
+    )
 
 
-def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
+def contestants(
+    evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload
+) -> dict[str, Any]:
     """What competes, by name; None for the plain loop, and where no plan was found."""
     precision = precision_of(hardware)
-    seconds = 0.3 * evidence.left()  # of trials; proving gradients and confirming the winner come on top
-    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds), share_of_time=0.6)
+    seconds = (
+        0.3 * evidence.left()
+    )  # of trials; proving gradients and confirming the winner come on top
+    made: Any = plan(
+        evidence, plan_command(evidence, model, RANK, BATCH, seconds), share_of_time=0.6
+    )
     return {
         "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
         "plain diffusers loop": None,
@@ -114,14 +140,18 @@ def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workl
 
 def main() -> None:
     """Measure the part."""
-    evidence = begin("training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"})
+    evidence = begin(
+        "training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"}
+    )
     hardware = cached_profile()
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
     found = contestants(evidence, hardware, model, workload)
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
-    matmul = max((rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None)
+    matmul = max(
+        (rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None
+    )
     flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
     evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
     with ProcessTrialRunner(hardware, model, workload) as runner:
@@ -129,7 +159,9 @@ def main() -> None:
         for name, turn in evidence.each(turns):
             chosen = found[name]
             if name == "plain diffusers loop":
-                plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
+                plain = PlainLoop(
+                    resolved.family.name, dict(resolved.config), workload, runner.device, STEPS
+                )
                 row = evidence.ask(runner, plain, ("plain", turn))
             elif why := "no plan" if chosen is None else unavailable_choice(hardware, chosen):
                 evidence.skip(name, why)

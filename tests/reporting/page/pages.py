@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from autotune.reporting.page.subjects import Comparison, Picture, PlanSubject, PreviewPicture, RunSubject
+from autotune.reporting.page.subjects import (
+    Comparison,
+    Picture,
+    PlanSubject,
+    PreviewPicture,
+    RunSubject,
+)
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, with_job
@@ -16,7 +22,10 @@ PIXEL = bytes.fromhex(
     "56c72f0d0000000049454e44ae426082"
 )
 """A PNG of one pixel."""
-HOSTILE = "</title><script>window.hacked = 1</script>\"'><img src=x onerror=window.hacked=1>&amp;\u202e\x00"
+HOSTILE = (
+    "</title><script>window.hacked = 1</script>\"'><img src=x "
+    "onerror=window.hacked=1>&amp;\u202e\x00"
+)
 
 
 def golden_plan(name: str = "wall") -> TrainingPlan:
@@ -67,7 +76,8 @@ def run_report(plan: TrainingPlan) -> RunReport:
         warnings=("memory is at 9 GiB",),
         settings=plan.frozen.settings,
         verdict=AdapterVerdict(
-            num_layers=2, num_unmoved=0, num_not_finite=0, layer_norms={"a": 1.0, "b": 2.0}, base_loss=0.5,
+            num_layers=2, num_unmoved=0, num_not_finite=0, layer_norms={"a": 1.0, "b": 2.0},
+            base_loss=0.5,
             adapter_loss=0.25,
         ),
         adapter="pytorch_lora_weights.safetensors",

@@ -1,4 +1,6 @@
-"""The page as text: what it says, that it is whole by itself, and that no text in it becomes markup."""
+"""The page as text: what it says, that it is whole by itself, and that no text in it becomes
+markup.
+"""
 
 import base64
 import hashlib
@@ -56,8 +58,15 @@ def page_of(*subjects: Subject) -> Outline:
 def test_a_page_is_whole_by_itself(subject: Subject) -> None:
     page = build_page([subject], "0.1.0")
     tags = Outline(page).tags
-    assert not [tag for tag, _ in tags if tag in ("link", "iframe", "object", "embed", "base", "form", "a")]
-    sources = [value for _, attrs in tags for name, value in attrs.items() if name in ("src", "href", "xlink:href")]
+    assert not [
+        tag for tag, _ in tags if tag in ("link", "iframe", "object", "embed", "base", "form", "a")
+    ]
+    sources = [
+        value
+        for _, attrs in tags
+        for name, value in attrs.items()
+        if name in ("src", "href", "xlink:href")
+    ]
     assert all(source and source.startswith("data:image/") for source in sources)
     assert page.count(plotly := get_plotlyjs()) == 1
     assert not re.search(r"@import|url\(|https?://", page.replace(plotly, ""))
@@ -94,7 +103,9 @@ def hostile_plan() -> PlanSubject:
 def test_no_text_of_a_file_becomes_markup() -> None:
     run = run_subject(prompt=HOSTILE.replace("\x00", ""))
     assert run.report
-    run = replace(run, name=HOSTILE, notes=(HOSTILE,), report=run.report.changed(warnings=(HOSTILE,)))
+    run = replace(
+        run, name=HOSTILE, notes=(HOSTILE,), report=run.report.changed(warnings=(HOSTILE,))
+    )
     page = page_of(hostile_plan(), run)
     assert sum(tag == "script" for tag, _ in page.tags) == 1
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
@@ -105,7 +116,9 @@ def test_no_text_of_a_file_becomes_markup() -> None:
 
 @settings(max_examples=50)
 @given(st.text(), st.text())
-def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characters(text: str, value: str) -> None:
+def test_any_text_and_attribute_comes_back_as_it_was_or_without_control_characters(
+    text: str, value: str
+) -> None:
     page = Outline(tostring(h("p", text, title=value, id="it"), encoding="unicode", method="html"))
     _, attributes = next(each for each in page.tags if each[1].get("id") == "it")
     expected = "".join(c if c.isprintable() or c == "\n" else "?" for c in value)
@@ -122,13 +135,17 @@ def test_a_newcomer_can_name_batch_reason_and_nearest_out_of_memory() -> None:
 
 def test_what_is_beyond_the_budget_is_told_if_nothing_ran_out() -> None:
     subject = plan_subject("measured")
-    sizes = sorted(point.run_memory_bytes for point in points_of(subject) if point.kind == "predicted")
+    sizes = sorted(
+        point.run_memory_bytes for point in points_of(subject) if point.kind == "predicted"
+    )
     subject = replace(subject, budget_bytes=sizes[len(sizes) // 2])
     points = points_of(subject)
     nearest = nearest_beyond(subject, points)
     assert nearest
     beyond = [point for point in points if point.kind == "beyond"]
-    faster = [point for point in beyond if point.images_per_second > chosen_of(points).images_per_second]
+    faster = [
+        point for point in beyond if point.images_per_second > chosen_of(points).images_per_second
+    ]
     assert nearest.run_memory_bytes == min(point.run_memory_bytes for point in faster or beyond)
     assert nearest.run_memory_bytes > subject.budget_bytes
     assert "too much (predicted not to fit)" in page_of(subject).text
@@ -147,7 +164,9 @@ def test_points_are_what_the_plan_says(name: str) -> None:
     assert chosen_of(points).images_per_second == pytest.approx(expected.images_per_second)
     assert chosen_of(points).run_memory_bytes == expected.run_memory_bytes
     ran = {trial.candidate for trial in subject.trials if trial.outcome == "ok"}
-    assert {point.candidate for point in points if point.kind == "measured"} == ran | {subject.settings}
+    assert {point.candidate for point in points if point.kind == "measured"} == ran | {
+        subject.settings
+    }
     for point in points:
         beaten = any(
             other.images_per_second >= point.images_per_second and other.run_memory_bytes < point.run_memory_bytes
@@ -159,7 +178,9 @@ def test_points_are_what_the_plan_says(name: str) -> None:
 def test_a_failed_trial_is_placed_by_its_prediction_and_named() -> None:
     subject = plan_subject("wall")
     failed = [point for point in points_of(subject) if point.kind == "failed"]
-    assert {p.candidate for p in failed} == {t.candidate for t in subject.trials if t.outcome == "oom"}
+    assert {p.candidate for p in failed} == {
+        t.candidate for t in subject.trials if t.outcome == "oom"
+    }
     assert all("ran out of memory" in point.outcome for point in failed)
 
 
@@ -180,7 +201,9 @@ def test_every_trial_shows_how_far_its_prediction_was_off() -> None:
     subject = plan_subject("wall")
     assert subject.forecast
     trial = next(trial for trial in subject.trials if trial.outcome == "ok")
-    row = next(a for a in subject.forecast.alternatives if a.candidate(subject.settings) == trial.candidate)
+    row = next(
+        a for a in subject.forecast.alternatives if a.candidate(subject.settings) == trial.candidate
+    )
     assert trial.median_step_seconds
     error = f"{row.step_seconds / trial.median_step_seconds - 1:+.0%}"
     assert error != "+0%"
@@ -199,7 +222,10 @@ def test_a_run_says_how_it_stands() -> None:
     assert "step 40 of 100, 1 min 00 s left" in running
     assert "finished: 100 steps in 2 min 03 s" in ended
     assert "1 hiccup (over 3 times the median of 1.000 s), 9.000 s lost to them" in ended
-    assert re.search(r"Limited by (compute|memory bandwidth), \d+% of what this device reached in the probe", ended)
+    assert re.search(
+        r"Limited by (compute|memory bandwidth), \d+% of what this device reached in the probe",
+        ended,
+    )
     assert "memory is at 9 GiB" in ended, "a warning is shown"
     assert "0.5000 without the adapter, 0.2500 with it (-50.0%)" in ended
 
@@ -207,20 +233,26 @@ def test_a_run_says_how_it_stands() -> None:
 def test_a_run_shows_its_loss_on_held_out_images_and_names_overfitting() -> None:
     subject = run_subject()
     steps = [
-        step.changed(validation_loss=loss, base_validation_loss=0.5, overfitting_from=50 if step.step == 100 else None)
+        step.changed(
+            validation_loss=loss,
+            base_validation_loss=0.5,
+            overfitting_from=50 if step.step == 100 else None,
+        )
         if (loss := {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}.get(step.step))
         else step
         for step in subject.steps
     ]
     held_out = ValidationResult(
-        num_images=3, base_loss=0.5, final_loss=0.42, lowest_loss=0.4, lowest_step=50, overfitting_from=50,
+        num_images=3, base_loss=0.5, final_loss=0.42, lowest_loss=0.4, lowest_step=50,
+        overfitting_from=50,
         kept_step=100,
     )  # fmt: skip
     assert subject.report
     report = subject.report.changed(validation=held_out, gradient_spikes=7, nonfinite_gradients=1)
     page = build_page([replace(subject, steps=steps, report=report)], "1")
     for words in (
-        "Loss on images that never train: lowest 0.4000 after step 50. Overfitting began after step 50.",
+        "Loss on images that never train: lowest 0.4000 after step 50. Overfitting began after "
+        "step 50.",
         "after step 75: 0.4100, -18.0%",
         "without the adapter 0.5000",
         "loss on 3 held-out images: 0.5000 without the adapter, 0.4200 with it (-16.0%)",
@@ -249,11 +281,14 @@ def test_several_are_shown_side_by_side_with_what_differs() -> None:
 
 
 def test_a_plan_of_an_older_autotune_has_a_page_too() -> None:
-    assert "Memory against speed" in page_of(replace(plan_subject(), forecast=None, reasons=())).text
+    assert (
+        "Memory against speed" in page_of(replace(plan_subject(), forecast=None, reasons=())).text
+    )
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"), [([1, 8.1], "log"), ([1, 7.9], "linear"), ([0, 9], "linear"), ([], "linear")]
+    ("values", "kind"),
+    [([1, 8.1], "log"), ([1, 7.9], "linear"), ([0, 9], "linear"), ([], "linear")],
 )
 def test_an_axis_of_values_far_apart_is_logarithmic(values: list[float], kind: str) -> None:
     assert axis("x", values)["type"] == kind
@@ -292,6 +327,8 @@ def test_energy_that_no_plan_promised_is_told_without_a_dash() -> None:
     subject = run_subject()
     assert subject.report
     for promised, words in ((None, "</b></dd>"), (4.0, "</b>, planned 4")):
-        report = subject.report.changed(expected_joules_per_image=promised, measured_joules_per_image=3.0)
+        report = subject.report.changed(
+            expected_joules_per_image=promised, measured_joules_per_image=3.0
+        )
         page = build_page([replace(subject, report=report)], "1")
         assert page.partition("Energy an image")[2].partition("3 J")[2].lstrip().startswith(words)
