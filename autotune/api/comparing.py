@@ -46,8 +46,6 @@ LOCAL = {
         "host_memory",
         "assume",
         "path",
-        "record",
-        "replay",
         "join",
         "study",
         "fresh",

@@ -132,10 +132,6 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     join: str
     """URL of a database in which several machines share one search, or a file `NAME.journal` on
     a folder that they share."""
-    record: str | Path
-    """File to write everything to that the search met, for `replay`."""
-    replay: str | Path
-    """File of a recorded search to plan from, instead of trials."""
 
 
 def require_known(names: Collection[str], known: Collection[str], kind: str) -> None:

@@ -13,15 +13,7 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.families import is_single_file, resolve_model
 from autotune.hardware import with_assumed_packages
 from autotune.knobs import caching_choices
-from autotune.planning import (
-    PlanRequest,
-    ResolvedRequest,
-    read_recording,
-    recording_of,
-    replayed,
-    request_from,
-    write_recording,
-)
+from autotune.planning import PlanRequest, ResolvedRequest, request_from
 from autotune.runtime import require_writable
 from autotune.schema import (
     DataPlace,
@@ -98,29 +90,17 @@ def plan(
         >>> plan.frozen.settings.micro_batch_size, plan.frozen.expected.images_per_second
     """
     request = request_for(model, data, options)
-    for target in (options.get("path"), options.get("record")):
-        if target is not None:
-            require_writable(Path(target))
-    replay = options.get("replay")
-    if replay is None:
-        resolved, profile = _resolve_on_hardware(request, options, on_event)
-        request = resolved.request
-        try:
-            result = planning.make_plan(resolved, profile, on_event)
-        except planning.PlanInterrupted as stopped:
-            _offer(stopped.plan, options.get("path"), on_event)
-            raise
-        _remember(result, profile, on_event)
-    else:
-        recording = read_recording(Path(replay))
-        request = replace(request, memory_budget=recording.memory_budget)
-        result = planning.make_plan(request, recording.hardware, on_event, replayed(recording))
     if (path := options.get("path")) is not None:
+        require_writable(Path(path))
+    resolved, profile = _resolve_on_hardware(request, options, on_event)
+    try:
+        result = planning.make_plan(resolved, profile, on_event)
+    except planning.PlanInterrupted as stopped:
+        _offer(stopped.plan, path, on_event)
+        raise
+    _remember(result, profile, on_event)
+    if path is not None:
         _write(result.plan, Path(path))
-    if (record := options.get("record")) is not None:
-        matched, budget = result.matches.records, request.memory_budget
-        recorded = recording_of(result.plan, result.hardware, matched, memory_budget=budget)
-        write_recording(Path(record), recorded)
     return result.plan
 
 
@@ -155,9 +135,7 @@ def plan_variants(
     path = options.pop("path", None)
     if path is not None:
         require_writable(Path(path))
-    if alone := next(
-        (name for name in ("record", "replay", "join", "study") if options.get(name)), None
-    ):
+    if alone := next((name for name in ("join", "study") if options.get(name)), None):
         raise InvalidInput(
             f"{alone} is about the search on one machine",
             hint="leave it out, or name one --hardware",
@@ -283,11 +261,6 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         raise InvalidInput(
             "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
         )
-    live = ("hardware", "host_memory", "assume", "join", "study", *LIMITS)
-    if "replay" in options and any(options.get(name) for name in live):
-        raise InvalidInput(
-            "a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}"
-        )
     require_named(options.get("hardware"), options.get("host_memory"), options.get("assume") or ())
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -325,9 +298,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         max_trials=asked.get("max_trials", base.max_trials),
         search_seconds=asked.get("search_seconds", base.search_seconds),
         study=StudyLocation(study or "search", join) if study or join else None,
-        interrupted="ignored"
-        if "replay" in asked
-        else ("forgotten" if asked.get("fresh") else "resumed"),
+        interrupted="forgotten" if asked.get("fresh") else "resumed",
     )
     return _with_expressible_targets(request, asked)
 

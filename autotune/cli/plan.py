@@ -96,8 +96,6 @@ class PlanOptions:
         "/shared/NAME.journal.",
         envvar="AUTOTUNE_JOIN",
     )
-    record: Path | None = option("Record the search in this file.")
-    replay: Path | None = option("Plan from a recorded search instead of trials.")
     output: str | None = option("Output folder that the job will write.", "--run-output")
     as_json: Json = False
 
@@ -132,7 +130,7 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
         print_out(reporting.knob_lines(space))
         return
     try:
-        if options.model and not (options.hardware or options.replay):
+        if options.model and not options.hardware:
             autotune.require_gpu(options.model)
         with show_events() as show:
             made = autotune.plan(on_event=show, **arguments)

@@ -1,5 +1,5 @@
 """The parts of making a plan: what is asked, what it stands on, what is frozen, how it is
-replayed and sealed.
+sealed.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from autotune.planning.planner import PlanInterrupted, PlanningResult, make_plan
     from autotune.planning.problem import require_devices
     from autotune.planning.published_models import ModelSummary, summarize_models
-    from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.request import PlanRequest, ResolvedRequest, request_from
     from autotune.planning.sealing import measured_here
 else:

@@ -44,7 +44,7 @@ def rehearse_in_child_process(
 
 @dataclass(frozen=True)
 class PlannerBackend:
-    """The side effects of planning, as functions: a replay or a test passes its own."""
+    """The side effects of planning, as functions: a test passes its own."""
 
     trials: Callable[[str, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
@@ -63,5 +63,3 @@ class PlannerBackend:
         rehearse_in_child_process
     )
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""
-    recorded_trials: tuple[TrialResult, ...] | None = None
-    """All trials of a search that is over, in order; then none is started."""

@@ -86,8 +86,8 @@ FALLBACK = "rung"
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """A plan, with what the search learned that the plan does not hold: material for recordings
-    and shared records.
+    """A plan, with what the search learned that the plan does not hold: material for shared
+    records.
     """
 
     plan: TrainingPlan
@@ -148,7 +148,7 @@ def make_plan(
         predictions = _predict(problem, on_event)
         on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
         return PlanningResult(
-            _plan(problem, backend.autotune_version, predictions), problem.hardware
+            freeze_plan(problem, backend.autotune_version, predictions), problem.hardware
         )
 
     def on_note(note: str) -> None:
@@ -160,25 +160,24 @@ def make_plan(
         published = published_plan(study) if problem.request.study else None
         if published is None:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
-            trials = _follow_recording(problem, backend.recorded_trials, on_event)
-            if backend.recorded_trials is None:
-                try:
-                    trials = _search(problem, backend, warm_start, study, on_event)
-                    if not warm_start.is_reproduced(trials):
-                        trials = _try_compiled(problem, backend, trials, study, on_event)
-                    trials = _confirm(
-                        problem, backend, trials, study, on_event
-                    )  # phases here, not on another machine
-                except KeyboardInterrupt:
-                    known = take_snapshot(study).results
-                    if any(trial.outcome == "ok" for trial in known):
-                        raise PlanInterrupted(
-                            _plan(problem, backend.autotune_version, (), known, warm_start)
-                        ) from None
-                    raise
+            try:
+                trials = _search(problem, backend, warm_start, study, on_event)
+                if not warm_start.is_reproduced(trials):
+                    trials = _try_compiled(problem, backend, trials, study, on_event)
+                # Phases are rehearsed here: those of another machine do not count.
+                trials = _confirm(problem, backend, trials, study, on_event)
+            except KeyboardInterrupt:
+                known = take_snapshot(study).results
+                if any(trial.outcome == "ok" for trial in known):
+                    raise PlanInterrupted(
+                        freeze_plan(problem, backend.autotune_version, (), known, warm_start)
+                    ) from None
+                raise
             for line in warm_start.contradictions(trials):
                 on_event(Notice(text=line, topic="records"))
-            own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
+            own = freeze_plan(
+                problem, backend.autotune_version, (), trials, warm_start
+            ).model_dump_json()
             first = publish_plan(study, own)
             published = first if problem.request.study else own
     plan = parse_plan(published)
@@ -227,28 +226,6 @@ def _find_warm_start(
         )
     )
     return found, warm_start
-
-
-def _follow_recording(
-    problem: PlanningProblem, recorded: Sequence[TrialResult] | None, on_event: OnEvent
-) -> tuple[TrialResult, ...]:
-    """What a search tried that is over, in its order: what comes of it depends on no CPU's last
-    bits.
-
-    Raises:
-        InvalidInput: the request does not admit what was tried.
-    """
-    for trial in recorded or ():
-        if not problem.space.admits(trial.candidate):
-            raise InvalidInput(
-                f"the recording tried {trial.candidate.label()}, which this request does not allow",
-                hint=(
-                    "ask for what was recorded, with the same version, or record again: --record "
-                    "FILE"
-                ),
-            )
-        on_event(TrialFinished(result=trial))
-    return tuple(recorded or ())
 
 
 def _search(
@@ -377,14 +354,16 @@ def _confirm(
     return confirm_winner(trials, problem, rehearse)
 
 
-def _plan(
+def freeze_plan(
     problem: PlanningProblem,
     autotune_version: str,
     predictions: Sequence[Prediction],
     trials: tuple[TrialResult, ...] = (),
     warm_start: WarmStart = NO_WARM_START,
 ) -> TrainingPlan:
-    """The best of what was tried here or, where nothing could be, of what was predicted."""
+    """The best of what was tried here or, where nothing could be, of what was predicted: a pure
+    function, so that a plan's own trials give it again, byte for byte.
+    """
     objective = problem.workload.objective
     scores = (
         score_trials(trials)

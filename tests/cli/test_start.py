@@ -85,7 +85,6 @@ WRONG = {
     "plan --model MODEL --data IMAGES --study a/b": "cannot name a study",
     "plan --model MODEL --data IMAGES --optimizer adamx": "adamx",
     "plan --model MODEL --data IMAGES --output images": "images",
-    "plan --model MODEL --replay nope": "cannot read nope",
     "plan --from garbage.yaml": "not YAML",
     "plan --model qwen-imgae --list-knobs": "neither a folder nor a known model",
     "estimate --model qwen-imgae": "neither a folder nor a known model",

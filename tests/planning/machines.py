@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
@@ -20,16 +20,21 @@ from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.planning import planner
 from autotune.planning.backend import PlannerBackend
+from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
 from autotune.search import study as study_module
 from autotune.search.location import StudyLocation
 from autotune.search.study import TrialFunction
-from autotune.sharing.query import StoreMatches
+from autotune.sharing.keys import compare, usable_trials
+from autotune.sharing.query import MatchedRecord, StoreMatches
+from autotune.sharing.record import Record
+from autotune.sharing.warm_start import build_warm_start
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 
@@ -80,6 +85,41 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
         check_parity=lambda context, choices, model: context.hardware,
         rehearse=lambda model, cost, candidate, max_seconds: None,
     )
+
+
+def matches_of(
+    records: Sequence[Record], hardware: HardwareProfile, workload: Workload, budget_bytes: int
+) -> StoreMatches:
+    """What a store of these records has for a machine and its work."""
+    found = (
+        MatchedRecord(
+            record.name,
+            record,
+            compare(record, hardware, workload, budget_bytes),
+            usable_trials(record, hardware, budget_bytes),
+        )
+        for record in records
+    )
+    return StoreMatches(tuple(found), (), ())
+
+
+def replay(
+    asked: PlanRequest,
+    hardware: HardwareProfile,
+    trials: Sequence[TrialResult],
+    records: Sequence[Record] = (),
+    version: str = "0.0",
+) -> TrainingPlan:
+    """The plan that a search's trials give, without a machine."""
+    problem = PlanningProblem.build(asked, hardware, surroundings())
+    warm_start = build_warm_start(
+        matches_of(records, problem.hardware, problem.workload, problem.budget_bytes),
+        problem.space.tried_choices,
+        problem.budget_bytes,
+        problem.workload,
+        problem.cost,
+    )[1]
+    return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The commands around plans, on the demo's plan: record and replay, ask again, compare, seal."""
+"""The commands around plans, on the demo's plan: ask again, compare, seal."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_search_is_recorded_resumed_and_replayed(
+def test_a_study_gives_its_plan_again(
     capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path
 ) -> None:
     asked = (
@@ -38,8 +38,6 @@ def test_a_search_is_recorded_resumed_and_replayed(
         *asked,
         "--study",
         "s",
-        "--record",
-        folder / "r.jsonl",
         "-o",
         folder / "a.yaml",
     )
@@ -62,11 +60,6 @@ def test_a_search_is_recorded_resumed_and_replayed(
     resumed = autotune_here(capfd, "plan", *asked, "--study", "s", "-o", folder / "b.yaml")
     assert resumed.returncode == 0, resumed.stderr
     assert (folder / "b.yaml").read_bytes() == (folder / "a.yaml").read_bytes()
-    replayed = autotune_here(
-        capfd, "plan", *asked, "--replay", folder / "r.jsonl", "-o", folder / "c.yaml"
-    )
-    assert replayed.returncode == 0, replayed.stderr
-    assert (folder / "c.yaml").read_bytes() == (folder / "a.yaml").read_bytes()
 
 
 def test_two_plans_are_compared(
@@ -143,8 +136,6 @@ def test_train_measures_a_predicted_plan_once_and_writes_it_beside(
     [
         (("plan",), "--from"),
         (("plan", "--from", "nowhere.yaml"), "there is no plan at"),
-        (("plan", "--model", "qwen-image", "--replay", "nowhere.jsonl"), "cannot read"),
-        (("plan", "--model", "x", "--replay", "r.jsonl", "--study", "s"), "brings its machine"),
     ],
 )
 def test_wrong_usage_is_named(

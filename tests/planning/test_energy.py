@@ -11,12 +11,9 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.hardware.energy import EnergyMeter, mean_watts
 from autotune.planning.problem import require_devices
-from autotune.planning.recording import Recording, replayed
 from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.reporting.plan import explain_lines, plan_lines
 from autotune.schema.candidate import Candidate
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
 from autotune.search.winner import ENERGY_HINT, require_winner, score_trials
 from tests import builders
@@ -142,15 +139,6 @@ def test_nothing_is_compiled_for_energy(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(trial.candidate.compile == "off" for trial in plan.frozen.trials)
     (reason,) = (reason for reason in plan.frozen.reasons if reason.knob == "compile")
     assert "only where time is the objective" in reason.rejected[0].reason
-
-
-def test_a_recorded_search_by_energy_is_planned_from_again_without_a_card(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = make_plan(energy_request(), HARDWARE, backend=surroundings(metered(monkeypatch)))
-    recording = Recording("0.0", HARDWARE, (), plan.frozen.trials)
-    again: TrainingPlan = make_plan(energy_request(), HARDWARE, backend=replayed(recording))
-    assert plan_text(again) == plan_text(plan)
 
 
 def test_energy_is_refused_where_nothing_runs(tmp_path: Path) -> None:

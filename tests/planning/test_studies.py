@@ -17,7 +17,6 @@ from optuna.exceptions import StorageInternalError
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.planning.planner import PlanInterrupted
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime.paths import data_path
@@ -37,6 +36,7 @@ from tests.planning.machines import (
     answer,
     logged,
     make_plan,
+    replay,
     request,
     start_worker,
     surroundings,
@@ -395,9 +395,8 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, sha
     latecomer.process.join(timeout=240)
     assert latecomer.output.read_text() == texts[0]
     plan = read_plan(_written(tmp_path / "plan.yaml", texts[0]))
-    write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, ()))
-    replay = replayed(read_recording(tmp_path / "r.jsonl"))
-    again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, backend=replay)
+
+    again = replay(dataclasses.replace(asked, study=None), HARDWARE, plan.frozen.trials)
     assert plan_text(again) == texts[0], "a shared search replays"
 
     everything = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())

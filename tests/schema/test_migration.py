@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from autotune.planning.recording import read_recording, recording_of, write_recording
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
-from autotune.planning.recording import read_recording, recording_of, write_recording
 from autotune.schema.base import digest_of
 from autotune.schema.migration import (
     KEYS,

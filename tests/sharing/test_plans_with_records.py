@@ -11,9 +11,9 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import autotune.planning.recording  # noqa: F401  before `PlannerBackend` is replaced: it would keep the replacement
 import pytest
 
-import autotune.planning.recording  # noqa: F401  before `PlannerBackend` is replaced: it would keep the replacement
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import read_plan
 from autotune.schema.trial import Residual, TrialResult
