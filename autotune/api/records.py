@@ -17,9 +17,7 @@ from autotune.sharing import (
     Store,
     Transfer,
     compare_machine,
-    export_store,
     find_impossibilities,
-    import_file,
     merge_stores,
     open_store,
     prune_store,
@@ -143,36 +141,6 @@ def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
     """
     file, record = _store(store).find(name)
     return file.name, record
-
-
-def read_record(name: str, store: str | None = None) -> bytes:
-    """The file of the record whose name begins so, exactly as it travels between stores.
-
-    Raises:
-        InvalidInput: no record, or several, have such a name.
-
-    Example:
-        >>> Path("record.json").write_bytes(autotune.read_record("b48725"))
-    """
-    return _store(store).find(name)[0].content
-
-
-def export_records(path: str | Path, store: str | None = None) -> int:
-    """Write all records of a store into one file; returns their number.
-
-    Example:
-        >>> autotune.export_records("records.jsonl")
-    """
-    return export_store(_store(store), Path(path))
-
-
-def import_records(path: str | Path) -> Transfer:
-    """Add the records of an exported file to your own store; what is wrong is refused.
-
-    Example:
-        >>> autotune.import_records("records.jsonl").num_new
-    """
-    return import_file(Path(path), user_store())
 
 
 def prune_records(

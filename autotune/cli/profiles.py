@@ -1,8 +1,6 @@
 """`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +15,6 @@ app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, ri
 Url = Annotated[
     str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")
 ]
-Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
 StoreUrl = Annotated[
     str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")
 ]
@@ -30,7 +27,7 @@ def push(
         bool, typer.Option("--create", help="Create the folder if there is none.")
     ] = False,
 ) -> None:
-    """Add your records to a team's store; `show --raw` prints exactly what is copied."""
+    """Add your records to a team's store."""
     try:
         transfer = autotune.push_records(url, create=create)
     except autotune.NoSuchFolder as error:
@@ -66,42 +63,6 @@ def list_records(
         record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records
     ]
     print_result(rows, as_json, lambda _: reporting.record_list_lines(found.records, verdicts))
-
-
-@app.command()
-def show(
-    name: Id,
-    raw: Annotated[bool, typer.Option("--raw", help="Exactly what leaves this machine.")] = False,
-    store: StoreUrl = None,
-) -> None:
-    """Show one record: its machine, its work, every trial."""
-    found, record = autotune.find_record(name, store)
-    content = json.loads(autotune.read_record(found, store)) if raw else None
-    print_result(content, raw, lambda _: reporting.record_lines(found, record))
-
-
-@app.command()
-def diff(first: Id, second: Id, store: StoreUrl = None) -> None:
-    """Show what differs between two records."""
-    records = (autotune.find_record(name, store)[1] for name in (first, second))
-    print_out(reporting.record_difference_lines(*records))
-
-
-@app.command("export")
-def export_records(
-    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")],
-    store: StoreUrl = None,
-) -> None:
-    """Write all records into one file, to send if there is no store."""
-    print_out(f"records: {autotune.export_records(file, store)}; written to {file}")
-
-
-@app.command("import")
-def import_records(
-    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")],
-) -> None:
-    """Add the records of an exported file to your own; what is wrong is refused and named."""
-    _print_transfer(autotune.import_records(file))
 
 
 @app.command()

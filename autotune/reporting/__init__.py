@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         variant_lines,
         workload_lines,
     )
-    from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
+    from autotune.reporting.records import record_list_lines
     from autotune.reporting.run import (
         PAGE_FILE,
         after_training_lines,

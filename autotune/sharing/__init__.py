@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.sharing.exchange import (
-        export_store,
-        import_file,
-        merge_stores,
-        prune_store,
-        verify_store,
-    )
+    from autotune.sharing.exchange import merge_stores, prune_store, verify_store
     from autotune.sharing.keys import compare, compare_machine, usable_trials
     from autotune.sharing.machines import hardware_from_record
     from autotune.sharing.plausibility import find_impossibilities

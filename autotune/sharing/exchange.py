@@ -1,28 +1,19 @@
-"""What is done with whole stores: push and pull, export and import, verify, prune. Records keep
+"""What is done with whole stores: push and pull, verify, prune. Records keep
 their bytes.
 """
 
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
-from typing import IO
 
 from autotune.errors import InvalidInput
-from autotune.runtime import atomic_write, open_regular
 from autotune.schema import TRIAL_PROTOCOL_VERSION
 from autotune.sharing.record import MAX_RECORD_BYTES, Record
-from autotune.sharing.store import MAX_RECORDS, RecordFile, Store, Transfer, parse_file
+from autotune.sharing.store import RecordFile, Store, Transfer
 
 MAX_TRANSFER_BYTES = 1 << 30
-"""Limit on new records in one push, pull or import: more than any team has measured, less than a
+"""Limit on new records in one push or pull: more than any team has measured, less than a
 disk.
 """
-EXPORTED_LINE = re.compile(
-    rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<record>\{.*\})\}\r?\n?'
-)
-MAX_LINE_BYTES = MAX_RECORD_BYTES + 128
 
 
 def merge_stores(source: Store, target: Store) -> Transfer:
@@ -42,51 +33,6 @@ def _require_transferable(num_bytes: int, address: str) -> None:
             f"{address} has {num_bytes / 2**30:.1f} GiB of new records",
             hint="no team has that many",
         )
-
-
-def export_store(store: Store, path: Path) -> int:
-    """Write all valid records into one file of JSON lines; gives their number."""
-    count = 0
-    with atomic_write(path) as part, part.open("wb") as lines:
-        for file in store.read():
-            if file.record:
-                lines.write(
-                    b'{"name":"' + file.name.encode() + b'","record":' + file.content + b"}\n"
-                )
-                count += 1
-    return count
-
-
-def import_file(path: Path, store: Store) -> Transfer:
-    """Add the records of a file that `export_store` wrote; bad lines are refused by number, the
-    rest is taken.
-
-    Raises:
-        InvalidInput: the file cannot be read.
-    """
-    try:
-        with open_regular(path) as lines:
-            _require_transferable(os.fstat(lines.fileno()).st_size, str(path))
-            return store.add_files(_parse_lines(lines), store.sizes())
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot read {path}: {error.strerror}", hint="give a file of `profiles export`"
-        ) from error
-
-
-def _parse_lines(lines: IO[bytes]) -> Iterator[RecordFile]:
-    for number in range(1, MAX_RECORDS + 2):
-        line = lines.readline(MAX_LINE_BYTES + 1)
-        if not line:
-            return
-        if number > MAX_RECORDS or len(line) > MAX_LINE_BYTES:
-            yield RecordFile("", b"", None, f"line {number} and what follows is too much")
-            return
-        matched = EXPORTED_LINE.fullmatch(line)
-        if matched:
-            yield parse_file(matched["name"].decode(), matched["record"])
-        else:
-            yield RecordFile("", b"", None, f"line {number} is not an exported record")
 
 
 def verify_store(store: Store) -> tuple[int, tuple[str, ...]]:

@@ -28,7 +28,7 @@ from autotune.sharing.record import (
 )
 
 MAX_RECORDS = 100_000
-"""Limit on one store or exported file."""
+"""Limit on one store."""
 BATCH_SIZE = 64
 """Files read or written at once; object stores transfer them in parallel."""
 
@@ -73,7 +73,7 @@ class RecordFile:
 
 
 class Transfer(Frozen):
-    """What a push, a pull or an import did.
+    """What a push or a pull did.
 
     Example:
         >>> moved = autotune.pull_records("s3://team/records")

@@ -24,10 +24,10 @@ from autotune.schema.events import Event, event_line, parse_event
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
-    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config export_records
-    fetch find_record import_config import_records inspect_weights is_first_process job_script judge_lesson list_choices
+    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
+    fetch find_record import_config inspect_weights is_first_process job_script judge_lesson list_choices
     list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan plan_from_config plan_text
-    plan_variants prepare_process probe prune_records publish pull_records push_records read_record report require_gpu
+    plan_variants prepare_process probe prune_records publish pull_records push_records report require_gpu
     require_hub sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
 """
 OBJECTS = """

@@ -148,7 +148,7 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
         ("check nowhere.yaml", "make one with `autotune plan --model MODEL -o plan.yaml`"),
         ("estimate --model qwen-image --bach 2", "autotune estimate --help"),
         ("plan", "autotune plan --help"),
-        ("profiles show 123 --json", "autotune profiles show --help"),
+        ("profiles prune 123 --json", "autotune profiles prune --help"),
     ],
 )
 def test_a_script_that_asked_for_json_gets_the_error_as_json(
@@ -169,8 +169,7 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(
         "plan --model qwen-image --join=me:hunter2@host/db",
         "weights inspect https://hub.example/a.safetensors?token=hunter2",
         "weights inspect me:hunter2@hub.example",
-        "profiles export https://me:hunter2@host/x",
-        "--verbose profiles show https://me:hunter2@host/x",
+        "--verbose profiles pull https://me:hunter2@host/x",
     ],
 )
 def test_no_error_hint_or_traceback_prints_what_may_be_a_password(

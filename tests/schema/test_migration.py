@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from autotune.planning.recording import read_recording, recording_of, write_recording
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
+from autotune.errors import InvalidInput, InvalidPlan
 from autotune.schema.base import digest_of
 from autotune.schema.migration import (
     KEYS,
@@ -25,12 +24,12 @@ from autotune.schema.migration import (
     migrate,
 )
 from autotune.schema.plan_file import plan_text, read_plan, with_job, write_plan
-from autotune.sharing.exchange import export_store, import_file, merge_stores, verify_store
+from autotune.sharing.exchange import merge_stores, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import DamagedRecord, canonical_json, name_of, parse_record
 from autotune.sharing.store import Store, parse_file
 from tests.schema.test_plan_file import make_plan
-from tests.sharing.examples import machine, plan, record
+from tests.sharing.examples import record
 
 OLD_KEYS = {new: old for old, new in KEYS.items()}
 NAMES = st.sampled_from([*KEYS, *KEYS.values(), *(field for field, _ in VALUES), "frozen", "a"])
@@ -170,15 +169,11 @@ def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
     content = old_record()
     name = name_of(content)
     assert parse_record(content, name) == record()
-    first, second, third = (
-        Store(LocalFiles(tmp_path / where)) for where in ("first", "second", "third")
-    )
+    first, second = (Store(LocalFiles(tmp_path / where)) for where in ("first", "second"))
     file = parse_file(name, content)
     first.files.write({file.key: content})
     assert merge_stores(first, second).num_new == 1
-    assert export_store(second, tmp_path / "all.jsonl") == 1
-    assert import_file(tmp_path / "all.jsonl", third).num_new == 1
-    for store in (first, second, third):
+    for store in (first, second):
         assert verify_store(store) == (1, ())
         ((_, stored),) = store.files.read(store.sizes())
         assert stored == content
@@ -195,33 +190,3 @@ def test_any_json_that_says_it_is_an_old_record_is_refused_with_a_typed_error(
     content = json.dumps(document).encode()
     with pytest.raises(DamagedRecord):
         parse_record(content, name_of(content))
-
-
-@settings(max_examples=100)
-@given(st.lists(JSON, max_size=3))
-def test_any_lines_of_json_are_a_recording_or_refused_with_a_typed_error(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[Any]
-) -> None:
-    path = tmp_path_factory.mktemp("recording") / "r.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(AutotuneError):
-        read_recording(path)
-
-
-def test_a_recording_of_schema_1_is_read_and_a_newer_one_refused(tmp_path: Path) -> None:
-    path, here = tmp_path / "r.jsonl", machine()
-    recording = recording_of(plan(), here, ())
-    write_recording(path, recording)
-    head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head["schema_version"] == SCHEMA_VERSION
-    old = as_schema_1([head, *lines])
-    del old[0]["schema_version"]
-    assert "gates" in old[0]["hardware"]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in old))
-    assert read_recording(path) == recording
-    path.write_text(json.dumps({**head, "schema_version": 3}))
-    with pytest.raises(
-        InvalidInput, match="has schema 3, and this autotune knows schemas up to 2"
-    ) as refused:
-        read_recording(path)
-    assert refused.value.hint.startswith("update autotune")

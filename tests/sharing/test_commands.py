@@ -26,7 +26,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: object) -> Result:
     result = CliRunner().invoke(app, ["profiles", *map(str, arguments)])
-    if not {"--raw", "--json"} & set(arguments):
+    if not {"--json"} & set(arguments):
         assert [
             line for line in result.stdout.splitlines() if len(line) > 80 and "; in /" not in line
         ] == []
@@ -54,28 +54,6 @@ def test_a_record_goes_from_one_machine_to_another(
     assert run("verify").stdout == "records: 1, bad: 0\n"
 
 
-def test_raw_is_exactly_what_leaves() -> None:
-    user_store().add(made := record())
-    shown = json.loads(run("show", made.name[:8], "--raw").stdout)
-    assert shown == json.loads(made.content)
-
-
-def test_show_tells_machine_work_promise_and_every_trial() -> None:
-    user_store().add(made := record())
-    text = run("show", made.name[:8]).stdout
-    for part in (
-        made.name[:20],
-        "RTX 4090",
-        "Qwen/Qwen-Image",
-        "1.800 s a step",
-        "22.00 GiB",
-        "oom",
-        "torch 2.13.0",
-    ):
-        assert part in text
-    assert len(text.splitlines()) > len(TRIALS) + 8
-
-
 def test_list_says_why_a_record_counts_or_not() -> None:
     other = record(machine(torch="2.12.0"))
     poison = record(
@@ -90,59 +68,6 @@ def test_list_says_why_a_record_counts_or_not() -> None:
     rows = json.loads(run("list", "--why", "--json").stdout)
     assert {row["match"] for row in rows} == {"exact", "upgraded", "none", "impossible"}
     assert len(json.loads(run("list", "--json").stdout)) == 4
-
-
-def test_diff_names_what_differs() -> None:
-    one, two = record(), record(machine(driver="570", rates=()), search_seconds=9.0)
-    user_store().add(one, two)
-    text = run("diff", one.name[:12], two.name[:12]).stdout
-    assert "machine.versions.driver: 580.95 -> 570" in text
-    assert "search_seconds: 60.0 -> 9.0" in text
-    assert "workload" not in text
-    assert run("diff", one.name[:12], one.name[:12]).stdout == "the two say the same\n"
-
-
-def test_export_and_import_carry_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    user_store().add(*several(5))
-    before = {entry.name for entry in user_store().entries()}
-    assert run("export", "all.jsonl").stdout == "records: 5; written to all.jsonl\n"
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
-    assert run("import", tmp_path / "all.jsonl").stdout.startswith("new: 5,")
-    assert {entry.name for entry in user_store().entries()} == before
-    assert "already there: 5" in run("import", tmp_path / "all.jsonl").stdout
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"", b"\n", b"not json\n", b"[" * 200_000, b"\x1f\x8b\x08\0" * 50, b"\0" * 3_000_000,
-        b'{"name":"../../x","record":{}}\n', b'{"name":"%s","record":{}}\n' % (b"0" * 64),
-    ],
-)  # fmt: skip
-def test_a_bad_line_is_refused_by_number_and_the_rest_is_taken(tmp_path: Path, bad: bytes) -> None:
-    made = record()
-    good = b'{"name":"%s","record":%s}\n' % (made.name.encode(), made.content)
-    (tmp_path / "file").write_bytes(good + bad)
-    result = run("import", tmp_path / "file")
-    assert result.exit_code == 0
-    assert "new: 1," in result.stdout
-    assert ("refused: " in result.stderr) == bool(bad)
-    assert [entry.name for entry in user_store().entries()] == [made.name]
-
-
-def test_an_altered_line_of_an_export_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    user_store().add(record())
-    run("export", "all")
-    (tmp_path / "all").write_bytes((tmp_path / "all").read_bytes().replace(b"580.95", b"999.99"))
-    result = run("import", tmp_path / "all")
-    assert "altered" in result.stderr
-    assert result.exit_code == 1  # nothing of it was taken
 
 
 def test_verify_names_an_altered_record_and_exits_with_1() -> None:
@@ -221,14 +146,12 @@ def test_what_a_server_says_cannot_steer_the_terminal() -> None:
 
 
 def test_errors_have_a_hint_and_a_status(capfd: pytest.CaptureFixture[str]) -> None:
-    process = autotune_here(capfd, "profiles", "show", "zzzz")
+    process = autotune_here(capfd, "profiles", "prune", "zzzz")
     assert process.returncode == 2
     assert "hint: `autotune profiles list`" in process.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["push", "pull", "list", "show", "diff", "export", "import", "prune", "verify"]
-)
+@pytest.mark.parametrize("command", ["push", "pull", "list", "prune", "verify"])
 def test_every_command_explains_itself_in_80_columns(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
