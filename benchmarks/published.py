@@ -31,7 +31,6 @@ from reading_rules import (
     FAMILIES,
     FOUND_RESIDENT,
     GPUS,
-    LAST,
     LATEST,
     NEWEST,
     RESERVED,
@@ -426,9 +425,7 @@ def main() -> None:
         )
     report_factors(readings)
     added = [
-        row
-        for row in published
-        if row["model"] in ADDED.keys() - LATEST.keys() - NEWEST.keys() - LAST.keys()
+        row for row in published if row["model"] in ADDED.keys() - LATEST.keys() - NEWEST.keys()
     ]
     later = report("published_numbers.csv, families added later", added, ("added", "after"))
     report_factors(later)
@@ -444,13 +441,10 @@ def main() -> None:
         ("added",),
     )
     report_factors(newest)
-    hunyuan = [row for row in published if row["model"] in LAST]
-    last = report("published_numbers.csv, HunyuanVideo 1.5", hunyuan, ("added",))
-    report_factors(last)
     steps = [{**row, "vram_value": ""} for row in published if row["model"] in ADDED]
     report_factors(report("published_numbers.csv, steps without checkpoints", steps, ("times",)))
     print()
-    report_bands(readings + later + latest + newest + last)
+    report_bands(readings + later + latest + newest)
 
 
 if __name__ == "__main__":

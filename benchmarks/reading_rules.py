@@ -101,16 +101,13 @@ all other rows report. Expected:
   (ai-toolkit, musubi, sd-scripts, OneTrainer): no row of memory has it, F20 and F23 by sd-scripts
   are times alone.
 
-Two kinds of rows were never predicted until then, and are once, by themselves:
+One kind of rows was never predicted until then, and is once, by itself:
 
-21. HunyuanVideo 1.5 (`LAST`), by rules 1 to 17; "480 px-area" is a square of that side, as by rule
-  11.
 22. Steps without checkpoints of `ADDED`, which rule 9 leaves out, count for time alone (set
     `times`): copies of what autocast casts take memory, and little time. OOM apart.
 
 Expected: steps within 15% after the factor of SimpleTuner's Krea 2, but for Z-Image and Chroma on
-the H100, which wait for the host; HunyuanVideo's memory within 10%, for its program's own ways are
-not in autotune's table.
+the H100, which wait for the host.
 """
 
 import csv
@@ -138,13 +135,11 @@ FAMILIES = {
     **{name: name for name in ("kandinsky5-image-lite", "kandinsky5-video-lite")},
 }
 NEWEST = {"LTX-Video 2.3": "ltx-2.3"}
-LAST = {"HunyuanVideo 1.5 T2V 480p": "hunyuanvideo-1.5"}
 LATEST = {"Qwen-Image-2.1 (7B, NOT the 20B Qwen-Image)": "qwen-image-2.1"}
 ADDED = {
     "Chroma (8.9B FLUX.1 derivative)": "chroma",
     **LATEST,
     **NEWEST,
-    **LAST,
     "Krea 2": "krea-2",
     "Krea 2 (12.9B)": "krea-2",
     "Krea 2 raw (12.9B)": "krea-2",
@@ -355,8 +350,6 @@ def resolution_of(row: Row) -> tuple[int, int] | None:
     example = re.search(r"(\d+)(?: px-area)? \(example dataloader", row["resolution"])
     if example and row["model"] in ADDED:
         return int(example[1]), int(example[1])
-    if row["model"] in LAST and (square := re.fullmatch(r"(\d+) px-area", row["resolution"])):
-        return int(square[1]), int(square[1])
     area = re.search(r"\(doc\); (\d+) px-area \(example\)", row["resolution"])
     if area and row["model"] in NEWEST:
         side_px = int(area[1]) // 32 * 32

@@ -49,7 +49,6 @@ def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
         name=repo,
         adapter=ADAPTER_FILE,
         base_model=base_model,
-        adapter_loader=family.adapter_loader,
         adapter_options=family.adapter_options,
         kind=family.kind,
         license_name=license_name,

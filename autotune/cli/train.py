@@ -103,18 +103,13 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         return
     folder = arguments.get("output") or autotune.Job.model_fields["output"].default
     plan = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml")
-    planned, family = plan.job, plan.frozen.workload.model.family
+    planned = plan.job
     output = Path(arguments.get("output") or planned.output)
     if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
         return
-    loader = next(
-        model.adapter_loader for model in autotune.list_models() if model.family == family
-    )
     has_page = (output / reporting.PAGE_FILE).is_file()
-    after = reporting.after_training_lines(
-        report, output, planned.report_to, loader, has_page=has_page
-    )
+    after = reporting.after_training_lines(report, output, planned.report_to, has_page=has_page)
     print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), *after])
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)

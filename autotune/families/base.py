@@ -104,10 +104,8 @@ class Family(ABC):
     """Which of several transformers for parts of the noise is trained; None if there is one."""
     other_denoisers: ClassVar[tuple[str, ...]] = ()
     """The components that denoise in its place where the noise is not its own."""
-    adapter_loader: ClassVar[str] = "load_lora_weights"
-    """The method of a pipeline, or of a component of it, that loads an adapter's file."""
     adapter_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Options of `adapter_loader` that load an adapter's file into the component that is
+    """Options of `load_lora_weights` that load an adapter's file into the component that is
     trained.
     """
     small_pipeline: ClassVar[str]

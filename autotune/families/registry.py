@@ -12,7 +12,6 @@ from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.flux1_kontext import Flux1Kontext
 from autotune.families.flux2_dev import Flux2Dev
 from autotune.families.flux2_klein import Flux2Klein
-from autotune.families.hunyuan_video15 import HunyuanVideo15
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
 from autotune.families.ltx2 import LTX2
@@ -97,7 +96,6 @@ FAMILIES = Families(
     QwenImage21(),
     StableDiffusion35(),
     LTX2(),
-    HunyuanVideo15(),
 )
 
 

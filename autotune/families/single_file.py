@@ -16,15 +16,12 @@ from autotune.weights import BadWeights, WeightSource, open_weights
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
-UNCONVERTED = {"cond_type_embedding.weight": "hunyuanvideo-1.5"}
-"""Families whose authors' files diffusers does not convert, by a tensor that only these have."""
 
 
 def open_single_file(path: Path) -> WeightSource:
     """The tensors of a file that a user named.
 
-    Raises BadWeights if it is absent, damaged or of another format, or of a model that is not
-    converted.
+    Raises BadWeights if it is absent, damaged or of another format.
     """
     if path.suffix == ".gguf":
         raise BadWeights(
@@ -33,17 +30,7 @@ def open_single_file(path: Path) -> WeightSource:
             "itself: "
             "--quality compact",
         )
-    source = open_weights(path)
-    for tensor, family in UNCONVERTED.items():
-        if any(name.endswith(tensor) for name in source.locations):
-            names = " or ".join(
-                f"--model {model.name or family}" for model in FAMILIES[family].models
-            )
-            raise BadWeights(
-                f"{path} is a {family} under its authors' names, which diffusers does not convert",
-                hint=f"take it in the diffusers layout: {names}, or its folder",
-            )
-    return source
+    return open_weights(path)
 
 
 def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]:

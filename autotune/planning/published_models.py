@@ -35,8 +35,6 @@ class ModelSummary(Frozen):
     """What whoever trains it should know."""
     levers: tuple[str, ...]
     """What it has of the settings that spare memory or time."""
-    adapter_loader: str
-    """The method of a pipeline, or of a component of it, that loads an adapter in diffusers."""
     missing_levers: Mapping[str, str]
     """Why it lacks the other settings."""
     prediction: CatalogPrediction | None = None
@@ -58,7 +56,6 @@ class ModelSummary(Frozen):
             license=model.license,
             note=model.note,
             levers=tuple(title for title in LEVERS.values() if title not in missing),
-            adapter_loader=family.adapter_loader,
             missing_levers=missing,
             prediction=next((each for each in catalog_predictions(name) if each.gpu == gpu), None),
         )

@@ -26,7 +26,6 @@ def model_card(
     name: str,
     adapter: str,
     base_model: str | None,
-    adapter_loader: str,
     adapter_options: Mapping[str, object],
     kind: str,
     license_name: str | None,
@@ -40,7 +39,6 @@ def model_card(
         report: what came of it.
         name: of the repository.
         adapter: name of the file in it that diffusers loads.
-        adapter_loader: what a pipeline loads it with, as `Family.adapter_loader`.
         adapter_options: what diffusers must be told besides, to load it.
         base_model: hub id of the model that was adapted; None if it has none.
         kind: `image`, `edit` or `video`.
@@ -72,7 +70,7 @@ def model_card(
             *shown,
             "## Use",
             "",
-            *_usage(base_model, name, adapter_loader, {"weight_name": adapter, **adapter_options}),
+            *_usage(base_model, name, {"weight_name": adapter, **adapter_options}),
             "",
             "## How it was trained",
             "",
@@ -88,9 +86,7 @@ def model_card(
     )
 
 
-def _usage(
-    base_model: str | None, name: str, loader: str, options: Mapping[str, object]
-) -> list[str]:
+def _usage(base_model: str | None, name: str, options: Mapping[str, object]) -> list[str]:
     base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
     given = ", ".join(
         f"{key}={json.dumps(v) if isinstance(v, str) else v}" for key, v in options.items()
@@ -100,7 +96,7 @@ def _usage(
         "from diffusers import DiffusionPipeline",
         "",
         f"pipeline = DiffusionPipeline.from_pretrained({base})",
-        f'pipeline.{loader}("{name}", {given})',
+        f'pipeline.load_lora_weights("{name}", {given})',
         "```",
     ]
 

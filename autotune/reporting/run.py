@@ -94,14 +94,10 @@ def report_lines(report: RunReport) -> list[str]:
     return [part for line in lines for part in wrapped(line)]
 
 
-USUAL_LOADER = "load_lora_weights"
-
-
 def after_training_lines(
-    report: RunReport, output: Path, report_to: str, loader: str, *, has_page: bool
+    report: RunReport, output: Path, report_to: str, *, has_page: bool
 ) -> list[str]:
-    """Where the adapter is, and the commands that come next; `loader` as
-    `ModelSummary.adapter_loader`, which is told if it is not the usual one."""
+    """Where the adapter is, and the commands that come next."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
@@ -111,11 +107,6 @@ def after_training_lines(
         f"{'adapter':<15}{output / report.adapter}",
         *([f"{'report':<15}{output / PAGE_FILE}"] if has_page else ()),
         *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
-        *(
-            [f"{'for diffusers':<15}pipeline.{loader}({adapter!r})"]
-            if loader != USUAL_LOADER
-            else ()
-        ),
         *titled_command("for ComfyUI", convert),
         *(
             titled_command("curves", ["tensorboard --logdir", folder])

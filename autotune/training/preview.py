@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +352,9 @@ class PreviewSampler:
         try:
             for name in others:  # diffusers would end their streaming
                 setattr(self.pipeline, name, self.transformer)
-            load = attrgetter(family.adapter_loader)(self.pipeline)
-            load(adapter.parent, weight_name=adapter.name, **family.adapter_options)
+            self.pipeline.load_lora_weights(
+                adapter.parent, weight_name=adapter.name, **family.adapter_options
+            )
         except (
             Exception
         ) as error:  # diffusers and peft raise anything for an adapter of another model

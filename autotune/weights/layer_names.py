@@ -36,10 +36,8 @@ class Layout:
     """The authors' layers that, if they have two rows for each input, make shifts before scales,
     diffusers' after.
     """
-    kohya_names: Literal["comfyui", "diffusers", "others"] = "comfyui"
-    """Whom kohya's scripts agree with on the names; if with neither, no file is written for
-    them.
-    """
+    kohya_names: Literal["comfyui", "diffusers"] = "comfyui"
+    """Whom kohya's scripts agree with on the names."""
 
     @cached_property
     def original_of(self) -> dict[str, str]:
@@ -193,13 +191,6 @@ KREA2: Mapping[str, Parts] = {
     ),
 }
 
-HUNYUAN: Mapping[str, Parts] = {
-    **{layer: parts for layer, parts in FLUX1.items() if layer.startswith("double_blocks.")},
-    **_embedder("time_in", "time_embed.timestep_embedder"),
-    **_one(final_layer__linear="proj_out"),
-}
-"""In ComfyUI, whose names are FLUX.1's."""
-
 QWEN_21: Mapping[str, Parts] = {
     **_within(
         {"transformer_blocks.#": "transformer_blocks.#"},
@@ -298,9 +289,8 @@ SD3_TURNED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
 """In the last block, whose text ends there: it has no gates and no feed-forward part."""
 
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
-SD3_CLASS, HUNYUAN_CLASS = "SD3Transformer2DModel", "HunyuanVideo15Transformer3DModel"
+SD3_CLASS = "SD3Transformer2DModel"
 LAYOUTS: Mapping[str, Layout] = {
-    HUNYUAN_CLASS: Layout(HUNYUAN, {}, kohya_names="others"),
     "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
     FLUX1_CLASS: Layout(FLUX1, {}),
     CHROMA_CLASS: Layout(CHROMA, {}),
@@ -320,7 +310,7 @@ KEPT_NAMES = frozenset(
     }
 )
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
-NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS, NUM_HUNYUAN_BLOCKS = 19, 38, 54
+NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
 """In the published models, of Stable Diffusion 3.5 in the large one, by their configurations."""
 
 
@@ -328,16 +318,11 @@ def find_class(layers: Iterable[str]) -> str | None:
     """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None
     if they may be.
 
-    Stable Diffusion 3.5 and HunyuanVideo 1.5 have all names of FLUX.1's double blocks, Qwen-Image
-    those of their attention. Chroma's layers are told to be FLUX.1's, which other programs call the
-    same.
+    Stable Diffusion 3.5 has all names of FLUX.1's double blocks, Qwen-Image those of its
+    attention. Chroma's layers are told to be FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
-    others = {
-        name: layout
-        for name, layout in LAYOUTS.items()
-        if name not in (CHROMA_CLASS, HUNYUAN_CLASS)
-    }
+    others = {name: layout for name, layout in LAYOUTS.items() if name != CHROMA_CLASS}
     fitting = [name for name, layout in others.items() if names and layout.has_layers(names)]
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
@@ -349,17 +334,13 @@ def find_class(layers: Iterable[str]) -> str | None:
     if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS:
         return None
     if max(numbers) >= NUM_SD3_BLOCKS:
-        if any(".ff" in name or ".norm1" in name for name in names):
-            return HUNYUAN_CLASS
-        return None if max(numbers) < NUM_HUNYUAN_BLOCKS else ""
+        return ""
     return SD3_CLASS if SD3_CLASS in fitting and any(".ff" in name for name in names) else None
 
 
 def can_write(to: AdapterFormat, transformer: str) -> bool:
     """Whether the names of the format are known for a model of this class."""
-    if layout := LAYOUTS.get(transformer):
-        return to != "kohya" or layout.kohya_names != "others"
-    return to == "diffusers" or transformer in KEPT_NAMES
+    return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
 
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:

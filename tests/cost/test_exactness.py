@@ -219,8 +219,6 @@ def _live_caches(transformer):
         ("qwen-image-edit", 0.5, "none"),
         ("ltx-2.3", 0.0, "none"),
         ("ltx-2.3", 0.5, "none"),
-        ("hunyuanvideo-1.5", 0.0, "none"),
-        ("hunyuanvideo-1.5", 0.5, "none"),
         ("sdxl", 0.0, "none"),
         ("sdxl", 0.5, "none"),
         ("sdxl", 1.0, "none"),

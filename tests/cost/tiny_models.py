@@ -129,20 +129,6 @@ TINY: dict[str, dict[str, Any]] = {
             "audio_cross_attention_dim": 64,
         },
     },
-    "hunyuanvideo-1.5": {
-        **{
-            "num_layers": 5,
-            "num_refiner_layers": 1,
-            "attention_head_dim": 32,
-            "num_attention_heads": 3,
-        },
-        **{
-            "text_embed_dim": 48,
-            "text_embed_2_dim": 32,
-            "image_embed_dim": 32,
-            "rope_axes_dim": (8, 12, 12),
-        },
-    },
     "wan-2.1": WAN,
     "wan-2.2-14b": WAN,
     "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},

@@ -221,32 +221,8 @@ def ltx_2(transformer, noisy, sigma, sample: Tensors):
     return torch.einsum("pc->cp", out[0]).reshape(noisy.shape)
 
 
-def hunyuan(transformer, noisy, sigma, sample: Tensors):
-    """As its pipeline calls it: prompts padded to a fixed length, an image of zeros, and masks
-    of them all.
-    """
-    config = transformer.config
-    prompt, width = sample["prompt_embeds"], config.text_embed_2_dim
-    quoted = int(((prompt[:, width:] == 0).all(1)).sum())
-    texts, masks = [], []
-    for rows, length in ((prompt[quoted:], 1000), (prompt[:quoted, :width], 256)):
-        texts.append(F.pad(rows, (0, 0, 0, length - len(rows)))[None])
-        masks.append((torch.arange(length) < len(rows)).float()[None])
-    out = transformer(
-        hidden_states=F.pad(noisy, (0, 0, 0, 0, 0, 0, 0, len(noisy) + 1))[None],
-        timestep=torch.tensor([1000 * sigma]),
-        encoder_hidden_states=texts[0],
-        encoder_attention_mask=masks[0],
-        encoder_hidden_states_2=texts[1],
-        encoder_attention_mask_2=masks[1],
-        image_embeds=torch.zeros(1, 729, config.image_embed_dim),
-    ).sample
-    return out[0]
-
-
 PREDICTIONS = {
     "ltx-2.3": ltx_2,
-    "hunyuanvideo-1.5": hunyuan,
     "sd3.5": sd3,
     "chroma": chroma,
     "flux1-kontext": flux_kontext,

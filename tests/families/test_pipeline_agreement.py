@@ -56,9 +56,6 @@ def _options(small, monkeypatch):
         mask_padding(small.pipeline, monkeypatch)
     if family.can_train_clips:
         options["num_frames"] = small.bucket.num_frames
-    if family.name == "hunyuanvideo-1.5":
-        del options["guidance_scale"]
-        monkeypatch.setattr(small.pipeline.guider, "guidance_scale", 1.0)
     if family.name == "ltx-2.3":
         options |= {
             "audio_guidance_scale": 1.0,

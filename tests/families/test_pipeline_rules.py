@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.families import hunyuan_transformer
 from autotune.families.base import build_empty_pipeline, unwrap_model
 from autotune.families.registry import FAMILIES, find_published
 from autotune.schema.workload import Bucket
@@ -182,58 +180,3 @@ def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(
     mask_padding(small.pipeline, monkeypatch)
     torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
     assert not torch.allclose(ours, as_it_is, rtol=0, atol=0.51)
-
-
-@pytest.mark.parametrize("prompt", [CAPTIONS[0], 'a red sign that says "open"'])
-def test_preview_of_hunyuanvideo_is_that_of_its_pipeline_without_the_padding(
-    small_pipelines, monkeypatch, prompt
-):
-    """Which diffusers masks: prompts of 1,000 tokens, 256 of quoted text, 729 of an image that
-    is not there.
-    """
-    small = small_pipelines("hunyuanvideo-1.5")
-    bucket = Bucket(width_px=32, height_px=32, num_frames=5, num_items=1)
-    masks, dispatch = [], hunyuan_transformer.dispatch_attention_fn
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            hunyuan_transformer,
-            "dispatch_attention_fn",
-            lambda *args, **given: (masks.append(given.get("attn_mask")), dispatch(*args, **given))[
-                1
-            ],
-        )
-        preview = small.family.sample(small.pipeline, prompt, bucket, num_steps=2, seed=0)
-    assert masks == [None] * 16  # of four blocks, with and without the prompt in two steps
-    stock = HunyuanVideo15Transformer3DModel.from_pretrained(small.folder / "transformer")
-    pipeline = type(small.pipeline)(**{**small.pipeline.components, "transformer": stock})
-    options = {
-        "num_inference_steps": 2,
-        "width": 32,
-        "height": 32,
-        "num_frames": 5,
-        "output_type": "np",
-    }
-    frames = pipeline(prompt, generator=torch.Generator().manual_seed(0), **options).frames[0]
-    ours = torch.stack([torch.tensor(np.asarray(frame), dtype=torch.float32) for frame in preview])
-    torch.testing.assert_close(ours, torch.from_numpy(frames) * 255, rtol=0, atol=0.51)
-
-
-def test_quoted_text_has_its_part_in_what_hunyuanvideo_predicts(small_pipelines):
-    """As diffusers computes it, also in one batch with a prompt that quotes nothing."""
-    small = small_pipelines("hunyuanvideo-1.5")
-    samples = [
-        small.sample(caption) for caption in ('a sign: "open"', CAPTIONS[0], 'a sign: "shut"')
-    ]
-    noisy, levels = torch.randn(3, *samples[0]["latents"].shape), small.levels(0.3, 0.5, 0.8)
-    with torch.no_grad():
-        together = small.family.predict(
-            small.transformer, noisy, levels, small.family.collate(samples)
-        )
-        for row, sample in enumerate(samples):
-            alone = reference.hunyuan(small.transformer, noisy[row], float(levels[row]), sample)
-            torch.testing.assert_close(together[row], alone, rtol=1e-4, atol=1e-5)
-        bare = {**samples[0], "prompt_embeds": samples[0]["prompt_embeds"][7:]}
-        without = small.family.predict(
-            small.transformer, noisy[:1], levels[:1], small.family.collate([bare])
-        )
-    assert not torch.allclose(without, together[:1], rtol=1e-3)

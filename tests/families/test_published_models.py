@@ -55,8 +55,6 @@ NUM_BLOCKS = {
     "z-image-turbo": 34,
     "ltx-2.3": 48,
     "ltx-2": 48,
-    "hunyuanvideo-1.5": 54,
-    "hunyuanvideo-1.5-720p": 54,
 }
 
 

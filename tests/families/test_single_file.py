@@ -248,25 +248,6 @@ def test_other_formats_are_refused_with_the_way_out(
     assert words in caught.value.hint
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_model_whose_files_nothing_converts_is_named_and_so_is_the_way_out(
-    prefix: str, tmp_path: Path
-) -> None:
-    """The hint was to take a model that `autotune models` lists, as it lists this one."""
-    names = (
-        "img_in.proj.weight",
-        "byt5_in.fc1.weight",
-        "cond_type_embedding.weight",
-        "double_blocks.0.img_mlp.fc1.weight",
-    )
-    file = tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
-    save_file({prefix + name: torch.ones(2, 2) for name in names}, file)
-    for reference in (str(file), model_reference(str(file), {"base": str(tmp_path)})):
-        with pytest.raises(BadWeights, match="under its authors' names") as refused:
-            resolve_model(reference)
-        assert "--model hunyuanvideo-1.5 or --model hunyuanvideo-1.5-720p" in refused.value.hint
-
-
 def test_an_adapter_is_no_model_and_says_so(tmp_path: Path) -> None:
     save_file(
         {"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)},

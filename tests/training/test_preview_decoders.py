@@ -66,8 +66,7 @@ def test_of_what_decodes_previews_only_a_vae_that_encodes_stays_on_the_device(
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told when to map a buffer")
 @pytest.mark.parametrize("work", ["_sample_through", "_encode_through"])
 def test_what_an_autoencoder_has_freed_counts_no_more(work: str) -> None:
-    """Previews of HunyuanVideo 1.5 were promised 489 MiB and took 540, its caching 457 and 491:
-    small tensors held the pages of large ones that were freed."""
+    """Small tensors held the pages of large ones that were freed."""
     read, write = fork_server_context().Pipe(duplex=False)  # a process whose heap has no room yet
     process = fork_server_context().Process(target=_tell_growth, args=(work, write))
     process.start()

@@ -23,7 +23,6 @@ from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.joined_layers import LoraLayer
 from autotune.weights.layer_names import (
     FLUX1_CLASS,
-    HUNYUAN_CLASS,
     KEPT_NAMES,
     LAYOUTS,
     can_write,
@@ -33,10 +32,6 @@ from tests.builders import workload
 
 TABLES = Path(__file__).parent / "adapter_keys"
 PROGRAMS = ("comfyui", "kohya")
-UNWRITTEN = {
-    "comfyui": set(),
-    "kohya": {HUNYUAN_CLASS},
-}  # its q, k and v are apart there, and joined in ComfyUI
 CASES = [(family, targets) for family in FAMILIES.values() for targets in family.target_sets]
 
 
@@ -159,15 +154,9 @@ def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: F
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program: str) -> None:
     known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}  # type: ignore[arg-type]
-    assert (
-        known
-        == table(program).keys()
-        == {each.transformer_class for each in FAMILIES.values()} - UNWRITTEN[program]
-    )
+    assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
     for model, layout in LAYOUTS.items():
-        if model in UNWRITTEN[program]:
-            continue
         known = table(program)[model]["layers"]
         if layout.kohya_names == "diffusers" and program == "kohya":
             assert all(key == prefix + part.replace(".", dot) for key, (part,) in known.items())
@@ -202,8 +191,6 @@ def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names() -> N
             FLUX1_CLASS if family.name == "chroma" else family.transformer_class
         )  # other programs call both the same
         own = told if told in LAYOUTS else ""
-        if told == HUNYUAN_CLASS:  # told by the number of its blocks, of which there are two here
-            layers = {name.replace(".1.", ".53."): layer for name, layer in layers.items()}
         assert find_class(layers) == own
         tensors, metadata = serialize_adapter(
             Adapter(layers, {}, family.denoiser), "comfyui", family.transformer_class

@@ -4,7 +4,7 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
-from autotune.weights.layer_names import FLUX1_CLASS, HUNYUAN_CLASS, LAYOUTS, SD3_CLASS, find_class
+from autotune.weights.layer_names import FLUX1_CLASS, LAYOUTS, SD3_CLASS, find_class
 from tests.weights.conftest import bits
 
 WIDTH = 3072
@@ -164,12 +164,7 @@ def test_layers_without_an_original_name_are_refused(name):
             ["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"],
             None,
         ),  # FLUX.1 has 19: one of the two
-        (
-            ["transformer_blocks.0.attn.to_q", "transformer_blocks.38.attn.to_q"],
-            None,
-        ),  # HunyuanVideo 1.5's, too
-        (["transformer_blocks.0.attn.to_q", "transformer_blocks.54.attn.to_q"], ""),  # which has 54
-        (["transformer_blocks.38.attn.to_q", "transformer_blocks.0.ff.net.2"], HUNYUAN_CLASS),
+        (["transformer_blocks.0.attn.to_q", "transformer_blocks.38.attn.to_q"], ""),
         (["transformer_blocks.19.attn.to_q", "transformer_blocks.0.ff.net.2"], SD3_CLASS),
         (["transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn2.to_q"], SD3_CLASS),
         (["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.2"], ""),
