@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from autotune.api.configured_plans import PlanFromConfig, plan_from_config
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
-    from autotune.api.jobs import job_script
     from autotune.api.machines import list_gpus, probe, require_gpu
-    from autotune.api.many_runs import subject_job, train_many
     from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
@@ -88,15 +86,12 @@ if TYPE_CHECKING:
         SearchSpaceBuilt,
         StatusChanged,
         StepFinished,
-        Subject,
-        SubjectRun,
         TrainingPlan,
         TrialFinished,
         TrialResult,
         TrialStarted,
         Workload,
         event_line,
-        load_subjects,
         load_variants,
         plan_text,
     )

@@ -24,7 +24,6 @@ from autotune.cli.compare import compare
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
-from autotune.cli.jobs import job_script
 from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
@@ -82,7 +81,6 @@ PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, 
 for command in (
     *PLANS,
     train,
-    job_script,
     sample,
     publish,
     demo,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -60,35 +60,16 @@ class TrainOptions:
         "--gate",
         default=False,
     )
-    over: Path | None = option(
-        "Train each subject that this file lists, on all GPUs.", metavar="FILE"
-    )
-    subject: str | None = option(
-        "Train only this subject of --over: a name, or a number from 1.", metavar="NAME|NUMBER"
-    )
     as_json: Json = False
 
 
-NOT_OF_TRAIN = ("plan_file", "as_json", "gate", "over", "subject", "push_to_hub")
-OF_ONE_RUN = ("push_to_hub", "trace", "nodes", "rdzv_endpoint", "node_rank", "metrics_port")
-"""Options that say how a single run goes."""
+NOT_OF_TRAIN = ("plan_file", "as_json", "gate", "push_to_hub")
 
 
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
     arguments = {**given(options, but=NOT_OF_TRAIN), **job.values()}
-    if options.over is not None:
-        if options.plan_file is None:
-            raise typer.BadParameter("name the plan that is trained over them", param_hint="PLAN")
-        if options.subject is None:
-            _train_many(options.plan_file, options.over, options, arguments)
-            return
-        arguments |= autotune.subject_job(
-            options.plan_file, options.over, options.subject, options.output or ""
-        )
-    elif options.subject is not None:
-        raise typer.BadParameter("it needs --over FILE", param_hint="--subject")
     if options.push_to_hub is not None:
         autotune.require_hub(options.push_to_hub)
     if options.plan_file is None and not options.resume:
@@ -115,23 +96,6 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         _require_success(report)
     if options.push_to_hub is not None:
         print_remark(f"uploaded to {autotune.publish(output, options.push_to_hub)}")
-
-
-def _train_many(
-    plan_file: Path, over: Path, options: TrainOptions, arguments: dict[str, Any]
-) -> None:
-    for name in OF_ONE_RUN:
-        if getattr(options, name):
-            hint = "--" + name.replace("_", "-")
-            raise typer.BadParameter("it is of a single run: add --subject NAME", param_hint=hint)
-    asked = {
-        name: value for name, value in arguments.items() if name not in ("resume", *OF_ONE_RUN)
-    }  # it always resumes
-    with show_events() as show:
-        runs = autotune.train_many(plan_file, over, on_event=show, **asked)
-    print_result(runs, options.as_json, lambda _: reporting.subject_lines(runs))
-    if any(run.report is None or (options.gate and run.report.failures) for run in runs):
-        raise typer.Exit(1)
 
 
 def _require_success(report: "autotune.RunReport") -> None:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         after_training_lines,
         report_lines,
         step_text,
-        subject_lines,
         validation_text,
     )
     from autotune.reporting.text import (

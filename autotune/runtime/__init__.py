@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     )
     from autotune.runtime.paths import cache_path, data_path, shipped_path
     from autotune.runtime.process import prepare_process, reveal_packages
-    from autotune.runtime.process_queue import QueuedCommand, run_queue
     from autotune.runtime.quiet import redirect_output, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import (
         is_out_of_memory,

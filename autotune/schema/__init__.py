@@ -127,13 +127,6 @@ if TYPE_CHECKING:
         StepTime,
     )
     from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
-    from autotune.schema.subjects import (
-        SUBJECT_LOG,
-        Subject,
-        SubjectRun,
-        find_subject,
-        load_subjects,
-    )
     from autotune.schema.trial import (
         MAX_RESIDUAL,
         Outcome,

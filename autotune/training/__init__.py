@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     )
     from autotune.training.folder import (
         check_folder,
-        finished_as_planned,
-        is_in_use,
         read_report,
         require_separate_output,
     )

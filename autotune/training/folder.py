@@ -256,31 +256,6 @@ def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
     return report if report and report.num_steps == num_steps else None
 
 
-def finished_as_planned(plan: TrainingPlan) -> RunReport | None:
-    """The report of exactly this plan's run, job and all, if it has ended in the output folder.
-
-    It looks at no data, so it cannot tell of a plan for a number of epochs: None.
-    """
-    folder = Path(plan.job.output)
-    try:
-        is_same = read_plan(folder / RUN_PLAN_FILE) == plan and plan.job.num_train_epochs is None
-    except InvalidPlan:
-        return None
-    report = read_report(folder) if is_same else None
-    return report if report and report.num_steps == plan.job.num_steps else None
-
-
-def is_in_use(folder: Path) -> bool:
-    """Whether a run is writing to the output folder now."""
-    if not (folder / LOCK_FILE).exists():
-        return False
-    try:
-        with FileLock(folder / LOCK_FILE, timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
 def read_report(folder: Path) -> RunReport | None:
     """The report of a finished run whose adapter is still there; None if it cannot be read."""
     try:

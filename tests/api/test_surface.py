@@ -25,16 +25,16 @@ from autotune.schema.events import Event, event_line, parse_event
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
-    fetch find_record import_config inspect_weights is_first_process job_script judge_lesson list_choices
-    list_gpus list_models list_records load_plan load_subjects load_variants make_demo plan plan_from_config plan_text
+    fetch find_record import_config inspect_weights is_first_process judge_lesson list_choices
+    list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config plan_text
     plan_variants prepare_process probe prune_records publish pull_records push_records report require_gpu
-    require_hub sample save_plan shipped_profiles subject_job train train_many verify_records warm_up
+    require_hub sample save_plan shipped_profiles train verify_records warm_up
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
     DataReport Demo Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job
     JobOverrides ModelSpec ModelSummary PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary
-    RecordVerdict RunReport SearchSpace Subject SubjectRun TrainingPlan Transfer TrialResult Workload WorkloadOptions
+    RecordVerdict RunReport SearchSpace TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
     CandidatesPredicted Event Notice PhaseStarted PreviewsWritten Progressed RecordsMatched RunStarted SearchSpaceBuilt

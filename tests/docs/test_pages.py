@@ -36,7 +36,6 @@ RUN_BY = {
     "estimate": "test_planning_elsewhere.py",
     "export-config": "trainers/test_exporting.py",
     "import-config": "trainers/test_configured_plans.py",
-    "job-script": "jobs/test_job_script.py",
     "models": "reporting/test_models.py",
     "plan": "planning/test_commands.py",
     "probe": "hardware/test_commands.py",
@@ -60,8 +59,6 @@ NOT_RUN = {
     "buildah": "needs root; containers/check, which it runs, is run in the image by a workflow",
     "debootstrap": "needs root, and a mirror of Debian",
     "docker": "needs Docker; a workflow builds and checks the image, jobs/ reads the compose file",
-    "sbatch": "needs SLURM; jobs/ runs the script by itself",
-    "kubectl": "needs a cluster; jobs/ validates the manifest",
     "sudo": "changes the machine",
     "tensorboard": (
         "a server of another project; training/test_metrics.py reads the curves as it does"

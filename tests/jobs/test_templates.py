@@ -1,0 +1,35 @@
+"""The templates for clusters: they parse, resume, and name only options of `train` that exist."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from autotune.cli.app import app
+
+TEMPLATES = sorted((Path(__file__).parents[2] / "containers" / "examples").iterdir())
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
+def test_a_template_parses_and_starts_a_run_that_goes_on_after_its_checkpoint(file: Path) -> None:
+    text = file.read_text()
+    if file.suffix == ".yaml":
+        manifest = yaml.safe_load(text)
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        calls = [container["command"][1:]]
+        assert manifest["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [75]
+    else:
+        shell = shutil.which("bash") or "sh"
+        subprocess.run([shell, "-n", file], check=True)
+        calls = [call.split() for call in re.findall(r"\b(train plan\.yaml [^|\n]*)", text)]
+        assert '"$status" -eq 75' in text
+    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    known = {name for parameter in train.params for name in parameter.opts}
+    assert calls
+    for call in calls:
+        assert {word for word in call if word.startswith("--")} <= known
+        assert "--resume" in call
