@@ -2,41 +2,16 @@
 
 from dataclasses import replace
 
-from autotune.backends.entries import Registry, Requirements, SkipReason, WeightFormat
-from autotune.schema import DeviceKind, HardwareProfile
-
-
-def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:
-    """On these kinds of devices, if `torchao-int8` can be used."""
-
-    def skip_reason(hardware: HardwareProfile) -> str | None:
-        better = hardware.capability(WEIGHT_FORMATS["torchao-int8"].capability).available
-        return reason if better and hardware.device.kind in device_kinds else None
-
-    return skip_reason
-
+from autotune.backends.entries import Registry, Requirements, WeightFormat
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
 """Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
 the same bits in fp32, int8 divided by 127 instead of 127.5. It is still required, so that keys
 of plans and records stay comparable."""
-BNB_INT8 = Requirements(("cuda", "cpu"), (7, 5), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
-BNB_NF4 = replace(BNB_INT8, compute_capability=(6, 0))
+BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
 """bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was
 tried.
 """
-FAR_FROM_REAL = (
-    "as small as torchao-int8 and at most a few percent faster, but three to six times as far from "
-    "the real weights, "
-    "and further where they are small: without scales, what is below 0.016 loses bits"
-)
-"""Errors of a layer's outputs, normal weights: int8 0.9% at any size; float8 without scales 2.7%
-at a standard deviation of 0.05, 3.3% at 0.02, 5.7% at 0.01, beyond the 5% of `--quality high`."""
-PLAIN_ON_CPU = (
-    "on a CPU its products are plain operations in fp32 that need 16 bytes an output for a moment; "
-    "torchao-int8 "
-    "stores as little and multiplies at once"
-)
 EIGHT_BITS = Requirements(
     ("cuda", "cpu"), (7, 5), compiles_on=("cuda",)
 )  # for what surrounds the products
@@ -97,41 +72,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         tolerance_reason="3 bits of mantissa: weights are wrong by about 3%",
         hides_dtype=True,
     ),
-    WeightFormat(
-        "layerwise-fp8",
-        "float8 weights, cast for each product",
-        Requirements(("cuda", "cpu")),
-        quality="high",
-        bytes_per_parameter=1.0,
-        quantize="autotune.quantization.frozen_linear:quantize_layerwise",
-        quantizing_slices=0,  # a cast takes nothing else
-        stored_dtype="float8_e4m3fn",
-        tolerance=0.2,
-        tolerance_reason=(
-            "3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more"
-        ),
-        hides_dtype=True,
-        skip_reason=_skip_for_int8(FAR_FROM_REAL, "cuda", "cpu"),
-    ),
     _multiplied("int8", "int8", EIGHT_BITS, 0.08, "8 bits per row"),
     _multiplied(
         "fp8", "float8", replace(EIGHT_BITS, compute_capability=(8, 9)), 0.3, "3 bits of mantissa"
-    ),
-    WeightFormat(
-        "bnb-int8",
-        "LLM.int8",
-        BNB_INT8,
-        quality="compact",  # its forward products are in 8 bits, from activations cast to fp16
-        bytes_per_parameter=1.0,
-        quantize="autotune.quantization.bitsandbytes_layer:quantize_int8",
-        stand_in="autotune.cost.quantized:stand_in_for_int8",
-        quantizing_slices=8,
-        stored_dtype="int8",
-        tolerance=0.08,
-        tolerance_reason="8 bits for weights and, in the forward pass, for activations",
-        hides_dtype=True,
-        can_offload=False,
-        skip_reason=_skip_for_int8(PLAIN_ON_CPU, "cpu"),
     ),
     WeightFormat(
         "bnb-nf4",
@@ -153,5 +96,5 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and
 6 to 12% of the float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%,
 Chroma's 62% of nf4. Of products in 8 bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to
-26%. Slices, as measured on CPUs: nf4 7.4, LLM.int8 5, int8 and float8 with scales 4 in bf16, all
-2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+26%. Slices, as measured on CPUs: nf4 7.4, int8 and float8 with scales 4 in bf16, all 2
+to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""

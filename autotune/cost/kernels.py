@@ -251,37 +251,6 @@ def _fused_dropout(
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
-def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":
-    """LLM.int8's rows of activations, one scale each."""
-    half = x.to(torch.float16)
-    if rules == "cuda":
-        return half.to(torch.int8)
-    half.abs()
-    return torch.round(half * half.new_empty(len(half), 1, dtype=torch.float32)).to(torch.int8)
-
-
-def int8_product(
-    rows: "torch.Tensor",
-    stored: "torch.Tensor",
-    bias: "torch.Tensor | None",
-    dtype: "torch.dtype",
-    rules: DeviceRules,
-) -> "torch.Tensor":
-    """The product of LLM.int8's rows with a stored weight, scaled by both."""
-    sums = torch._int_mm(rows, stored.t())
-    if rules == "cuda":
-        out = sums.to(torch.float16)
-    else:
-        scales = [
-            sums.new_empty(shape, dtype=torch.float32)
-            for shape in ((len(sums), 1), (1, sums.shape[1]))
-        ]
-        out = sums * (scales[0] * scales[1]) * 1.0
-    if bias is not None:
-        out.add_(bias)
-    return out.to(dtype)
-
-
 def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
     """What a CPU takes for a moment to convert operands of a pointwise operation to their common
     dtype, or factors in float8, and to hold the result of one that works in place until it is

@@ -4,8 +4,8 @@ Other programs' ways with formats of plain numbers have stand-ins, too (`schema/
 ProductPractice).
 
 bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep
-and compute what its Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and
-MatMul8bitLt; functional.py, quantize_4bit with nested statistics).
+and compute what its Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit;
+functional.py, quantize_4bit with nested statistics).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
+from autotune.cost.kernels import DeviceRules
 from autotune.families import Family
 from autotune.knobs import Quantization
 from autotune.quantization import NESTED_BLOCK, NF4_BLOCK, as_stored
@@ -75,16 +75,6 @@ def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
     _replace_forward(layer, lambda x: multiply(x.to(dtype), layer, shape, rules).to(x.dtype))
 
 
-def stand_in_for_int8(layer: nn.Linear, rules: DeviceRules) -> None:
-    """Let a layer on the meta device take and do what bitsandbytes' `Linear8bitLt` would."""
-    stored = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
-    layer.weight = nn.Parameter(stored, requires_grad=False)
-    layer.register_parameter(
-        "scale", nn.Parameter(stored.new_empty(len(stored), dtype=torch.float32), False)
-    )
-    _replace_forward(layer, lambda x: MatMul8bit.apply(x, layer, rules))  # type: ignore[no-untyped-call]
-
-
 def _stand_in_for_practice(
     quantize: Callable[[nn.Linear], None], practice: ProductPractice, layer: nn.Linear
 ) -> None:
@@ -101,9 +91,8 @@ def _stand_in_for_practice(
 
 def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """Autograd keeps the converted weight for the input's gradient."""
-    weight = as_stored(layer.weight).to(dtype)
-    if isinstance(layer.scale, torch.Tensor):
-        weight = weight * layer.scale.to(dtype)[:, None]
+    scale: Any = layer.scale
+    weight = as_stored(layer.weight).to(dtype) * scale.to(dtype)[:, None]
     # A model that casts to the precision of a weight may have made bytes of it.
     return nn.functional.linear(x if x.is_floating_point() else x.to(dtype), weight, layer.bias)
 
@@ -162,24 +151,6 @@ class MatMul4Bit(torch.autograd.Function):
             None,
             None,
         )
-
-
-class MatMul8bit(torch.autograd.Function):
-    """Quantizes the input too; keeps the input, and dequantizes the weight in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, rules: DeviceRules) -> Any:
-        ctx.kept, ctx.layer = x, layer
-        rows = int8_rows(x.reshape(-1, x.shape[-1]), rules)
-        out = int8_product(rows, layer.weight, layer.bias, x.dtype, rules)
-        return out.view(*x.shape[:-1], len(layer.weight))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        weight = ctx.layer.weight.to(gradient.dtype).mul_(ctx.layer.scale.unsqueeze(1).mul(1.0))
-        return flat.matmul(weight).view(ctx.kept.shape), None, None
 
 
 def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""bitsandbytes' layers around a weight that has just arrived: NF4 with double quantization, and
-LLM.int8.
+"""bitsandbytes' layer around a weight that has just arrived: NF4 with double quantization.
 
 The weight is quantized in slices: on a CPU bitsandbytes takes seven times what it is given (bf16)
 for a moment. Slices end where a scale's values end, so the bits are those of the whole.
@@ -20,36 +19,21 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
     its device.
     """
     made = bnb.Linear4bit(
-        *_shape(layer),
+        layer.in_features,
+        layer.out_features,
+        layer.bias is not None,
         compute_dtype=layer.weight.dtype,
         compress_statistics=True,
         quant_type="nf4",
-        device="meta",
+        device="meta",  # else it would draw initial weights on the host, for a minute
     )
     made.weight = pack_nf4(layer.weight.data, slice_bytes_of(layer.weight))
     # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference,
     # for good: in bf16, without a backward pass, and only if the number of rows is a multiple of
     # 32.
     made.support_avx512bf16_for_cpu = False
-    return _finish(made, layer)
-
-
-def quantize_int8(layer: nn.Linear) -> nn.Module:
-    """The layer that takes the place of `layer`: LLM.int8, on its device."""
-    made = bnb.Linear8bitLt(*_shape(layer), has_fp16_weights=False, device="meta")
-    made.weight = pack_int8(layer.weight.data, slice_bytes_of(layer.weight))
-    return _finish(made, layer)
-
-
-def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
-    """What constructors take first. They get the meta device, too: else they would draw initial
-    weights on the host, a minute for 20 billion of them."""
-    return layer.in_features, layer.out_features, layer.bias is not None
-
-
-def _finish(made: Any, layer: nn.Linear) -> nn.Module:
     made.bias = layer.bias
-    return made.train(layer.training)  # type: ignore[no-any-return]  # on a CPU, int8 computes otherwise in training
+    return made.train(layer.training)  # type: ignore[no-any-return]
 
 
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
@@ -84,21 +68,4 @@ def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
         compress_statistics=True,
         quant_type="nf4",
         bnb_quantized=True,
-    )
-
-
-def pack_int8(weight: Tensor, slice_bytes: int) -> Any:
-    """bitsandbytes' 8-bit parameter of `weight`: it would quantize by itself only on the way
-    from the host.
-    """
-    stored = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    step = max(1, slice_bytes // max(1, weight.shape[1] * weight.element_size()))
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        stored[rows], scales[rows], _ = functional.int8_vectorwise_quant(
-            weight[rows].to(torch.float16)
-        )
-    return bnb.Int8Params(
-        stored, requires_grad=False, has_fp16_weights=False, CB=stored, SCB=scales
     )

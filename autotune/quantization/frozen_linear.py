@@ -1,8 +1,6 @@
 """A frozen Linear on weights of 8 bits that keeps nothing but those weights for its backward pass.
 
-Weights are plain int8 or float8 with one scale per row, or float8 without scales: what diffusers
-calls layerwise casting, without hooks that hold a cast copy from the forward to the backward pass.
-Left to autograd, the copy of each product would be kept, too, and without checkpointing an int8
+Weights are plain int8 or float8 with one scale per row. Left to autograd, the copy of each product would be kept, too, and without checkpointing an int8
 model would need more memory than a bf16 one. Here the backward pass casts again: one more read of
 the stored weights. The weights themselves get no gradient: they are frozen.
 
@@ -26,14 +24,12 @@ CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
 
 class FrozenProduct(torch.autograd.Function):
     """`linear(x, scale * stored, bias)`. Shapes: x (..., inputs), stored (outputs, inputs),
-    scale (outputs,), in fp32, or None for ones; bytes of float8 come as uint8."""
+    scale (outputs,), in fp32; bytes of float8 come as uint8."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, stored: Tensor, scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(stored, scale)
-        if scale is None or _scales_weight(stored, x):
+        if _scales_weight(stored, x):
             return functional.linear(x, _weight(stored, scale, x.dtype), bias)
         out = functional.linear(x, _weight(stored, None, x.dtype))
         scale = scale.to(out.dtype)
@@ -43,7 +39,7 @@ class FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
-        if scale is not None and not _scales_weight(stored, gradient):
+        if not _scales_weight(stored, gradient):
             gradient, scale = gradient * scale.to(gradient.dtype), None
         return gradient.matmul(_weight(stored, scale, gradient.dtype)), None, None, None
 
@@ -74,7 +70,7 @@ class FrozenLinear(nn.Linear):
     it stays a Linear.
     """
 
-    scale: Tensor | None
+    scale: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = FrozenProduct.apply(input, self.weight, self.scale, self.bias)  # type: ignore[no-untyped-call]
@@ -90,13 +86,4 @@ def quantize_int8(layer: nn.Linear) -> None:
 def quantize_float8(layer: nn.Linear) -> None:
     """Store the weight of `layer` as float8 (e4m3) with a scale per row."""
     store_rows(layer, FLOAT8, torch.bfloat16)
-    layer.__class__ = FrozenLinear
-
-
-def quantize_layerwise(layer: nn.Linear) -> None:
-    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448
-    is lost.
-    """
-    layer.weight = nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
-    layer.register_parameter("scale", None)
     layer.__class__ = FrozenLinear

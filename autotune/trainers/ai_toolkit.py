@@ -77,7 +77,7 @@ RULES = (
         true convrot4 | bnb-nf4 | rotated 4-bit weights; the nearest is bnb-nf4
         true nvfp4    | bnb-nf4 | 4-bit float weights; the nearest is bnb-nf4
         """,
-        "bnb-int8 | true int8\n layerwise-fp8 | true float8\n bnb-nf4 | true uint4",
+        "bnb-nf4 | true uint4",
     ),
     blocks.share_of_blocks(*SWAP),
     table(

@@ -38,7 +38,7 @@ SHIFT = "scheduler.shift"
 
 def _quantization(values: Values, context: Context) -> Values:
     if values.get(f"{BNB}load_in_8bit"):
-        return {"quantization": "bnb-int8"}
+        return {"quantization": "torchao-int8"}
     if values.get(f"{BNB}load_in_4bit"):
         same_scales = all(values.get(BNB + key) == value for key, value in NF4.items())
         return {

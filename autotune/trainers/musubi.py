@@ -81,11 +81,10 @@ RULES = (
         """
         null *     | none
         false *    | none
-        true null  | layerwise-fp8
-        true false | layerwise-fp8
         true true  | torchao-fp8
+        true *     | torchao-fp8 | its float8 without scales; the nearest is torchao-fp8
         """,
-        "torchao-int8 | true true\n bnb-int8 | true true",
+        "torchao-int8 | true true",
     ),
     table(
         "sdpa flash_attn xformers split_attn",

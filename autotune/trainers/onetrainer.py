@@ -116,12 +116,11 @@ RULES = (
         FLOAT_32     | none
         FLOAT_16     | none | its weights are in fp16, whatever it trains in
         NFLOAT_4     | bnb-nf4
-        INT_8        | bnb-int8
-        FLOAT_8      | layerwise-fp8
-        INT_W8A8*    | bnb-int8 | its products are in 8 bits both ways; the nearest is bnb-int8
+        INT_8        | torchao-int8
+        FLOAT_8      | torchao-fp8
+        INT_W8A8*    | torchao-int8 | its products are in 8 bits both ways; the nearest is torchao-int8
         FLOAT_W8A8*  | torchao-fp8 | its products are in 8 bits; the nearest is torchao-fp8
         """,
-        "torchao-int8 | INT_8\n torchao-fp8 | FLOAT_8",
         instead="has no such weight format",
     ),
     blocks.share_of_blocks("transformer.offload_fraction"),

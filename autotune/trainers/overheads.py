@@ -81,7 +81,7 @@ IN_FP32 = AdapterPractice(precision="fp32", optimizer_bytes=8, step_bytes=4)
 AUTOCAST = AdapterPractice(precision="fp32", autocasts=True, optimizer_bytes=8, step_bytes=4)
 EIGHT_BITS = {"optimizer_bytes": 2, "step_bytes": 0}
 """bitsandbytes' moments of matrices with 4,096 entries or more."""
-ON_INTEGERS = {"bnb-int8": AUTOCAST, "bnb-nf4": AUTOCAST}
+ON_INTEGERS = {"bnb-nf4": AUTOCAST}
 """peft gives an adapter the precision of the weights that it adapts, unless those are integers."""
 KEEPS_WEIGHTS = ProductPractice(keeps="weights")
 """A weight is converted outside of a function with a backward pass of its own, by a layer or by
@@ -109,7 +109,7 @@ MUSUBI = OverheadTable(
     "modules/fp8_optimization_utils.py 416-437; "
     "encoders run in programs of their own",
     (("if optimizer_type=AdamW8bit", AUTOCAST.changed(**EIGHT_BITS)), ("", AUTOCAST)),
-    products={"torchao-fp8": KEEPS_WEIGHTS, "layerwise-fp8": OF_ALL_LAYERS},
+    products={"torchao-fp8": KEEPS_WEIGHTS},
 )
 SIMPLETUNER = OverheadTable(
     "simpletuner/helpers/training/trainer.py 1946-1972, 2930-2944, 4642-4651, 5505-5515, "
@@ -161,7 +161,7 @@ SD_SCRIPTS = OverheadTable(
         ("if optimizer_type=AdamW8bit|use_8bit_adam", AUTOCAST.changed(**EIGHT_BITS)),
         ("", AUTOCAST),
     ),
-    products={"layerwise-fp8": OF_ALL_LAYERS},
+    products={"torchao-fp8": OF_ALL_LAYERS},
     kept="""
     train | text_encoders | bf16 | unless cache_text_encoder_outputs|cache_text_encoder_outputs_to_disk
     train | vae           | bf16 | unless cache_latents|cache_latents_to_disk
@@ -176,7 +176,7 @@ ONETRAINER = OverheadTable(
         ("if optimizer.optimizer=ADAMW_8BIT", AUTOCAST.changed(**EIGHT_BITS)),
         ("", AUTOCAST.changed(step_bytes=0)),  # it steps each matrix by itself
     ),
-    products={"layerwise-fp8": KEEPS_WEIGHTS},
+    products={"torchao-fp8": KEEPS_WEIGHTS},
     kept="""
     train | text_encoders | bf16 | if latent_caching=false
     train | vae           | bf16 | if latent_caching=false

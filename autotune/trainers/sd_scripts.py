@@ -119,8 +119,8 @@ RULES = (
     table(
         "fp8_base fp8_base_unet",
         "quantization",
-        "true * | layerwise-fp8\n * true | layerwise-fp8\n * * | none",
-        "torchao-fp8 | true *\n torchao-int8 | true *\n bnb-int8 | true *",
+        "true * | torchao-fp8\n * true | torchao-fp8\n * * | none",
+        "torchao-int8 | true *",
     ),
     table(
         "sdpa xformers",

@@ -99,7 +99,6 @@ RULES = (
         int4-* *         | bnb-nf4      | another 4-bit format; the nearest is bnb-nf4
         int2-* *         | bnb-nf4      | 2 bits, fewer than autotune has; the nearest is bnb-nf4
         """,
-        "bnb-int8 | int8-torchao *\n layerwise-fp8 | fp8wo-torchao *",
     ),
     choice(
         "attention_mechanism", "attention", ATTENTION, instead="has no such attention that trains"

@@ -104,7 +104,7 @@ def test_the_attention_backend_is_the_candidates(plain, attention, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "quantization", ["torchao-int8", "layerwise-fp8", pytest.param("bnb-nf4", marks=BITSANDBYTES)]
+    "quantization", ["torchao-int8", pytest.param("bnb-nf4", marks=BITSANDBYTES)]
 )
 def test_with_quantized_weights(plain, quantization):
     assert (

@@ -96,7 +96,7 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
 
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(
-    ("weight_format", "least"), [("torchao-int8", 0.999), ("layerwise-fp8", 0.99)]
+    ("weight_format", "least"), [("torchao-int8", 0.999), ("torchao-fp8", 0.99)]
 )
 def test_a_quantized_encoder_stays_close_and_is_smaller(
     small: Small, weight_format: str, least: float

@@ -5,7 +5,6 @@ more bytes than told.
 import peft
 import pytest
 import torch
-from diffusers.hooks import apply_layerwise_casting
 from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, substitutes
@@ -16,8 +15,7 @@ from autotune.quantization.layers import quantize_inside
 from autotune.quantization.stored_rows import as_stored
 from tests.profiled import peak_allocated_bytes
 
-SCALED = ("torchao-int8", "torchao-fp8")
-WEIGHT_FORMATS = (*SCALED, "layerwise-fp8")
+WEIGHT_FORMATS = ("torchao-int8", "torchao-fp8")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that a few roundings to the dtype give outputs."""
 
@@ -36,8 +34,7 @@ def layer_of(
 
 def weight_of(layer: FrozenLinear) -> Tensor:
     """What its stored numbers and scales mean, in fp64."""
-    numbers = as_stored(layer.weight).double()
-    return numbers if layer.scale is None else numbers * layer.scale.double()[:, None]
+    return as_stored(layer.weight).double() * layer.scale.double()[:, None]
 
 
 def run(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +76,7 @@ def test_what_is_stored_is_as_near_as_its_format_can_be(storage, least, most):
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 17])
-@pytest.mark.parametrize("storage", SCALED)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_the_last_slice_may_be_shorter(storage, num_rows, monkeypatch):
     torch.manual_seed(0)
     layers = [nn.Linear(48, num_rows) for _ in range(2)]
@@ -93,7 +90,7 @@ def test_the_last_slice_may_be_shorter(storage, num_rows, monkeypatch):
     assert torch.equal(layers[0].scale, layers[1].scale)
 
 
-@pytest.mark.parametrize("storage", SCALED)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_slices_give_the_same_bits_in_a_fraction_of_the_working_memory(storage, monkeypatch):
     slice_bytes = 1 << 18
     layers = [nn.Linear(1024, 4096, dtype=torch.bfloat16, bias=False) for _ in range(2)]
@@ -113,7 +110,7 @@ def test_slices_give_the_same_bits_in_a_fraction_of_the_working_memory(storage, 
     assert peaks[0] < peaks[1] / 3
 
 
-@pytest.mark.parametrize("storage", SCALED)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_zeros_stay_so_and_what_is_not_finite_is_not_hidden(storage, dtype):
     torch.manual_seed(0)
@@ -126,7 +123,7 @@ def test_rows_of_zeros_stay_so_and_what_is_not_finite_is_not_hidden(storage, dty
     assert bool(out[:, [0, 1, 2, 4, 6]].isfinite().all())
 
 
-@pytest.mark.parametrize("storage", SCALED)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_weights_do_not_overflow_fp16_before_they_are_scaled(storage):
     layer = layer_of(storage, torch.float16)
     x = (60 * weight_of(layer)[0].sign()).half()[None].requires_grad_()
@@ -142,8 +139,7 @@ def test_only_what_is_stored_is_kept_and_recomputing_changes_nothing(storage):
     layer, kept = layer_of(storage, torch.bfloat16), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True))
-    stored = [layer.weight] if layer.scale is None else [layer.weight, layer.scale]
-    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in stored}
+    assert {t.data_ptr() for t in kept} == {layer.weight.data_ptr(), layer.scale.data_ptr()}
     again = lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # noqa: E731
     for expected, found in zip(run(layer, torch.bfloat16), run(again, torch.bfloat16), strict=True):
         assert torch.equal(expected, found)
@@ -156,7 +152,6 @@ def test_only_what_is_stored_is_kept_and_recomputing_changes_nothing(storage):
         ("torchao-int8", "cpu", 3, 1),
         ("torchao-fp8", "cuda", 3, 1),
         ("torchao-fp8", "cpu", 3, 1),
-        ("layerwise-fp8", "cuda", 3, 0),
     ],
 )
 def test_a_pass_moves_no_more_than_this_beside_its_product(
@@ -187,18 +182,6 @@ def test_a_compiler_traces_it_whole(storage):
     traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for expected, found in zip(run(layer, torch.float32), run(traced, torch.float32), strict=True):
         assert torch.equal(expected, found)
-
-
-def test_layerwise_float8_computes_what_diffusers_casting_does():
-    torch.manual_seed(0)
-    theirs, ours = nn.ModuleList([nn.Linear(64, 96, bias=False)]), nn.Linear(64, 96, bias=False)
-    ours.load_state_dict(theirs[0].state_dict())
-    apply_layerwise_casting(theirs, torch.float8_e4m3fn, torch.float32)
-    quantize_inside([ours], "layerwise-fp8")("", ours)
-    x = torch.randn(4, 64)
-    with torch.no_grad():
-        assert torch.equal(theirs[0](x), ours(x))
-    assert ours.weight.nbytes == 64 * 96
 
 
 def test_an_adapter_on_8_bit_weights_starts_with_the_values_it_has_on_others():

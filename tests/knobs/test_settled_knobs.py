@@ -126,16 +126,6 @@ def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request
     assert "float8 units" in cpu.on_request["fp8-matmul"]
 
 
-def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
-    both = Quantization().choices(
-        context("quantization.torchao-int8", "quantization.layerwise-fp8")
-    )
-    assert both.admitted == ("torchao-int8", "none")
-    assert [*both.on_request] == ["layerwise-fp8"]
-    alone = Quantization().choices(context("quantization.layerwise-fp8"))
-    assert alone.admitted == ("layerwise-fp8", "none")
-
-
 def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
     card, shared, host = (
         BatchMemory().choices(where) for where in (context(), integrated(), context(kind="cpu"))

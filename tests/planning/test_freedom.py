@@ -43,7 +43,6 @@ CONVERSION = {
     "none": 1.0,
     "torchao-int8": 1.1,
     "torchao-fp8": 1.13,
-    "bnb-int8": 1.2,
     "bnb-nf4": 1.3,
 }
 Pins = tuple[tuple[str, str], ...]

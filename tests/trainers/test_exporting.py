@@ -60,7 +60,7 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "musubi": {
         **{
-            "quantization": "layerwise-fp8",
+            "quantization": "torchao-fp8",
             "swapped_blocks": 0.25,
             "attention": "xformers",
             "timestep_shift": 2.2,
@@ -90,7 +90,7 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "diffusers": {
         **{
-            "quantization": "bnb-int8",
+            "quantization": "torchao-int8",
             "attention": "flash",
             "compile": "block",
             "caption_dropout": 0.1,
@@ -98,7 +98,7 @@ EXACT: dict[str, dict[str, Any]] = {
         **{"timestep_shift": 1.0, "caption": "a photo of sks", "resolution": 512},
     },
     "sd-scripts": {
-        **{"quantization": "layerwise-fp8", "swapped_blocks": 18, "attention": "xformers"},
+        **{"quantization": "torchao-fp8", "swapped_blocks": 18, "attention": "xformers"},
         **{
             "targets": "attention+mlp",
             "guidance_scale": 1.0,
@@ -224,9 +224,7 @@ FROM_SCRIPT = {"allocator"}
 @given(
     blocks=st.integers(0, 59),
     swapped=st.integers(0, 40),
-    quantization=st.sampled_from(
-        ["none", "torchao-int8", "torchao-fp8", "layerwise-fp8", "bnb-int8", "bnb-nf4"]
-    ),
+    quantization=st.sampled_from(["none", "torchao-int8", "torchao-fp8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
 )
 def test_what_a_trainer_lacks_goes_to_a_neighbor_that_needs_no_more_memory(
@@ -319,7 +317,7 @@ def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:
             "loader": ("safetensors", "mmap"),
         },
         **{
-            "quantization": ("none", "torchao-int8", "layerwise-fp8", "bnb-nf4"),
+            "quantization": ("none", "torchao-int8", "torchao-fp8", "bnb-nf4"),
             "compile": ("off", "block"),
         },
         **{"attention": ("native", "_native_flash", "flash"), "micro_batch_size": (1, 2, 4)},
@@ -335,14 +333,14 @@ def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:
         **{"checkpointed_blocks": {"30", "15"}, "quantization": {"torchao-int8", "bnb-nf4"}},
         "attention": {"_native_flash"},
     }
-    assert lacking("simpletuner") == {"quantization": {"layerwise-fp8"}}
+    assert lacking("simpletuner") == {}
     assert lacking("diffusers") == {
         **{"checkpointed_blocks": {"30", "15"}, "swapped_blocks": {"8"}},
-        "quantization": {"torchao-int8", "layerwise-fp8"},
+        "quantization": {"torchao-fp8"},
     }
     assert lacking("ai-toolkit") == {
         "checkpointed_blocks": {"30", "15"},
-        "quantization": {"layerwise-fp8", "bnb-nf4"},
+        "quantization": {"bnb-nf4"},
     }
 
 

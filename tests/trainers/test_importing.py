@@ -138,7 +138,7 @@ def test_simpletuner_s_defaults_that_change_learning_are_told() -> None:
 def test_sd_scripts_adapts_all_layers_unless_told_otherwise() -> None:
     config = read_config(CONFIGS / "sd_scripts.toml")
     assert (config.family, config.options["targets"]) == ("flux1-dev", "all-linear")
-    assert (config.pins["quantization"], config.pins["swapped_blocks"]) == ("layerwise-fp8", "18")
+    assert (config.pins["quantization"], config.pins["swapped_blocks"]) == ("torchao-fp8", "18")
     assert (config.options["resolution"], config.pins["micro_batch_size"]) == (768, "4")
     assert lost(config)["optimizer_args"] == "betas: autotune has no such argument"
     gui = read_config(CONFIGS / "kohya_gui.json")
@@ -172,7 +172,7 @@ def test_onetrainer() -> None:
         80,
     )
     assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 4)
-    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("50%", "layerwise-fp8")
+    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("50%", "torchao-fp8")
     assert config.options["targets"] == "attention"
     assert lost(config)["lora_decompose"].startswith("another kind of adapter")
 
