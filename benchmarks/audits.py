@@ -1,7 +1,7 @@
 """Do audits tell the truth? Three configurations of other trainers, audited and measured on this
 CPU.
 
-    python benchmarks/audits.py FOLDER [--output benchmarks/results/audits-<date>.jsonl]        some four minutes
+    PYTHONPATH=. python benchmarks/audits.py FOLDER [--output benchmarks/results/audits-<date>.jsonl]        some four minutes
 
 Each is one of the test suite's configurations, turned to a small pipeline: an audit with
 `measure=True` predicts it and the fastest settings that learn the same, and runs both. What counts
@@ -18,6 +18,7 @@ from autotune.runtime.quiet import silence_libraries
 silence_libraries()
 
 import autotune
+from tests.small import write_small_pipeline
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "trainers" / "configs"
 CASES = (
@@ -48,7 +49,8 @@ CASES = (
 
 def write_case(folder: Path, file: str, family: str, changes: tuple[tuple[str, str], ...]) -> Path:
     """The configuration for a small pipeline of the family."""
-    model = autotune.make_demo(folder / Path(file).stem, family).model
+    model = folder / Path(file).stem
+    write_small_pipeline(family, model, ["a red circle"])
     text = (CONFIGS / file).read_text()
     for old, new in changes:
         assert old in text, (file, old)

@@ -31,7 +31,7 @@ def write_model(folder: Path, width: int) -> None:
 
     from autotune.demo import make_demo
 
-    demo = make_demo(folder, "qwen-image")
+    demo = make_demo(folder)
     if width != 128:
         torch.manual_seed(0)
         config = json.loads((demo.model / "transformer" / "config.json").read_text())

@@ -14,14 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune.demo.folders import draw_images
-from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, Workload
 from autotune.trials.runner import ProcessTrialRunner
+from tests.small import draw_images, write_small_pipeline
 
 
 def main() -> None:
@@ -34,9 +33,7 @@ def main() -> None:
     silence_libraries()
     silence_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        get_family("qwen-image").write_small_pipeline(
-            Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0
-        )
+        write_small_pipeline("qwen-image", Path(folder) / "model", draw_images(Path(folder) / "i"))
         model = str(Path(folder) / "model")
         machine = cached_profile()
         rows: dict[str, list[tuple[float, float]]] = {"cold": [], "reload": [], "shared": []}

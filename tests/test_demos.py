@@ -1,5 +1,5 @@
-"""The demo of every family, start to end, as a user runs it: a minute each, so only when asked
-for.
+"""The journey of every family, start to end, as a user walks it: a minute each, so only when
+asked for.
 """
 
 import json
@@ -10,6 +10,7 @@ import pytest
 from autotune.families.registry import FAMILIES
 from autotune.schema.plan_file import read_plan
 from tests.conftest import autotune
+from tests.small import write_small
 
 
 @pytest.mark.slow
@@ -17,10 +18,13 @@ from tests.conftest import autotune
     "family", [name for name in FAMILIES if name != "qwen-image"]
 )  # which the journey walks
 def test_every_family_walks_the_whole_journey(tmp_path: Path, family: str) -> None:
-    process = autotune("demo", "--model", family, "--output", tmp_path / "demo")
-    assert process.returncode == 0, process.stderr
-    assert read_plan(tmp_path / "demo" / "plan.yaml").frozen.expected.evidence == "measured"
-    report = json.loads((tmp_path / "demo" / "result" / "report.json").read_text())
+    plan, result = tmp_path / "plan.yaml", tmp_path / "result"
+    options = ("--steps", 60, "--search-time", 600, "--run-output", result, "-o", plan)
+    for command in (("plan", *write_small(family, tmp_path), *options), ("train", plan)):
+        process = autotune(*command)
+        assert process.returncode == 0, process.stderr
+    assert read_plan(plan).frozen.expected.evidence == "measured"
+    report = json.loads((result / "report.json").read_text())
     assert report["verdict"]["num_unmoved"] == report["verdict"]["num_not_finite"] == 0
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
-    assert (tmp_path / "demo" / "result" / "sample_with_adapter.png").is_file()
+    assert (result / "sample_with_adapter.png").is_file()

@@ -14,7 +14,6 @@ import pytest
 from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families.registry import FAMILIES
 from autotune.families.resolve import read_parts, resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
@@ -29,6 +28,7 @@ from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune_here
 from tests.planning.machines import make_plan
+from tests.small import write_small_pipeline
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
@@ -176,7 +176,7 @@ def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: st
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    FAMILIES["qwen-image"].write_small_pipeline(tmp_path, ["a red circle"], seed=0)
+    write_small_pipeline("qwen-image", tmp_path, ["a red circle"])
     asked = ("--model", tmp_path, "--hardware", "nvidia-rtx-4090", "--resolution", 64, "--json")
     estimate = Estimate.model_validate_json(autotune_here(capfd, "estimate", *asked).stdout)
     parts = read_parts(resolve_model(str(tmp_path)))

@@ -19,7 +19,6 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
         "demo"
     ),
-    model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
     no_profiles: Annotated[
         bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")
     ] = False,
@@ -31,16 +30,12 @@ def demo(
     autotune.warm_up()
     with show_events() as show:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
-        made = autotune.make_demo(output, model)
+        made = autotune.make_demo(output)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
+    print_out(f"a small Qwen-Image ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
     print_out(
-        f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}"
+        f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its own"
     )
-    if made.new_shape:
-        print_out(
-            f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its "
-            "own"
-        )
     plan_file, result = output / "plan.yaml", output / "result"
     asked: list[object] = [
         "--model",
@@ -51,20 +46,12 @@ def demo(
         64,
         *made.plan_options,
     ]
-    asked += ["--control", made.control] if made.control else []
-    asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
     asked += ["--no-profiles"] if no_profiles else []
     _run(context, "probe")
     _run(context, "plan", *asked)
     _run_alone("train", plan_file)
-    if not made.new_shape:
-        print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
-        print_out(
-            "the model's weights are random: its pictures are noise, which the adapter changes"
-        )
-        return
     with show_events() as show:
         show(
             autotune.StatusChanged(

@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -108,8 +107,6 @@ class Family(ABC):
     """Options of `load_lora_weights` that load an adapter's file into the component that is
     trained.
     """
-    small_pipeline: ClassVar[str]
-    """Module of `autotune.families.small` that builds the small pipeline."""
     tiny_config: ClassVar[Config]
     """Changes to a configuration that make it tiny but leave its class, head size and every kind
     of block.
@@ -494,13 +491,3 @@ class Family(ABC):
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         """Whether attention gets a mask at this batch size, which some backends refuse."""
         return self.masks_padding and micro_batch_size > 1 and text_padding == "masked"
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        """Write a small genuine pipeline, for demos and tests. A family of another package
-        overrides this.
-        """
-        module = import_module(f"autotune.families.small.{self.small_pipeline}")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            pipeline = module.build_pipeline(self, captions)
-        pipeline.save_pretrained(folder)

@@ -53,7 +53,6 @@ class Chroma(Flux1Dev):
     )
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
-    small_pipeline = "chroma"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {

@@ -57,7 +57,6 @@ class Flux1Dev(ImageLatents, Family):
     )
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
-    small_pipeline = "flux1_dev"
     components: ClassVar[tuple[str, ...]] = (
         *(
             "transformer",

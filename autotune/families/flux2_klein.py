@@ -75,7 +75,6 @@ class Flux2Klein(Family):
     )
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
-    small_pipeline = "flux2_klein"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,

@@ -62,7 +62,6 @@ class Kandinsky5(Family):
     """
 
     transformer_class = "Kandinsky5Transformer3DModel"
-    small_pipeline = "kandinsky5"
     tiny_config: ClassVar[Config] = {
         "model_dim": 128,  # two heads of the published size
         "ff_dim": 128,

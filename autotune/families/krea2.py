@@ -51,7 +51,6 @@ class Krea2(Family):
     )
     pipeline_class = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
-    small_pipeline = "krea2"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,

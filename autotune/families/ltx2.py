@@ -100,7 +100,6 @@ class LTX2(Family):
     )
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
-    small_pipeline = "ltx2"
     components = (
         *(
             "transformer",

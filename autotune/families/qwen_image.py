@@ -50,7 +50,6 @@ class QwenImage(Family):
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
-    small_pipeline = "qwen_image"
     components: ClassVar[tuple[str, ...]] = (
         "transformer",
         "vae",

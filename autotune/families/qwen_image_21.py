@@ -67,7 +67,6 @@ class QwenImage21(Family):
     )
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
-    small_pipeline = "qwen_image_21"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,

@@ -63,7 +63,6 @@ class StableDiffusion35(ImageLatents, Family):
     )
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
-    small_pipeline = "sd35"
     components = (
         *("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
         *("tokenizer", "tokenizer_2", "tokenizer_3", "scheduler"),

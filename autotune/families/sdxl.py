@@ -69,7 +69,6 @@ class StableDiffusionXL(ImageLatents, Family):
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"
-    small_pipeline = "sdxl"
     noise = DiscreteDiffusion()
     components = (
         "unet",

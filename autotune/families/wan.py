@@ -67,7 +67,6 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    small_pipeline = "wan"
     components: ClassVar[tuple[str, ...]] = (
         "transformer",
         "vae",

@@ -55,7 +55,6 @@ class ZImage(ImageLatents, Family):
     )
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
-    small_pipeline = "z_image"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
         "dim": 256,  # two heads of the published size, 128

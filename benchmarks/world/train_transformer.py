@@ -23,8 +23,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from autotune.families.loss import denoising_loss
 from autotune.families.registry import get_family
-from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
-from autotune.families.small.qwen_image import make_scheduler
+from tests.small.parts import qwen_text_encoder, qwen_tokenizer
+from tests.small.qwen_image import make_scheduler
 
 NUM_SCENES, NUM_HELD, BATCH, RATE, WARMUP, BLANK_SHARE, TEXT_WIDTH = (
     12_000,

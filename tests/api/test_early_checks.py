@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune.demo.folders import draw_images
 from autotune.errors import AutotuneError
 from autotune.schema.plan import TrainingPlan
+from tests.small import draw_images
 from tests.training.small import machine, write_model_and_images
 from tests.training.small import make_plan as plan_by_hand
 

@@ -28,6 +28,7 @@ from autotune.families.qwen_image import QwenImage
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import CachingSettings
 from tests.data.pictures import CAPTIONS, picture, write_pictures
+from tests.small import write_small_pipeline
 from tests.training.small import SETTINGS
 
 IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
@@ -73,7 +74,7 @@ class EditFamily(CountingFamily):
 @pytest.fixture(scope="module")
 def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
-    QwenImage().write_small_pipeline(folder, CAPTIONS, seed=0)
+    write_small_pipeline("qwen-image", folder, CAPTIONS)
     return folder
 
 

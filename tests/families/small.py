@@ -13,6 +13,7 @@ from autotune.families.base import Family, Sample
 from autotune.families.resolve import resolve_model
 from autotune.schema.workload import Bucket, Workload
 from autotune.training.describe import WorkloadOverrides, describe_workload
+from tests.small import write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
 
@@ -105,7 +106,7 @@ def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
 
 
 def make_small(family: Family, folder: Path) -> Small:
-    family.write_small_pipeline(folder, CAPTIONS, seed=0)
+    write_small_pipeline(family, folder, CAPTIONS)
     pipeline = family.load_pipeline(folder)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):

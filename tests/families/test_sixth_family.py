@@ -2,11 +2,9 @@
 point.
 """
 
-import inspect
 import json
 import os
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -31,11 +29,6 @@ def registered():
 @pytest.fixture(scope="module")
 def sixth(registered, one_thread, tmp_path_factory):
     return make_small(AuraFlow(), tmp_path_factory.mktemp("sixth") / "pipeline")
-
-
-def test_half_of_the_families_are_files_of_140_lines_or_fewer():
-    files = {inspect.getfile(type(family)) for family in registry.FAMILIES.values()}
-    assert median(len(Path(file).read_text().splitlines()) for file in files) <= 140
 
 
 def test_name_gives_the_published_model(registered):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
@@ -18,6 +17,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
 from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
+from tests.small import write_small_pipeline
 
 GIB = 2**30
 CAPTIONS = ("a red square", "a blue circle on the left")
@@ -53,7 +53,7 @@ def precision(hardware: HardwareProfile) -> str:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu") / "model"
-    get_family("qwen-image").write_small_pipeline(folder, CAPTIONS, seed=0)
+    write_small_pipeline("qwen-image", folder, CAPTIONS)
     return folder
 
 

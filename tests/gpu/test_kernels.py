@@ -3,13 +3,14 @@
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import FAMILIES, get_family
+from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.rates import Meter
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.trials.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
+from tests.small import write_small_pipeline
 
 NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 
@@ -20,7 +21,7 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
     tmp_path, hardware, precision, name, padding
 ):
-    get_family(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
+    write_small_pipeline(name, tmp_path / "model", CAPTIONS)
     resolved = resolve_model(str(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {

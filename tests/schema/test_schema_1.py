@@ -17,7 +17,6 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from autotune.families.registry import get_family
 from autotune.hardware.store import load_profile
 from autotune.schema.base import digest_of
 from autotune.schema.candidate import Candidate
@@ -28,6 +27,7 @@ from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import find_matches
 from autotune.sharing.store import Store, user_store
 from tests.conftest import autotune_here
+from tests.small import write_small_pipeline
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema1"
 PLANS = sorted(path.relative_to(SCHEMA_1) for path in SCHEMA_1.rglob("*plan*.yaml"))
@@ -67,7 +67,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = shutil.copytree(SCHEMA_1 / "images", folder / "demo" / "images")
     captions = [path.read_text().strip() for path in sorted(images.glob("*.txt"))]
     model = folder / "demo" / "model"
-    get_family("qwen-image").write_small_pipeline(model, captions, seed=0)
+    write_small_pipeline("qwen-image", model, captions)
     (
         model / "tokenizer" / "chat_template.jinja"
     ).unlink()  # not written then, and part of a run's key

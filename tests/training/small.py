@@ -5,8 +5,6 @@ from typing import Any
 
 from autotune.data.dataset import read_dataset
 from autotune.data.options import make_options
-from autotune.demo.folders import draw_images
-from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.runtime.version import __version__
@@ -17,6 +15,7 @@ from autotune.schema.job import Job
 from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.training.describe import WorkloadOverrides, describe_workload
+from tests.small import draw_images, write_small_pipeline
 
 RESOLUTION_PX = 32
 SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
@@ -24,7 +23,7 @@ SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32"
 
 def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Path, Path]:
     captions = draw_images(folder / "images", count=5)
-    get_family(family).write_small_pipeline(folder / "model", captions, seed=0)
+    write_small_pipeline(family, folder / "model", captions)
     return folder / "model", folder / "images"
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from autotune.demo.folders import draw_images
-from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from tests import builders
+from tests.small import draw_images, write_small_pipeline
 
 GIB = 2**30
 FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
@@ -21,9 +20,7 @@ FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
-    get_family("qwen-image").write_small_pipeline(
-        folder / "model", draw_images(folder / "images"), seed=0
-    )
+    write_small_pipeline("qwen-image", folder / "model", draw_images(folder / "images"))
     return folder / "model"
 
 

@@ -24,6 +24,7 @@ from autotune.trials import phases
 from autotune.trials.phases import _largest_preview, _rehearse_caching
 from autotune.trials.requests import ChildState, Failure, RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
+from tests.small import write_small_pipeline
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -134,7 +135,7 @@ def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(
     a rehearsal.
     """
     family, longest = get_family("qwen-image-edit"), " ".join(["photo"] * 20)
-    family.write_small_pipeline(tmp_path / "model", [longest], seed=0)
+    write_small_pipeline(family, tmp_path / "model", [longest])
     model = resolve_model(str(tmp_path / "model"))
     assert model.config_folder is not None
     (tokens,) = family.count_text_tokens(model.config_folder, [longest], [[(64, 64)]])

@@ -132,7 +132,7 @@ def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
 def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_names(tmp_path):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
+    from tests.small.parts import qwen_text_encoder, qwen_tokenizer
 
     original = qwen_text_encoder(
         qwen_tokenizer(["a cat"], "system user assistant {}"), hidden_size=64

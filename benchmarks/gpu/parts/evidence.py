@@ -20,7 +20,6 @@ from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
@@ -31,6 +30,7 @@ from autotune.trials.requests import ChildState, Failure, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import run_trial
 from autotune.trials.worker import TASKS
+from tests.small import write_small_pipeline
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -106,9 +106,7 @@ class Evidence:
             return name
         folder = self.scratch() / f"small-{name}"
         if not (folder / "model_index.json").exists():
-            get_family(name).write_small_pipeline(
-                folder, ["a red square", "a blue circle on the left"], 0
-            )
+            write_small_pipeline(name, folder, ["a red square", "a blue circle on the left"])
         return str(folder)
 
     def size(self, full_px: int) -> int:

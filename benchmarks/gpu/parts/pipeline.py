@@ -19,6 +19,7 @@ from autotune.schema.workload import Workload
 from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
+from tests.small import write_small_pipeline
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
 MAX_BLOCKS = 12
@@ -64,7 +65,7 @@ def write_pipeline(
     if (folder / "ready").exists():
         return str(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    get_family(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
+    write_small_pipeline(FAMILY, folder, CAPTIONS)
     if not evidence.small:
         config = json.loads((folder / "transformer" / "config.json").read_text())
         shutil.rmtree(folder / "transformer")

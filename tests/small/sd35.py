@@ -11,7 +11,7 @@ from diffusers import (
 from transformers import CLIPTextModelWithProjection
 
 from autotune.families.base import Family
-from autotune.families.small.parts import (
+from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
     flux_vae,

@@ -12,7 +12,7 @@ from diffusers import (
 )
 
 from autotune.families.base import Family, build_empty_pipeline
-from autotune.families.small.parts import (
+from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
     flux_vae,

@@ -7,7 +7,7 @@ import diffusers
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from autotune.families.base import Family
-from autotune.families.small.parts import (
+from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
     flux_vae,

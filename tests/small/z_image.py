@@ -7,7 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 from transformers import Qwen3Model
 
 from autotune.families.base import Family
-from autotune.families.small.parts import (
+from tests.small.parts import (
     QWEN_CHAT,
     flux_vae,
     invert_input_layer,

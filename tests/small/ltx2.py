@@ -13,7 +13,7 @@ from diffusers import (
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from autotune.families.base import Family
-from autotune.families.small.parts import gemma3, gemma_tokenizer, invert_input_layer
+from tests.small.parts import gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
 WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64

@@ -14,7 +14,7 @@ from transformers import CLIPTextModelWithProjection
 
 from autotune.families.base import Family
 from autotune.families.sdxl import UNET, VAE
-from autotune.families.small.parts import clip_text_encoder, clip_tokenizer
+from tests.small.parts import clip_text_encoder, clip_tokenizer
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:

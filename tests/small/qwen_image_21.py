@@ -8,14 +8,14 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from autotune.families.base import Family
 from autotune.families.qwen_processor import Qwen3VLProcessor
-from autotune.families.small.parts import (
+from tests.small.parts import (
     QWEN_VL_CHAT,
     invert_input_layer,
     qwen3_vl,
     qwen_image_processor,
     qwen_tokenizer,
 )
-from autotune.families.small.qwen_image import make_scheduler
+from tests.small.qwen_image import make_scheduler
 
 TEXT_WIDTH = 64
 

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
 from autotune.families.base import Family
-from autotune.families.small.parts import flux_vae, invert_input_layer, t5_encoder, t5_tokenizer
+from tests.small.parts import flux_vae, invert_input_layer, t5_encoder, t5_tokenizer
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from diffusers import (
 from transformers import Qwen3VLModel
 
 from autotune.families.base import Family, build_empty_pipeline
-from autotune.families.small.parts import invert_input_layer, qwen3_vl, qwen_tokenizer
+from tests.small.parts import invert_input_layer, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)
 """Width and used layers of the text encoder; the pipeline takes the outputs of these layers."""

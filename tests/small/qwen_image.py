@@ -11,7 +11,7 @@ from diffusers import (
 )
 
 from autotune.families.base import Family, build_empty_pipeline
-from autotune.families.small.parts import (
+from tests.small.parts import (
     invert_input_layer,
     qwen_processor,
     qwen_text_encoder,

@@ -1,0 +1,92 @@
+"""Small genuine pipelines of every family, with random weights, and images to train them on."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
+from autotune.families.base import Family
+from autotune.families.registry import get_family
+
+MODULES = {
+    "qwen-image-edit": "qwen_image",
+    "qwen-image-edit-plus": "qwen_image",
+    "qwen-image-2.1": "qwen_image_21",
+    "flux1-kontext": "flux1_dev",
+    "kandinsky5-image-lite": "kandinsky5",
+    "kandinsky5-video-lite": "kandinsky5",
+    "flux2-dev": "flux2_klein",
+    "wan-2.1": "wan",
+    "wan-2.2": "wan",
+    "wan-2.2-14b": "wan",
+    "krea-2": "krea2",
+    "sd3.5": "sd35",
+    "ltx-2.3": "ltx2",
+}
+"""The module here that builds a family's pipeline, where it is not called as the family."""
+
+
+def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[str]) -> None:
+    """Write the family's pipeline, whose tokenizer knows the captions."""
+    family = get_family(family) if isinstance(family, str) else family
+    name = MODULES.get(family.name, family.name.replace("-", "_"))
+    module = import_module(f"tests.small.{name}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = module.build_pipeline(family, captions)
+    pipeline.save_pretrained(folder)
+
+
+def draw_images(
+    folder: Path, count: int = 12, *, num_frames: int = 1, is_control: bool = False
+) -> list[str]:
+    """Draw shapes on plain grounds, each with a caption beside it; returns the captions.
+
+    With several frames each shape moves through a clip in a subfolder. Control images are gray,
+    without captions.
+    """
+    folder.mkdir(parents=True)
+    rng = random.Random(0)
+    captions = []
+    for number in range(count):
+        color, ground = list(COLORS)[number % 4], list(GROUNDS)[number // 4 % 3]
+        scene = draw_centered(rng, KNOWN_SHAPES[number % 3], color, ground)
+        captions.append(scene.caption)
+        for frame in range(num_frames):
+            path = (
+                folder / f"{number:02d}.png"
+                if num_frames == 1
+                else folder / f"{number:02d}" / f"{frame:02d}.png"
+            )
+            path.parent.mkdir(exist_ok=True)
+            image = _moved(scene, frame).draw()
+            (image.convert("L").convert("RGB") if is_control else image).save(path)
+        if not is_control:
+            (folder / f"{number:02d}.txt").write_text(captions[-1] + "\n", encoding="utf-8")
+    return captions
+
+
+def _moved(scene: Scene, across: int) -> Scene:
+    """The scene with its figures some pixels to the right."""
+    return replace(
+        scene, figures=tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
+    )
+
+
+def write_small(name: str, folder: Path) -> list[str]:
+    """Write a family's pipeline and its data below `folder`; returns the options of
+    `autotune plan` for them.
+    """
+    family, options = get_family(name), ["--resolution", "64"]
+    num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
+    captions = draw_images(folder / "images", num_frames=num_frames)
+    write_small_pipeline(family, folder / "model", captions)
+    options += ["--model", str(folder / "model"), "--data", str(folder / "images")]
+    if family.max_controls:
+        draw_images(folder / "control", is_control=True)
+        options += ["--control", str(folder / "control")]
+    return [*options, "--frames", str(num_frames)] if num_frames > 1 else options
