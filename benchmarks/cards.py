@@ -29,7 +29,6 @@ LEVERS = (
     ("modulation", "resident"),
     ("norm_rope", "stock"),
     ("selective_blocks", "0"),
-    ("offloaded_inputs", "0"),
 )
 """Values of the levers' knobs that leave them out."""
 
@@ -37,7 +36,7 @@ TEXT = """# What the exact levers are predicted to be worth, card by card
 
 The table shows seconds per optimizer step (four images of 1,024 px, rank 16, `--quality high`), as `autotune plan
 --hardware CARD` predicts them without and with three levers that do not change what is learned: modulation computed
-ahead of time, norm and rotary positions as one function, and checkpoints that keep attention or wait on the host.
+ahead of time, norm and rotary positions as one function, and checkpoints that keep attention.
 "Gain" is the time without the levers divided by the time with them. The median gain is
 {medians}. Memory is that of the phase that needs most, with the levers.
 

@@ -113,10 +113,9 @@ def candidates(family: Family, num_blocks: int) -> list[Candidate]:
     plans: list[tuple[int, int, dict[str, Any]]] = [
         (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last,
         {"quantization": "torchao-int8"}),
-        (2, last, {"quantization": "bnb-nf4"}), (2, 0, {"quantization": "bnb-int8"}),
+        (2, last, {"quantization": "bnb-nf4"}),
         (2, 1, {"selective_blocks": last - 1}),
         (2, 0, {"quantization": "int8-matmul"}), (2, half, {"quantization": "torchao-fp8"}),
-        (2, last, {"offloaded_inputs": half}),
     ]  # fmt: skip
     newer: dict[str, Any] = {}
     if family.modulation:

@@ -2,22 +2,55 @@
 
     python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
 
-`reading_rules.py` has the rules by which rows are chosen and read; the first that a row breaks is
-the reason printed. Each file is judged twice: by the rules that were fixed before any of its errors
-was looked at (`first` for the published numbers, `then` for the fresh readings), and by those of
-`today`, some of which came after errors had been seen (`benchmarks/LOG.md` tells why). Families
-that were added since (`added`) have rules of their own beside these.
+Rows are chosen by these rules; the first that a row breaks is the reason printed. They were fixed
+before any error was seen, but for what is marked with *: that was found in a program's source after
+its errors had been seen (`benchmarks/DECISIONS.md`; `results/published-*-first.txt` have the errors
+as they were before).
 
-Times are of other programs: by the datasheet each takes a factor of its own over the sum of its
-kernels, which is printed last; the cost model has one for all (`STEP_OVER_KERNELS`), with the least
-median error.
+1. The model is one of our families.
+2. It is a measurement (`evidence` measured_*), with status ok and a number, or an OOM.
+3. Resolution, batch and rank are stated, the resolution is one, and the notes don't call the shape
+   suspect; * where they name the example's data loader as the one that fits, its shape counts
+   (frames cut to what the VAE takes).
+4. The GPU is stated and in our catalog.
+5. The base is bf16, or stored as one of our formats stores it; * not what multiplies in float8.
+6. Checkpointing is `none` or full, per block.
+7. Nothing is compiled, offloaded or swapped.
+8. The figure's kind is known: as the allocator counts, or the whole process.
+9. * Something is checkpointed, or the program computes in bf16 alone: under autocast layer norms
+   keep an fp32 copy of their input, and each adapter its own cast. OOM of `ADDED` count anyway, and
+   such steps are told apart, for their time alone.
+10. Text encoders and VAE are off the device while it trains, where that is known (only
+    `data/fresh_readings.csv` says); * where they stay, they do in the prediction.
+
+Families that were added later (`ADDED`) have these in addition:
+
+11. "N MP" is a square of N x 1024 x 1024 pixels. Where the row names the data loader of the
+    source's own example, its shape counts (squares; clips in area), and its rank.
+12. Captions are as long as the program makes them, where its source says (`CAPTIONS`).
+13. Fizgig adapts attention and MLPs of all blocks, other programs attention.
+14. Blocks that a row says to be swapped are. SimpleTuner's RamTorch is all blocks swapped, and for
+    memory alone.
+15. "GB as written (code divides by 1024^3)" is GiB. Fizgig's "peak reserved", "peak, training only"
+    and "peak, VAE resident for previews" are what its allocator reserved, the last with the VAE's
+    weights. A size of another kind is not compared; such a row counts for time alone, as do those
+    on a card with a desktop of which the source corrects the size by 1 GB.
+16. A program that autotune knows as another trainer is predicted with that trainer's own overheads.
+17. * Krea 2 by SimpleTuner adapts by ends of names, and its fused projections keep the three that
+    they were made of. LTX-2.3 by SimpleTuner keeps the connectors on the device.
+
+Readings that agree in model, trainer, shape, rank, weight format, checkpointing and value (to 1%)
+are one. Times are of other programs: by the datasheet each takes a factor of its own over the sum
+of its kernels, which is printed; the cost model has one for all (`STEP_OVER_KERNELS`).
 """
 
 import argparse
+import csv
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,111 +58,353 @@ from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
-from reading_rules import (
-    ADDED,
-    CHECKPOINTING,
-    FAMILIES,
-    FOUND_RESIDENT,
-    GPUS,
-    LATEST,
-    NEWEST,
-    RESERVED,
-    RULES,
-    STORAGE,
-    WHOLE,
-    WHOLE_PIPELINE,
-    WITH_VAE,
-    Row,
-    broken_rule,
-    copied_bytes_of,
-    frames_of,
-    overheads_of,
-    rank_of,
-    resolution_of,
-    rows_of,
-    seconds_of,
-    size_of,
-    swapped_of,
-    targets_of,
-    text_tokens_of,
-    unique,
-)
-
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import STEP_OVER_KERNELS
-from autotune.families.resolve import resolve_model
+from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.schema import Overheads
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Prediction
 from autotune.schema.workload import Bucket, Workload
+from autotune.trainers import get_trainer
 
 MARGIN = 0.1
 """Of the card: what a plan leaves free."""
-LARGE = 0.08
-"""The target for the median; a larger miss is explained in `MISSES`."""
-HOST = "time: as long on a card a third as fast: the host is timed"
-HOLES = (
-    "memory: the allocator's holes, 2 to 4 GiB where we expect 7: checkpoints fill those of "
-    "the "
-    "text's blocks"
-)
-RAMTORCH = "memory: its RamTorch keeps each layer's input, and it turns queries and keys in float64"
-REFINERS = (
-    "memory: refiners in bf16 (1.0 GiB), statistics not nested (.25), a block's converted "
-    "weights "
-    "(.35)"
-)
-MISSES = {
-    **dict.fromkeys(("1", "468", "472"), HOST),
-    **dict.fromkeys(("5", "6"), f"{HOST}; a half of the blocks checkpointed takes as long as all"),
-    **dict.fromkeys(("69", "70"), "a third of the time on both cards: work that we don't count"),
-    "260": (
-        "memory and time: it trains layers of the sound and between the streams, too, and its "
-        "host "
-        "is the limit"
-    ),
-    **dict.fromkeys(("326", "327"), "time: half as long again on both cards, unknown why"),
-    **dict.fromkeys(("412", "413", "448", "449"), RAMTORCH),
-    **dict.fromkeys(("510", "511", "513", "514", "516", "517", "520"), HOLES),
-    **dict.fromkeys(("702", "704"), "memory: its fp32 adapter casts each layer's input for itself"),
-    "705": "time: copies of swapped blocks, 1.3 s that we predict as hidden",
-    "720": "time: unknown; half of the pixels are as predicted",
-    "723": REFINERS,
-    "724": f"{REFINERS}; time: unknown",
-    "753": "time: .67 s if compiled, so that it is its host that is timed",
-    "324": "runs under autocast: with its copies and captions of 1,024 tokens about 79 GiB by hand",
-    "340": "seems to keep bf16 copies of weights for the backward pass (its Chroma takes 19 GiB "
-    "more than in bf16): "
-    "84 GiB by hand; runs under autocast besides",
-    "342": "unknown; scales and multiplies in float8, which our weight format doesn't",
-    "343": "unknown; scales and multiplies in float8, which our weight format doesn't",
-    "621": "memory: float8 training keeps the weights in bf16 (23.8 GB), its command keeps "
-    "encoders and VAE (9.9 GB): "
-    "about 36 GB by hand; time: 20 minutes of everything over 700 steps",
-    "F1": "time: another program takes 1.6 times as long by image and token, on the same card (F6)",
-    "F4": "time: another program takes 1.6 times as long by image and token, on the same card (F7)",
-    "F5": (
-        "time: likely a slip of the document, which has 1.4 seconds per step for the same "
-        "elsewhere (F6)"
-    ),
-    "F14": "memory: likely the peak of encoding captions before (T5, CLIP and VAE: 10.5 GB "
-    "predicted), for the same "
-    "program's bf16 figure leaves 0.9 GB for training; time: bound by the host, whose launches "
-    "nobody measured",
-    "F39": "the program keeps the whole pipeline on the device (read in its code)",
-    "F40": "memory: a card of 80 has GiB, and 24 of them are +8.8%; its Adam has 8 bits (+7.9%); "
-    "24 has two digits "
-    "(24.49: +5.7%); the rest unknown",
-    "F58": "memory: must be GiB (+3.1%), for weights, checkpoints and CUDA context alone are 44 "
-    "GB; time: 1,536 text "
-    "tokens are assumed, its pictures make about 700 (+20%); the rest is its program's factor",
+FAMILIES = {
+    "Qwen-Image (20B)": "qwen-image",
+    "Qwen-Image-Edit": "qwen-image-edit",
+    "Qwen-Image-Edit (20B)": "qwen-image-edit",
+    "Qwen-Image-Edit-2509": "qwen-image-edit-plus",
+    "FLUX.1-dev (12B)": "flux1-dev",
+    "Kandinsky5 Video Lite 2B T2V": "kandinsky5-video-lite",
+    **{
+        name: name
+        for name in ("flux1-dev", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
+    },
+    **{name: name for name in ("kandinsky5-image-lite", "kandinsky5-video-lite")},
 }
-"""What investigations found, by the row's id."""
+NEWEST = {"LTX-Video 2.3": "ltx-2.3"}
+LATEST = {"Qwen-Image-2.1 (7B, NOT the 20B Qwen-Image)": "qwen-image-2.1"}
+ADDED = {
+    "Chroma (8.9B FLUX.1 derivative)": "chroma",
+    **LATEST,
+    **NEWEST,
+    "Krea 2": "krea-2",
+    "Krea 2 (12.9B)": "krea-2",
+    "Krea 2 raw (12.9B)": "krea-2",
+    "Z-Image": "z-image",
+    "Z-Image DeTurbo (6B)": "z-image",
+    "Z-Image-Turbo (6B)": "z-image-turbo",
+    "FLUX.2-klein-4B": "flux2-klein",
+    "FLUX.2-klein-4b": "flux2-klein",
+    "FLUX.2-klein-9B": "flux2-klein-9b",
+    "FLUX.2-klein-9b": "flux2-klein-9b",
+    "FLUX.2-klein-base-9B": "flux2-klein-9b",
+    "FLUX.2 (klein-9B default)": "flux2-klein-9b",
+    "Wan2.1": "wan-2.1",
+    "Wan2.1 T2V 1.3B": "wan-2.1",
+    "Wan2.1 T2V 14B": "wan-2.1-14b",
+    "Wan 14B T2V": "wan-2.1-14b",
+}
+"""Models of families that were added after the rules for `FAMILIES`."""
 NAMES = {**FAMILIES, **ADDED}
+CAPTIONS = {
+    ("SimpleTuner", "chroma"): 512,  # chroma/model.py pads to max_sequence_length, under a mask
+    ("SimpleTuner", "krea-2"): 512,  # krea2/pipeline.py pads to max_sequence_length, under a mask
+    (
+        "SimpleTuner",
+        "z-image-turbo",
+    ): 32,  # z_image/model.py drops padding; its example's caption is one character
+}
+"""Tokens of a caption, by program and model."""
+BY_ENDS = "to_q,to_k,to_v,to_out.0"
+FUSED_PARAMETERS = 28 * 6144 * (6144 + 2 * 1536) + 4 * 2560 * 3 * 2560
+"""Of Krea 2's query, key and value projections, in its blocks and its text's."""
+CONNECTORS_BYTES = 2 * 3_172_227_584
+"""Of LTX-2.3's, in bf16."""
+TRAINERS = {
+    "SimpleTuner": "simpletuner",
+    "ai-toolkit": "ai-toolkit",
+    "diffusers": "diffusers",
+    "sd-scripts": "sd-scripts",
+    "FluxGym": "sd-scripts",
+    "musubi-tuner": "musubi",
+    "OneTrainer": "onetrainer",
+}
+"""Autotune's name of a trainer, by how the row's begins. What has a diffusers script of its own
+is none of these.
+"""
+OPTIMIZERS: dict[str, tuple[str, dict[str, str | bool]]] = {
+    "simpletuner": ("optimizer", {}),
+    "ai-toolkit": ("train.optimizer", {"AdamW8bit": "adamw8bit"}),
+    "sd-scripts": ("optimizer_type", {}),
+    "musubi": ("optimizer_type", {}),
+    "onetrainer": ("optimizer.optimizer", {}),
+    "diffusers": ("use_8bit_adam", {"AdamW8bit": True, "8-bit AdamW": True}),
+}
+"""The key of a trainer's optimizer, and its values where the row words them otherwise."""
+GPUS = {
+    "H100 80GB": "nvidia-h100-sxm",
+    "H100 SXM": "nvidia-h100-sxm",
+    "L40S 48GB": "nvidia-l40s",
+    "B200": "nvidia-b200",
+    "RTX 5090": "nvidia-rtx-5090",
+    "RTX 4090": "nvidia-rtx-4090",
+    "RTX 4090 24GB": "nvidia-rtx-4090",
+    "RTX A6000": "nvidia-rtx-a6000",
+    "RTX A6000 48GB": "nvidia-rtx-a6000",
+    "A100 80GB": "nvidia-a100-80gb",
+    "RTX PRO 6000 Blackwell": "nvidia-rtx-pro-6000",
+    **{gpu.id: gpu.id for gpu in load_catalog()},
+}
+STORAGE = {
+    "bf16": "none",
+    "none (bf16)": "none",
+    "full_bf16": "none",
+    "fp8wo-torchao": "torchao-fp8",
+    "int8-torchao": "torchao-int8",
+    "nf4": "bnb-nf4",
+    "nf4 (QLoRA)": "bnb-nf4",
+    **{name: name for name in ("none", "bnb-nf4", "torchao-int8", "torchao-fp8")},
+}
+CHECKPOINTING = {
+    "none": False,
+    "full per-block (torch)": True,
+    "full": True,
+    "full (default)": True,
+}
+UNDER_AUTOCAST = (
+    "SimpleTuner",
+    "diffusers",
+    "sd-scripts",
+    "musubi-tuner",
+    "flymyai-lora-trainer",
+    "x-flux",
+)
+ALLOCATED = ("peak allocated", 'peak (doc: "peak VRAM GiB")')
+WHOLE = (
+    "peak nvidia-smi",
+    "peak",
+    "peak, training only",
+    "peak reserved, first epoch",
+    "user reading",
+)
+RESERVED = ("peak reserved, first epoch", "peak, training only")
+"""Of the programs of `ADDED`: without the context of the process."""
+WITH_VAE = "peak, VAE resident for previews"
+"""Of `LATEST`: reserved, with the VAE's weights."""
+WHOLE_PIPELINE = {
+    "residency": "keep",
+    "text_encoder_device": "training",
+    "text_encoder_quantization": "none",
+    "text_encoder_streamed": "false",
+}
+FOUND_RESIDENT = ("F39",)
+"""Rows that don't say whether the other models stay on the device; the program's code does."""
 
 
-def predicted(row: Row, rules: str) -> "Reading":
-    """Our prediction for a row that breaks no rule of the set `rules`."""
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason to leave a row out, and the rows that it is for."""
+
+    reason: str
+    broken: Callable[[Row], bool]
+    applies: Callable[[Row], bool] = lambda row: True
+
+
+def no_measurement(row: Row) -> bool:
+    numbers = row["vram_value"] or row["s_per_it"]
+    return not (
+        row["evidence"].startswith("measured")
+        and (row["status"] == "OOM" or (row["status"] == "ok" and numbers))
+    )
+
+
+def shape_unknown(row: Row) -> bool:
+    return resolution_of(row) is None or not row["batch"] or rank_of(row) is None
+
+
+def is_older(row: Row) -> bool:
+    return row["model"] not in ADDED
+
+
+def keeps_casts(row: Row) -> bool:
+    is_counted = row["status"] == "OOM" and row["model"] in ADDED
+    return (
+        not is_counted
+        and not CHECKPOINTING[row["grad_ckpt"]]
+        and row["trainer"].startswith(UNDER_AUTOCAST)
+    )
+
+
+def moves_otherwise(row: Row) -> bool:
+    """Whether something is offloaded in a way that autotune has no setting for."""
+    return row["offload_or_swap"] not in NOTHING and swapped_of(row) is None
+
+
+def nothing_comparable(row: Row) -> bool:
+    return row["status"] == "ok" and size_of(row) is None and seconds_of(row) is None
+
+
+NOTHING = ("", "none")
+RULES = (
+    Rule("1 not our model", lambda row: row["model"] not in NAMES),
+    Rule("2 no measurement", no_measurement),
+    Rule("3 shape unknown", shape_unknown),
+    Rule("4 GPU unknown", lambda row: row["gpu"] not in GPUS),
+    Rule("5 other weight format", lambda row: row["base_quant"] not in STORAGE),
+    Rule("6 other checkpointing", lambda row: row["grad_ckpt"] not in CHECKPOINTING),
+    Rule("7 compiled", lambda row: row["compile"] not in NOTHING),
+    Rule("7 offloaded", lambda row: row["offload_or_swap"] not in NOTHING, is_older),
+    Rule("7 offloaded otherwise", moves_otherwise),
+    Rule(
+        "8 kind unknown",
+        lambda row: bool(row["vram_value"]) and row["vram_kind"] not in (*ALLOCATED, *WHOLE),
+        is_older,
+    ),
+    Rule("8 nothing comparable", nothing_comparable),
+)
+
+
+def broken_rule(row: Row, *, steps_alone: bool = False) -> str | None:
+    """The first rule that `row` breaks."""
+    found = next((rule.reason for rule in RULES if rule.applies(row) and rule.broken(row)), None)
+    if found:
+        return found
+    if steps_alone:
+        has_step = row["s_per_it"] and not CHECKPOINTING[row["grad_ckpt"]]
+        return None if has_step else "9 no step without checkpoints"
+    return "9 keeps autocast's copies" if keeps_casts(row) else None
+
+
+def resolution_of(row: Row) -> tuple[int, int] | None:
+    """Width and height in pixels."""
+    megapixels = re.fullmatch(r"~?([\d.]+) MP", row["resolution"])
+    if megapixels and row["model"] in ADDED:
+        side_px = round(float(megapixels[1]) ** 0.5 * 1024 / 16) * 16
+        return side_px, side_px
+    example = re.search(r"(\d+)(?: px-area)? \(example dataloader", row["resolution"])
+    if example and row["model"] in ADDED:
+        return int(example[1]), int(example[1])
+    area = re.search(r"\(doc\); (\d+) px-area \(example\)", row["resolution"])
+    if area and row["model"] in NEWEST:
+        side_px = int(area[1]) // 32 * 32
+        return side_px, side_px
+    loader = re.search(r"(\d+) px-area \(example dataloader\)", row["resolution"])
+    if loader and "only fits the latter" in row["notes"]:
+        return int(loader[1]), int(loader[1])
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", row["resolution"])
+    return (
+        (int(match[1]), int(match[2] or match[1]))
+        if match and "SUSPECT" not in row["notes"]
+        else None
+    )
+
+
+def frames_of(row: Row) -> int:
+    """Frames of a clip; 1 for an image."""
+    match = re.search(r"(\d+)(?: \(example dataloader\))?$", row["frames"])
+    factor = 8 if row["model"] in NEWEST else 4
+    return (int(match[1]) - 1) // factor * factor + 1 if match else 1
+
+
+def rank_of(row: Row) -> int | None:
+    example = re.search(r"\(example rank (\d+)\)", row["notes"]) if row["model"] in ADDED else None
+    rank = example[1] if example else row["rank"]
+    return int(rank) if rank.isdigit() else None
+
+
+def swapped_of(row: Row) -> int | None:
+    """Number of swapped blocks, -1 for all; None if something else is offloaded."""
+    offloaded = row["offload_or_swap"]
+    swap = re.fullmatch(r"swap (\d+) of \d+", offloaded)
+    if offloaded in NOTHING or swap:
+        return int(swap[1]) if swap else 0
+    return -1 if offloaded == "RamTorch blocks.* (100%)" else None
+
+
+def size_of(row: Row) -> float | None:
+    """Memory in the row's unit; None if it is not stated, or of no known kind."""
+    value = row["vram_value"].lstrip("~")
+    kinds = (*ALLOCATED, *WHOLE, *(RESERVED if row["model"] in ADDED else ()))
+    kinds += (WITH_VAE,) if row["model"] in LATEST else ()
+    has_desktop = row["model"] in ADDED and row["source"].startswith(
+        "shootthesound/Fizgig src/fizgig/utils"
+    )
+    return float(value) if value and row["vram_kind"] in kinds and not has_desktop else None
+
+
+def seconds_of(row: Row) -> float | None:
+    """Of a step; None if it is not stated, or takes copies that autotune would not make."""
+    return float(row["s_per_it"].lstrip("~")) if row["s_per_it"] and swapped_of(row) != -1 else None
+
+
+def text_tokens_of(row: Row, model: ResolvedModel) -> int:
+    own = CAPTIONS.get((row["trainer"], ADDED.get(row["model"], "")))
+    return int(row.get("text_tokens") or own or model.family.defaults.text_tokens)
+
+
+def targets_of(row: Row) -> str:
+    usual = "attention+mlp" if row["trainer"] == "Fizgig" else "attention"
+    return row.get("targets") or (BY_ENDS if fuses_projections(row) else usual)
+
+
+def fuses_projections(row: Row) -> bool:
+    return row["trainer"] == "SimpleTuner" and ADDED.get(row["model"]) == "krea-2"
+
+
+def copied_bytes_of(row: Row) -> int:
+    """Of projections that a program keeps beside the fused one, and of connectors."""
+    if row["model"] in NEWEST and row["trainer"] == "SimpleTuner":
+        return CONNECTORS_BYTES
+    element_bytes = 2 if STORAGE[row["base_quant"]] == "none" else 1
+    return FUSED_PARAMETERS * element_bytes if fuses_projections(row) else 0
+
+
+def overheads_of(row: Row, model: str) -> Overheads | None:
+    """Of a program that autotune knows as another trainer, as its table says; what stays on the
+    device is rule 10's.
+    """
+    name = next(
+        (ours for theirs, ours in TRAINERS.items() if row["trainer"].startswith(theirs)), None
+    )
+    if name is None or "flux_lora_quantization" in row["trainer"]:
+        return None
+    trainer = get_trainer(name)
+    known = next((one for one in trainer.models if one.name == model), None)
+    key, values = OPTIMIZERS[name]
+    written = {key: values.get(row["optimizer"], row["optimizer"])} if row["optimizer"] else {}
+    found = trainer.for_model(known).overheads_of(written, known) if known else None
+    return found.changed(kept=()) if found else None
+
+
+def unique(rows: Iterable[Row]) -> list[Row]:
+    """One row for each reading."""
+    seen: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        fields = ("model", "trainer", "resolution", "batch", "rank", "base_quant", "grad_ckpt")
+        value = row["vram_value"].lstrip("~")
+        size = (
+            f"{float(value):.1f}"
+            if value and float(value) < 30
+            else f"{float(value):.0f}"
+            if value
+            else row["gpu"]
+        )
+        seen.setdefault((*(row[field] for field in fields), size, row["s_per_it"]), row)
+    return list(seen.values())
+
+
+def rows_of(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def predicted(row: Row) -> "Reading":
+    """Our prediction for a row that breaks no rule."""
     name = NAMES[row["model"]]
     model = resolve_model(name)
     width, height = resolution_of(row) or (0, 0)
@@ -144,7 +419,7 @@ def predicted(row: Row, rules: str) -> "Reading":
         num_control_images=1 if "edit" in name else 0,
         rank=rank,
         lora_alpha=float(rank),
-        targets=targets_of(row, rules),
+        targets=targets_of(row),
         effective_batch_size=batch * int(row["grad_accum"] or 1),
     )
     num_blocks = model.spec.num_blocks
@@ -155,17 +430,16 @@ def predicted(row: Row, rules: str) -> "Reading":
         quantization=STORAGE[row["base_quant"]],
         swapped_blocks=num_blocks if swapped == -1 else swapped,
     )
-    own_ways = rules in ("today", "added", "after", "times")
-    stay = own_ways and (row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT)
+    stay = row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT
     cost = CostModel.build(
         hardware,
         workload,
         model.family,
         model.config,
         caching_pins=WHOLE_PIPELINE if stay else None,
-        overheads=overheads_of(row, name) if own_ways else None,
+        overheads=overheads_of(row, name),
     )
-    beside = cost.resident_encoder_bytes + copied_bytes_of(row, rules)
+    beside = cost.resident_encoder_bytes + copied_bytes_of(row)
     if row["vram_kind"] == WITH_VAE:
         beside += cost.model.vae_cost("bf16").weight_bytes
     return Reading(row, cost.predict(candidate), beside, hardware.device.total_memory_bytes or 0)
@@ -240,24 +514,6 @@ class Reading:
             )
         return text
 
-    @property
-    def memory_missed(self) -> bool:
-        """Whether memory wants a word: a large error, or an OOM that we would call fitting."""
-        if self.row["status"] == "OOM":
-            return self.left_free > MARGIN
-        return abs(self.memory_error or 0.0) > LARGE
-
-    @property
-    def missed(self) -> bool:
-        """Whether anything wants a word."""
-        return self.memory_missed or abs(self.time_error or 0.0) > LARGE
-
-    @property
-    def explanation(self) -> str:
-        """Of a miss."""
-        own_factor = "time: its program has another factor, see below"
-        return MISSES.get(self.row["id"], "unknown" if self.memory_missed else own_factor)
-
 
 def errors_of(readings: Sequence[Reading]) -> dict[str, list[float]]:
     """Errors by group. One memory reading counts once, whatever the GPU."""
@@ -283,43 +539,20 @@ def errors_of(readings: Sequence[Reading]) -> dict[str, list[float]]:
     return errors
 
 
-def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> list[Reading]:
-    """What is dropped and why, every reading with its error, and errors by group; a column for each
-    set of rules.
-
-    The answer is what the last set leaves.
-    """
-    print(
-        f"\n{title}: {len(rows)} rows\n\n{'dropped by rule':44}"
-        + "".join(f"{name:>34}" for name in sets)
-    )
-    broken = {name: {row["id"]: broken_rule(row, name) for row in rows} for name in sets}
-    counts = {name: Counter(broken[name].values()) for name in sets}
-    for reason in dict.fromkeys(rule.reason for rule in RULES):
-        if any(counts[name][reason] for name in sets):
-            print(f"{reason:44}" + "".join(f"{counts[name][reason]:34}" for name in sets))
-    chosen = {name: unique(row for row in rows if broken[name][row["id"]] is None) for name in sets}
-    readings: dict[tuple[str, str], Reading] = {}
+def report(title: str, rows: Sequence[Row], *, steps_alone: bool = False) -> list[Reading]:
+    """What is dropped and why, every reading with its error, errors by group, and factors."""
+    broken = {row["id"]: broken_rule(row, steps_alone=steps_alone) for row in rows}
+    print(f"\n{title}: {len(rows)} rows\n")
+    for reason, count in Counter(broken.values()).items():
+        print(f"{reason or 'compared':44}{count:34}")
+    readings = [predicted(row) for row in unique(row for row in rows if not broken[row["id"]])]
     print()
-    for row in rows:
-        for name in sets:
-            if row in chosen[name]:
-                readings[row["id"], name] = predicted(row, name)
-        lines: dict[str, list[str]] = defaultdict(list)
-        for name in sets:
-            if (row["id"], name) in readings:
-                lines[readings[row["id"], name].line()].append(name)
-        for line, names in lines.items():
-            print(f"{' '.join(name if name in names else ' ' * len(name) for name in sets)} {line}")
-            if readings[row["id"], names[0]].missed:
-                print(f"{'':18}{readings[row['id'], names[0]].explanation}")
-    errors = {name: errors_of([readings[row["id"], name] for row in chosen[name]]) for name in sets}
+    for reading in readings:
+        print(reading.line())
     print()
-    for group in sorted({group for name in sets for group in errors[name]}):
-        print(
-            f"{group:44}" + "".join(f"{summary(errors[name].get(group, [])):>34}" for name in sets)
-        )
-    return [readings[row["id"], sets[-1]] for row in chosen[sets[-1]]]
+    for group, errors in sorted(errors_of(readings).items()):
+        print(f"{group:44}{summary(errors):>34}")
+    return readings
 
 
 def report_factors(readings: Sequence[Reading]) -> None:
@@ -407,44 +640,26 @@ def main() -> None:
     parser.add_argument(
         "--csv", type=Path, default=here / "../../shared/data/published_numbers.csv"
     )
-    fresh = [here / "data" / "fresh_readings.csv", here / "data" / "second_readings.csv"]
-    parser.add_argument("--fresh", type=Path, nargs="*", default=fresh)
+    parser.add_argument(
+        "--fresh", type=Path, nargs="*", default=[here / "data" / "fresh_readings.csv"]
+    )
     arguments = parser.parse_args()
-    print(
-        "first, then: rules fixed before a file's errors were seen; today: some of them changed "
-        "after; added: rules of "
-        "families that came later, fixed before; after: with what their errors led to. Errors are "
-        "of our prediction."
-    )
     published = rows_of(arguments.csv)
-    older = [row for row in published if row["model"] not in ADDED]
-    readings = report("published_numbers.csv", older, ("first", "today"))
+    readings = report("published numbers, older families", [*filter(is_older, published)])
     for path in arguments.fresh:
-        readings += report(
-            f"{path.name}, collected after all rules", rows_of(path), ("then", "today")
-        )
+        readings += report(path.name, rows_of(path))
     report_factors(readings)
-    added = [
-        row for row in published if row["model"] in ADDED.keys() - LATEST.keys() - NEWEST.keys()
-    ]
-    later = report("published_numbers.csv, families added later", added, ("added", "after"))
-    report_factors(later)
-    latest = report(
-        "published_numbers.csv, Qwen-Image 2.1",
-        [row for row in published if row["model"] in LATEST],
-        ("added",),
-    )
-    report_factors(latest)
-    newest = report(
-        "published_numbers.csv, LTX-2.3",
-        [row for row in published if row["model"] in NEWEST],
-        ("added",),
-    )
-    report_factors(newest)
-    steps = [{**row, "vram_value": ""} for row in published if row["model"] in ADDED]
-    report_factors(report("published_numbers.csv, steps without checkpoints", steps, ("times",)))
+    later = [row for row in published if row["model"] in ADDED]
+    alone = {"Qwen-Image 2.1": LATEST, "LTX-2.3": NEWEST}
+    groups = {"families added later": ADDED.keys() - LATEST - NEWEST, **alone}
+    for title, models in groups.items():
+        found = report(title, [row for row in later if row["model"] in models])
+        report_factors(found)
+        readings += found
+    steps = [{**row, "vram_value": ""} for row in later]
+    report_factors(report("steps without checkpoints", steps, steps_alone=True))
     print()
-    report_bands(readings + later + latest + newest)
+    report_bands(readings)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "torchao-int8": {"quantization": "torchao-int8"},
     "torchao-fp8": {"quantization": "torchao-fp8"},
-    "layerwise-fp8": {"quantization": "layerwise-fp8"},
-    "bnb-int8": {"quantization": "bnb-int8"},
     "bnb-nf4": {"quantization": "bnb-nf4"},
     "int8-matmul": {"quantization": "int8-matmul"},
     "fp8-matmul": {"quantization": "fp8-matmul"},

@@ -26,7 +26,7 @@ the model's shapes.
 PRIOR_MEMORY = 0.04
 CHOICE_SHARE = 0.7
 """Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40
-simulated searches: .7 was within 5% of the best most often (see benchmarks/LOG.md)."""
+simulated searches: .7 was within 5% of the best most often (see benchmarks/DECISIONS.md)."""
 DOUBLING_SHARE = 0.3
 """The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks
 (see the log).

@@ -5,7 +5,7 @@ and for how many the input waits on the host meanwhile. The cost model finds the
 together (`search/mixtures.py`).
 
 A fourth kind, which recomputes the feed-forward alone, was tried and left out: see
-benchmarks/LOG.md.
+benchmarks/DECISIONS.md.
 """
 
 from typing import TYPE_CHECKING

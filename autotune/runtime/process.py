@@ -12,7 +12,7 @@ SPIN_COUNT = "6000"
 """How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer
 than the gap between two operations. When another program with two threads ran, steps took 50 to
 64 times as long with libgomp's 300,000 and 3.4 times with this; alone they took the same
-(`benchmarks/threads.py` and its log)."""
+(`benchmarks/DECISIONS.md`)."""
 UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
 """Packages that diffusers, transformers, peft and torch import if they find them: the first two,
 with Inductor, are 900 modules and a quarter of the time of all imports; those of CUDA's build of

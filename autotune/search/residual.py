@@ -22,7 +22,7 @@ from autotune.search.winner import energy_unknown
 
 STOP_SIGMAS = 1.5
 """Standard deviations by which the stop rule lets a candidate be better than predicted: fewer
-ended searches too early (see benchmarks/LOG.md)."""
+ended searches too early (see benchmarks/DECISIONS.md)."""
 MEMORY_SIGMAS = 1.0
 """Standard deviations by which a step may take more memory than predicted: on shared memory that
 must stay below the budget, too."""

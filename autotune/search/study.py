@@ -39,7 +39,7 @@ SHARE_OF_RUN = 0.05
 MIN_SECONDS = 60.0
 MIN_TRIALS = 7
 """With 6, two of nine searches in the development table stopped before they came within 5% (see
-benchmarks/LOG.md).
+benchmarks/DECISIONS.md).
 """
 MIN_TRIALS_WITH_PRIORS = 4
 """The same if records of similar machines hold."""

@@ -54,11 +54,7 @@ TABLES = {
             "expected.host_bytes"
         ),
     },
-    "limits": {
-        "kernels": "candidate outcome step_seconds energy.step_joules energy.step_joules_by_power "
-        "energy.reason "
-        "by_kind launches message"
-    },
+    "limits": {"kernels": "candidate outcome step_seconds by_kind launches message"},
 }
 """What is shown of the rows of each part and kind; dots lead into objects."""
 

@@ -18,13 +18,12 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Workload
 from autotune.trials.requests import Failure
 from autotune.trials.runner import ProcessTrialRunner
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
-INT8, FP8, NF4, BNB8 = "torchao-int8", "torchao-fp8", "bnb-nf4", "bnb-int8"
+INT8, FP8, NF4 = "torchao-int8", "torchao-fp8", "bnb-nf4"
 COMPILED: Levers = (("norm_rope", "compiled"),)
 AHEAD: Levers = (*COMPILED, ("modulation", "ahead"))
 BLOCKS: Levers = (("compile", "block"),)
@@ -60,15 +59,13 @@ WORKS = (
                        (1, NONE, "none", "native", BLOCKS),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
                        (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL,
-                       NF4), (1, NONE, NF4),
-                       (1, ALL, "layerwise-fp8"), (1, NONE, "layerwise-fp8")),
+                       NF4), (1, NONE, NF4)),
          padding="masked"),
     Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
     Work(1328, 8, 1, ((1, ALL), (1, HALF), (1, NONE), (1, ALL, FP8))),
     Work(1024, 128, 1, ((1, ALL), (1, HALF), (1, ALL, INT8)), targets="attention+mlp"),
     Work(1024, 8, 4, ((4, ALL), (4, SOME), (2, HALF))),
     Work(1024, 16, 2, ((2, ALL), (2, SOME))),
-    Work(1024, 8, 1, ((1, ALL, BNB8),)),
     Work(1328, 16, 16, ((16, NONE), (1, ALL)), must_fail=True),
 )  # fmt: skip
 MODELS = ("qwen-image", "flux1-dev")
@@ -85,8 +82,6 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         "model": name,
         **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")},
     }
-    if work is WORKS[0]:
-        curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
     with ProcessTrialRunner(hardware, model, workload) as runner:
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
@@ -108,28 +103,6 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
                 reserved_bytes=reserved, **result.model_dump(mode="json"),
             )  # fmt: skip
             first = first or (result if result.outcome == "ok" else None)
-
-
-def curve(
-    evidence: Evidence,
-    predictor: CostModel,
-    workload: Workload,
-    about: dict[str, Any],
-    precision: str,
-) -> None:
-    """Predictions from all blocks checkpointed to none: what the picture draws before anything
-    is measured.
-    """
-    points = []
-    for batch in sorted({1, workload.effective_batch_size}):
-        for step in range(16):
-            prediction = predictor.predict(
-                candidate(workload, batch, step / 15, precision=precision)
-            )
-            points.append((batch, prediction.candidate.checkpointed_blocks,
-            prediction.allocated_memory_bytes,
-                           prediction.step_seconds / workload.effective_batch_size))  # fmt: skip
-    evidence.row("curve", **about, points=points)
 
 
 def tried(

@@ -1,14 +1,11 @@
-"""What a step's time goes to: kernels by kind, gaps between them, the same split as predicted;
-and its energy.
-"""
+"""What a step's time goes to: kernels by kind, gaps between them, the same split as predicted."""
 
-import contextlib
 import re
 import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accuracy import (
     ALL,
@@ -27,21 +24,13 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
-from autotune.hardware.energy import EnergyMeter
-from autotune.hardware.sources import RealSystem
 from autotune.hardware.store import cached_profile
-from autotune.hardware.system import Unavailable
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 from autotune.trials.requests import ChildState, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
 
-if TYPE_CHECKING:
-    from autotune.trials.steps import StepRunner
-
-METERED_SECONDS = 3.0
-"""Of steps whose energy is read: some counters go on ten times a second."""
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
     ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|addmm|aten::mm|bmm"),
@@ -82,29 +71,6 @@ class ProfiledSteps:
     device: str
 
 
-def measure_energy(steps: "StepRunner", device: str) -> dict[str, Any]:
-    """Joules of a step by the card's counter, and by the power that it told after each step times
-    the seconds.
-
-    Counter and power come from different readings of NVML: that they agree is what is to be shown.
-    """
-    kind, _, index = device.partition(":")
-    taken: list[float] = []
-    watts: list[float] = []
-    with EnergyMeter(kind, int(index or 0)) as meter:
-        first = meter.read()
-        while len(taken) < 5 or (first and sum(taken) < METERED_SECONDS):
-            taken.append(steps.timed_step()[1])
-            with contextlib.suppress(Unavailable):
-                watts.append(float(str(RealSystem().query("nvml", "power_watts", int(index or 0)))))
-        last = meter.read()
-    joules = (last.joules - first.joules) / len(taken) if first and last else None
-    by_power = statistics.fmean(watts) * statistics.fmean(taken) if watts else None
-    return {"seconds": taken, "step_joules": joules, "watts": watts,
-    "step_joules_by_power": by_power,
-            "reason": meter.reason}  # fmt: skip
-
-
 def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
@@ -112,8 +78,7 @@ def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
 
     trial = TrialRequest(request.model, request.workload, request.candidate, request.device, 3)
     steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)
-    energy = measure_energy(steps, request.device)
-    seconds = statistics.median(energy["seconds"])
+    seconds = statistics.median(steps.timed_step()[1] for _ in range(5))
     on_gpu = request.device.startswith("cuda")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
@@ -132,7 +97,7 @@ def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
         launches += event.count
     return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times),
     "launches": launches,
-            "energy": energy, "top": top.most_common(25)}  # fmt: skip
+            "top": top.most_common(25)}  # fmt: skip
 
 
 TASKS[ProfiledSteps] = profile_steps
