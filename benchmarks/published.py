@@ -68,8 +68,6 @@ from autotune.schema.prediction import Prediction
 from autotune.schema.workload import Bucket, Workload
 from autotune.trainers import get_trainer
 
-MARGIN = 0.1
-"""Of the card: what a plan leaves free."""
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",
     "Qwen-Image-Edit": "qwen-image-edit",
@@ -650,8 +648,11 @@ def main() -> None:
         readings += report(path.name, rows_of(path))
     report_factors(readings)
     later = [row for row in published if row["model"] in ADDED]
-    alone = {"Qwen-Image 2.1": LATEST, "LTX-2.3": NEWEST}
-    groups = {"families added later": ADDED.keys() - LATEST - NEWEST, **alone}
+    groups: dict[str, set[str]] = {
+        "families added later": ADDED.keys() - LATEST.keys() - NEWEST.keys(),
+        "Qwen-Image 2.1": {*LATEST},
+        "LTX-2.3": {*NEWEST},
+    }
     for title, models in groups.items():
         found = report(title, [row for row in later if row["model"] in models])
         report_factors(found)

@@ -15,20 +15,14 @@ copied:
 
 Ours, which choose their precision, too:
 
-- `searched without new knobs`: our search among batch, whole blocks that recompute, weight format
-  and attention;
-- `searched`: with modulation computed ahead, norm and RoPE fused, and blocks that keep attention;
+- `searched`: our search;
 - `searched, compact`: with products in 8 bits, too;
-- `less memory` with and without: within three fifths of the memory that `searched without new
-  knobs` took.
-
-Every new knob that a winner uses is then put back alone: that is its own gain.
+- `less memory`: within three fifths of the memory that `searched` took.
 """
 
 import argparse
 import json
 import platform
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -58,9 +52,6 @@ from autotune.search.study import SearchLimits, run_search
 
 SIDE_PX = {"qwen-image": 128, "flux1-dev": 128, "z-image": 128, "wan-2.1": 64}
 """By family. The last one's are clips of five frames."""
-OLD = {"modulation": "resident", "norm_rope": "stock", "selective_blocks": 0}
-"""The new knobs that are exact, as they were before."""
-NEW_QUANTIZATIONS = ("int8-matmul", "fp8-matmul")
 MAX_TRIALS = 8
 LESS = 0.6
 
@@ -78,14 +69,12 @@ class Bench:
     def _run(self, candidate: Candidate) -> Truth:
         return run(self.family, self.config, self.workload, candidate)
 
-    def searched(self, budget_bytes: int, *, quality: str = "high", old: bool = False) -> Candidate:
+    def searched(self, budget_bytes: int, *, quality: str = "high") -> Candidate:
         """The fastest of the trials of a search."""
         workload = self.workload.changed(quality=quality)
         cost = CostModel.build(self.hardware, workload, self.family, self.config)
         context = TuningContext(self.hardware, self.family, workload)
-        pins = [(name, str(value)) for name, value in OLD.items() if old]
-        exclusions = [("quantization", name) for name in NEW_QUANTIZATIONS if old]
-        space = with_mixtures(build_search_space(context, pins, exclusions), cost)
+        space = with_mixtures(build_search_space(context), cost)
         search = ResidualSearch(space, StepMemoryModel(cost), budget_bytes)
 
         def trial(candidate: Candidate) -> TrialResult:
@@ -112,36 +101,15 @@ class Bench:
         everything = self.hardware.device.budget_bytes
         script = Candidate(micro_batch_size=1, checkpointed_blocks=blocks, precision="bf16")
         whole = script.changed(micro_batch_size=batch)
-        before = self.searched(everything, old=True)
-        now, compact = self.searched(everything), self.searched(everything, quality="compact")
-        less = int(LESS * self.run(before).peak_bytes)
+        now = self.searched(everything)
         return {
             "script": script,
             "whole batch, all recomputed": whole,
             "int8, all recomputed": whole.changed(quantization="torchao-int8"),
-            "searched without new knobs": before,
             "searched": now,
-            "searched, compact": compact,
-            "less memory without new knobs": self.searched(less, old=True),
-            "less memory": self.searched(less),
-            **{
-                f"searched, {name} {value}": now.changed(**{name: value})
-                for name, value in without(now)
-            },
-            **{
-                f"compact, {name} {value}": compact.changed(**{name: value})
-                for name, value in without(compact)
-            },
+            "searched, compact": self.searched(everything, quality="compact"),
+            "less memory": self.searched(int(LESS * self.run(now).peak_bytes)),
         }
-
-
-def without(candidate: Candidate) -> Iterator[tuple[str, Any]]:
-    """Each new knob that the candidate uses, with its old value."""
-    for name, value in OLD.items():
-        if getattr(candidate, name) != value:
-            yield name, value
-    if candidate.quantization in NEW_QUANTIZATIONS:
-        yield "quantization", "torchao-int8"
 
 
 def measure(name: str, hardware: HardwareProfile, rounds: int) -> list[dict[str, Any]]:

@@ -1,16 +1,12 @@
-"""Step time and start-up of autotune's training against a plain loop, and memory over a long run.
+"""Step time and start-up of autotune's training against a plain loop.
 
-    PYTHONPATH=. python benchmarks/training_step.py step [--size demo|mid] [--steps N] [--rounds R]
-    PYTHONPATH=. python benchmarks/training_step.py planned [--size demo|mid] [--steps N]
-    PYTHONPATH=. python benchmarks/training_step.py memory [--steps 2000]
+    PYTHONPATH=. python benchmarks/training_step.py [--size demo|mid] [--steps N] [--rounds R]
 
 The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything
 encoded once and kept in memory, the model with a LoRA, fused AdamW, gradient clipping,
 accumulation, one read of the loss per step. It gets the same settings, data order and shapes. Both
 run in this process, interleaved A B A B, so that other load on the machine meets both alike; the
-overhead is the median, over all pairs, of our step over its neighbor. `planned` lets autotune plan
-the job and compares its settings with that loop's as the README of diffusers' Qwen-Image script
-runs it: one image at a time, four accumulated, gradient checkpointing.
+overhead is the median, over all pairs, of our step over its neighbor.
 """
 
 import argparse
@@ -31,13 +27,8 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from peft import LoraConfig
 
 from autotune.families.registry import get_family
-from autotune.hardware.store import cached_profile
-from autotune.planning.planner import make_plan as plan_job
-from autotune.planning.request import PlanRequest
-from autotune.runtime.memory import resident_bytes
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import StepFinished
-from autotune.training.describe import WorkloadOverrides
 from autotune.training.run import train
 from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
@@ -64,15 +55,7 @@ def make_model(folder: Path, size: str) -> tuple[Path, Path]:
 class PlainLoop:
     """Nothing of autotune's in the loop; only its file reading is used to see the same pixels."""
 
-    def __init__(
-        self,
-        model: Path,
-        images: Path,
-        resolution_px: int,
-        *,
-        micro_batch: int = MICRO_BATCH,
-        checkpointing: bool = False,
-    ) -> None:
+    def __init__(self, model: Path, images: Path, resolution_px: int) -> None:
         from diffusers.image_processor import VaeImageProcessor
         from PIL import Image
 
@@ -94,10 +77,6 @@ class PlainLoop:
         del pipeline
         self.transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
         self.transformer.requires_grad_(False)
-        self.micro_batch = micro_batch
-        if checkpointing:
-            self.transformer.enable_gradient_checkpointing()
-            self.transformer.train()
         self.transformer.add_adapter(
             LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
         )
@@ -106,10 +85,8 @@ class PlainLoop:
 
     def step(self, number: int) -> float:
         total = torch.zeros(())
-        for start in range(0, BATCH, self.micro_batch):
-            chosen = [
-                (number * BATCH + start + i) % len(self.latents) for i in range(self.micro_batch)
-            ]
+        for start in range(0, BATCH, MICRO_BATCH):
+            chosen = [(number * BATCH + start + i) % len(self.latents) for i in range(MICRO_BATCH)]
             clean = torch.cat([self.latents[index] for index in chosen])
             longest = max(self.prompts[index].shape[1] for index in chosen)
             lengths = [self.prompts[index].shape[1] for index in chosen]
@@ -242,81 +219,13 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
     }
 
 
-def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]:
-    """Settings that a search finds against those of the README; both accumulate to the same
-    effective batch.
-    """
-    hardware = cached_profile()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model, images = make_model(folder, size)
-        workload_overrides = WorkloadOverrides(
-            size_px=(resolution_px, resolution_px),
-            rank=RANK,
-            effective_batch_size=BATCH,
-            quality="exact",
-        )
-        request = PlanRequest(
-            str(model),
-            workload_overrides=workload_overrides,
-            job_overrides={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
-            pins=(("precision", "fp32"),),
-            use_profiles=False,
-        )
-        plan = plan_job(request, hardware).plan
-        plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
-        plain.step(0)
-        both = Interleaved(plain)
-        report = train(plan, hardware, folder / "cache", steps_to(both))
-    ours, theirs = both.ours[3:], both.theirs[3:]
-    return {
-        "what": (
-            f"planned settings against the README's, {size}, {resolution_px} px, effective "
-            "batch "
-            f"{BATCH}, fp32"
-        ),
-        "num_steps": len(ours),
-        "planned": plan.frozen.settings.label(),
-        "trials": len(plan.frozen.trials),
-        "promised_step_seconds": plan.frozen.expected.step_seconds,
-        "planned_step_seconds": statistics.median(ours),
-        "report_step_seconds": report.measured_step_seconds,
-        "default_step_seconds": statistics.median(theirs),
-        "speed_up": statistics.median(their / our for our, their in zip(ours, theirs, strict=True)),
-    }
-
-
-def long_run(steps: int) -> dict[str, Any]:
-    """Resident memory over a long run: growth after step 200."""
-    hardware, held = machine(), []
-    with tempfile.TemporaryDirectory() as name:
-        model, images = make_model(Path(name), "demo")
-        plan = make_plan(
-            model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100
-        )
-        train(
-            plan,
-            hardware,
-            Path(name) / "cache",
-            steps_to(lambda event: held.append(resident_bytes())),
-        )
-    early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
-    return {
-        "what": f"memory over {steps} steps, demo, checkpoint every 100",
-        "resident_bytes_step_200": early,
-        "resident_bytes_end": late,
-        "growth": late / early - 1,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("which", choices=["step", "planned", "memory"])
     parser.add_argument("--size", choices=["demo", "mid"], default="demo")
     parser.add_argument("--resolution", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     options = parser.parse_args()
@@ -324,14 +233,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     silence_progress_bars()
     assert get_family("qwen-image").defaults.timestep_shift == SHIFT
-    if options.which == "step":
-        result = compare_steps(
-            options.size, options.steps or 40, options.rounds, options.resolution
-        )
-    elif options.which == "planned":
-        result = compare_planned(options.size, options.steps or 40, options.resolution)
-    else:
-        result = long_run(options.steps or 2000)
+    result = compare_steps(options.size, options.steps, options.rounds, options.resolution)
     machine_text = (
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )

@@ -29,7 +29,7 @@ PLAN_OPTIONS = (
     *("--targets", "attention+mlp", "--batch", "8", "--steps", "300", "--timestep-shift", "1"),
     *("--learning-rate", "4e-3", "--lr-scheduler", "cosine"),
 )
-"""Chosen by `benchmarks/world/teach.py`, as the next two, on prompts that are not reported."""
+"""Chosen as the next two (`benchmarks/DECISIONS.md`), on prompts that are not reported."""
 TAUGHT_REPEATS = 4
 """How often each of the twelve is seen while each of the model's own images is seen once."""
 OWN_GUIDANCE = 2.0

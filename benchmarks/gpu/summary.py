@@ -40,7 +40,6 @@ TABLES = {
         "plan": "cap_gib status seconds outcomes plan.frozen.settings "
         "plan.frozen.expected.step_seconds "
         "plan.frozen.expected.peak_memory_bytes message",
-        "two at once": "number status seconds said",
     },
     "run": {
         "start": "resumed sent status seconds recorded_steps",

@@ -1,16 +1,9 @@
 """Teach the demo's shape many times in one process, with the program's own loading, noise, step and
 optimizer.
-
-By `python benchmarks/world/teach.py rate=1e-3,steps=300 rate=4e-3 ...` the demo's rate and steps
-were chosen: the figures are of the prompts that the demo does not report. Wrong pictures:
-`wrong=1`.
 """
 
-import json
 import math
 import random
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +21,8 @@ from autotune.demo.lesson import (
     score_images,
     show_to_vae,
     taught_scenes,
-    unseen_scenes,
 )
-from autotune.demo.world import KNOWN_SHAPES, Scene, draw_centered
+from autotune.demo.world import Scene
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.training.describe import WorkloadOverrides, describe_workload
@@ -61,7 +53,6 @@ class Job:
     """1 if the rate falls to zero along a cosine."""
     guidance: float = OWN_GUIDANCE
     """With which the model draws these."""
-    wrong: int = 0
     shape: str = NEW_SHAPE
 
 
@@ -94,17 +85,10 @@ class Classroom:
         return self.own[guidance]
 
     def images(self, job: Job) -> list[dict[str, torch.Tensor]]:
-        if (job.shape, job.wrong) not in self.encoded:
-            scenes = drawn = taught_scenes(job.shape)
-            if job.wrong:
-                drawn = wrong_scenes(scenes)
-            self.encoded[job.shape, job.wrong] = self.encode(
-                scenes, [scene.draw() for scene in drawn]
-            )
-        return (
-            self.encoded[job.shape, job.wrong] * job.repeats
-            + self.draw_own(job.guidance)[: job.own]
-        )
+        if job.shape not in self.encoded:
+            scenes = taught_scenes(job.shape)
+            self.encoded[job.shape] = self.encode(scenes, [scene.draw() for scene in scenes])
+        return self.encoded[job.shape] * job.repeats + self.draw_own(job.guidance)[: job.own]
 
     def teach(self, job: Job, settings: Candidate = PLAIN, seed: int = 0) -> torch.nn.Module:
         """A transformer with an adapter that has learned, on plain weights whatever it was
@@ -152,38 +136,3 @@ class Classroom:
         self.pipeline.transformer = kept
         best = show_to_vae(self.pipeline, [scene.draw() for scene in scenes])
         return sum(score_images(scenes, images)) / sum(score_images(scenes, best))
-
-
-def wrong_scenes(scenes: Sequence[Scene]) -> list[Scene]:
-    """For each scene another of a known shape in the same colors: captions then promise what
-    images do not show.
-    """
-    rng = random.Random(9)
-    return [
-        draw_centered(rng, rng.choice(KNOWN_SHAPES), scene.figures[0].color, scene.ground)
-        for scene in scenes
-    ]
-
-
-def main(wishes: Sequence[str], seed: int = 5000) -> None:
-    torch.set_num_threads(1)
-    room = Classroom()
-    unseen, known = unseen_scenes()[1::2], known_scenes()[2]
-    base = {"new": room.fidelity(None, unseen, seed), "known": room.fidelity(None, known, seed)}
-    print(json.dumps({"before": base}), flush=True)
-    for wish in wishes:
-        named = dict(part.split("=") for part in wish.split(","))
-        kinds = {name: type(getattr(Job(), name)) for name in named}
-        job = Job(**{name: kinds[name](value) for name, value in named.items()})
-        begin = time.process_time()
-        transformer = room.teach(job)
-        seconds = time.process_time() - begin
-        scenes = {"new": unseen_scenes(job.shape)[1::2], "known": known}
-        found = {
-            name: round(room.fidelity(transformer, part, seed), 3) for name, part in scenes.items()
-        }
-        print(json.dumps({"job": wish, "cpu_s": round(seconds, 1)} | found), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

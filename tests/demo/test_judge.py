@@ -18,22 +18,14 @@ from autotune.demo.world import (
     Scene,
     draw_centered,
 )
-from benchmarks.world.scenes import PLACES, draw_pair, draw_placed
 
 SHAPES = (*KNOWN_SHAPES, *NEW_SHAPES)
 COUNT = 1000
 
 
 def any_scene(rng: random.Random) -> Scene:
-    ground = rng.choice(tuple(GROUNDS))
-    first, second = ((rng.choice(SHAPES), rng.choice(tuple(COLORS))) for _ in range(2))
-    match rng.randrange(3):
-        case 0:
-            return draw_centered(rng, *first, ground)
-        case 1:
-            return draw_placed(rng, *first, ground, rng.choice(tuple(PLACES)))
-        case _:
-            return draw_pair(rng, first, second, ground)
+    shape, color, ground = (rng.choice(tuple(names)) for names in (SHAPES, COLORS, GROUNDS))
+    return draw_centered(rng, shape, color, ground)
 
 
 def is_right(reading: Reading, scene: Scene) -> bool:

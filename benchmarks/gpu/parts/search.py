@@ -1,4 +1,4 @@
-"""`autotune plan` under caps of memory, as a user calls it, and two of them at once. The summary
+"""`autotune plan` under caps of memory, as a user calls it. The summary
 holds the choices against the grid that the part `accuracy` measured of the same work."""
 
 import json
@@ -60,35 +60,8 @@ def plan(
     return made
 
 
-def two_at_once(evidence: Evidence, model: str, batch: int) -> None:
-    """Searches of different questions: both must end well, taking turns; neither may measure the
-    other.
-    """
-    started = time.monotonic()
-    running = [
-        subprocess.Popen(
-            plan_command(evidence, model, rank, batch, 60, "--max-trials", "2"), text=True, **PIPES
-        )
-        for rank in (8, 32)
-    ]
-    for number, process in enumerate(running):
-        try:
-            _, said = process.communicate(timeout=max(10.0, evidence.left()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = "did not end in time"
-        seconds = time.monotonic() - started
-        evidence.row(
-            "two at once",
-            number=number,
-            status=process.poll(),
-            seconds=seconds,
-            said=said.strip()[-400:],
-        )
-
-
 def main() -> None:
-    """Plan under each cap, then twice at once."""
+    """Plan under each cap."""
     evidence = begin("search", __doc__)
     model, work = evidence.model("qwen-image"), WORKS[0]
     for cap_gib in evidence.each(
@@ -99,8 +72,6 @@ def main() -> None:
             plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)),
             cap_gib,
         )
-    for _ in evidence.each(["two searches at once"]):
-        two_at_once(evidence, model, work.batch)
 
 
 if __name__ == "__main__":
