@@ -1,6 +1,5 @@
 """Looking into what training reads and writes: data folders and weight files."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args
@@ -12,18 +11,13 @@ from autotune.data import (
     MAX_CROP,
     MAX_UPSCALING,
     DataReport,
-    Item,
     check_dataset,
-    list_places,
-    make_contact_sheet,
     make_options,
 )
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
-from autotune.runtime import atomic_write, require_writable
 from autotune.schema import (
     AdapterFormat,
-    Bucket,
     DataPlace,
     JobOverrides,
     OnEvent,
@@ -41,7 +35,6 @@ def check_data(
     resolution_px: int | None = None,
     max_upscaling: float = MAX_UPSCALING,
     max_crop: float = MAX_CROP,
-    sheet: str | Path | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> DataReport:
@@ -56,12 +49,11 @@ def check_data(
             default.
         max_upscaling: factor per side above which enlarged images are counted.
         max_crop: share of an image's area above which cropped images are named.
-        sheet: PNG file to write, with every image as it is cropped, and its caption.
         on_event: listener to progress.
         job: fields of the job that decide what is read, e.g. `num_frames=81`, `trigger="sks"`.
 
     Raises:
-        InvalidInput: there is no such folder or family, or the sheet would lie in the folder.
+        InvalidInput: there is no such folder or family.
 
     Example:
         >>> report = autotune.check_data("photos")
@@ -71,10 +63,7 @@ def check_data(
     family = get_family(model)
     num_frames = job.get("num_frames", family.defaults.num_frames)
     family.check_num_frames(num_frames)
-    if sheet is not None:
-        _require_apart(Path(sheet), folder)
-    pairs: list[tuple[Item, Bucket]] = []
-    report = check_dataset(
+    return check_dataset(
         folder,
         make_options(job, family, num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
@@ -82,25 +71,8 @@ def check_data(
         max_side_px=family.max_side_px,
         max_upscaling=max_upscaling,
         max_crop=max_crop,
-        on_pairs=pairs.extend,
         on_progress=_progress_to(on_event, "reading"),
     )
-    if sheet is not None:
-        require_writable(Path(sheet))
-        with atomic_write(Path(sheet)) as part:
-            make_contact_sheet(pairs).save(part, format="PNG")
-    return report
-
-
-def _require_apart(sheet: Path, data: DataPlace) -> None:
-    """Raise InvalidInput if the sheet would lie in a folder of the data, over an image or as one
-    more.
-    """
-    for place in list_places(data):
-        if Path(os.path.realpath(sheet)).is_relative_to(os.path.realpath(place)):
-            raise InvalidInput(
-                f"the sheet {sheet} would lie in the data folder {place}", hint="write it elsewhere"
-            )
 
 
 def inspect_weights(

@@ -36,9 +36,6 @@ class CheckOptions:
     max_crop: float | None = option(
         "Name images that lose more of their area; default 0.25.", min=0, max=1
     )
-    sheet: Path | None = option(
-        "PNG to write: every image as it is cropped, with its caption.", metavar="FILE"
-    )
     strict: bool = option("Exit with 2 on any problem.", "--strict", default=False)
     as_json: Json = False
 

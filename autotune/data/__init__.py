@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from autotune.data.loader import BatchLoader
     from autotune.data.options import make_options
     from autotune.data.pixels import open_image, to_rgb
-    from autotune.data.sheet import make_contact_sheet
     from autotune.data.sources import data_text, is_list, list_places
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,8 +2,6 @@
 training will use it.
 """
 
-from collections.abc import Callable, Sequence
-
 from autotune.data.buckets import assign_buckets, make_buckets
 from autotune.data.dataset import OnProgress, scan_dataset
 from autotune.data.items import Item, PrintableStr, Problem
@@ -71,11 +69,9 @@ def check_dataset(
     max_side_px: int,
     max_upscaling: float = MAX_UPSCALING,
     max_crop: float = MAX_CROP,
-    on_pairs: Callable[[Sequence[tuple[Item, Bucket]]], None] = lambda pairs: None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it; `on_pairs` gets the usable items with their
-    buckets.
+    """Check every file as training would read it.
 
     Raises:
         InvalidInput: a folder does not exist, or the resolution is too small.
@@ -86,7 +82,6 @@ def check_dataset(
         (item, buckets[index])
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
-    on_pairs(pairs)
     words = sorted(len(item.caption.split()) for item in dataset.items)
     return DataReport(
         folder=data_text(folder),

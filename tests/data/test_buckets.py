@@ -36,16 +36,6 @@ def test_a_bucket_fits_area_multiple_ratio_and_side(
     assert 1 / MAX_ASPECT_RATIO <= to_width / to_height <= MAX_ASPECT_RATIO
 
 
-@given(sides, sides, st.sampled_from([512, 768, 1024, 1328]))
-def test_at_usual_resolutions_little_is_cropped_and_little_area_given_up(
-    width: int, height: int, resolution: int
-) -> None:
-    to_width, to_height = choose_bucket_size(width, height, resolution, 16, 8192)
-    ratio = min(max(width / height, 1 / MAX_ASPECT_RATIO), MAX_ASPECT_RATIO)
-    assert abs(math.log(ratio * to_height / to_width)) < math.log(1.21)
-    assert to_width * to_height > 0.8 * resolution**2
-
-
 @given(sides, sides, resolutions, multiples)
 def test_no_size_on_offer_is_closer_in_ratio(
     width: int, height: int, resolution: int, multiple: int
@@ -59,35 +49,6 @@ def test_no_size_on_offer_is_closer_in_ratio(
         distance(chosen) <= distance(size) + 1e-8
         for size in list_bucket_sizes(resolution, multiple, 8192)
     )
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "resolution", "expected"),
-    [
-        (4000, 4000, 1024, (1024, 1024)),
-        (64, 64, 64, (64, 64)),
-        (10, 9000, 1024, (512, 2048)),
-        (3, 3, 1000, (960, 960)),
-    ],
-)
-def test_known_sizes(width: int, height: int, resolution: int, expected: tuple[int, int]) -> None:
-    assert choose_bucket_size(width, height, resolution, 16, 8192) == expected
-
-
-@given(sides, sides, resolutions, multiples)
-def test_a_picture_on_its_side_gets_the_bucket_on_its_side(
-    width: int, height: int, resolution: int, multiple: int
-) -> None:
-    upright, sideways = (
-        choose_bucket_size(*size, resolution, multiple, 8192)
-        for size in ((width, height), (height, width))
-    )
-    assert upright == sideways[::-1] or width == height
-
-
-def test_a_resolution_below_one_multiple_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="too small"):
-        choose_bucket_size(64, 64, 8, 16, 8192)
 
 
 def dataset_of(*sizes: tuple[int, int], frames: int = 1) -> Dataset:

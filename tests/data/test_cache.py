@@ -1,10 +1,7 @@
 """What the cache gives back is what was put in, or nothing."""
 
-import errno
 import os
-import shutil
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from autotune.data.cache import Cache, entry_key
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError
 
 TENSORS = {
     "latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
@@ -85,14 +82,6 @@ def test_any_damage_is_noticed_and_the_entry_removed(
         assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_pickled_caches_of_others_are_refused_with_the_way_to_rebuild(tmp_path: Path) -> None:
-    Cache(tmp_path).refuse_pickles()
-    (tmp_path / "latents.pt").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(InvalidInput, match=r"latents\.pt") as caught:
-        Cache(tmp_path).refuse_pickles()
-    assert "encoded anew" in caught.value.hint
-
-
 def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     torch.save(TENSORS, tmp_path / "a.safetensors")
@@ -115,59 +104,19 @@ def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
     assert cache.evict(keep={"a", "b"}) == 0
 
 
-def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    for name in (".a.safetensors.x1.part", ".b.safetensors.x2.part"):
-        (tmp_path / name).write_bytes(b"half")
-    os.utime(tmp_path / ".a.safetensors.x1.part", (0, 0))
-    Cache(tmp_path).remove_stale()
-    assert names(tmp_path) == [".b.safetensors.x2.part"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-    ],
-)
 def test_a_disk_that_fills_up_leaves_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
-        raise error
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     cache = Cache(tmp_path)
     cache.write("a", TENSORS)
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(AutotuneError, match="is full") as caught:
+    with pytest.raises(AutotuneError, match="is full"):
         cache.write("b", TENSORS)
-    assert "again" in caught.value.hint
     assert names(tmp_path) == ["a.safetensors"]
-
-
-def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AutotuneError, match="cannot write to the cache folder"):
-        Cache(tmp_path / "file" / "cache").write("a", TENSORS)
-
-
-def test_too_little_space_is_told_before_it_runs_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9)
-    )
-    Cache(tmp_path).require_space(5 * 10**9)
-    with pytest.raises(AutotuneError, match=r"cached needs 5,722\.0 MiB .* 4,768\.4 MiB free"):
-        Cache(tmp_path).require_space(6 * 10**9)
-
-
-def test_keys_never_change_between_versions() -> None:
-    """A run that was begun knows its data by them, and must be resumed by any later autotune."""
-    key = entry_key("prompt", text="é", controls=[], size=None, encoder="e")
-    assert key == "prompt-c73e43cbb81111a91ed1b1ea3feaab125db997e66d8f200af11ded2603aefdf6"
 
 
 def test_keys_differ_in_every_part() -> None:

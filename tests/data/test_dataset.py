@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.data.captions import complete_caption, read_metadata
+from autotune.data.captions import read_metadata
 from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
 from autotune.data.options import DatasetOptions
@@ -32,12 +32,6 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
         ("001.png", CAPTIONS[1], 40, 80),
     ]
     assert dataset.problems == ()
-
-
-@pytest.mark.parametrize("suffix", ["png", "jpg", "JPEG", "webp"])
-def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
-    picture(0).save(tmp_path / f"a.{suffix}")
-    assert len(read_dataset(tmp_path, DatasetOptions(caption="x")).items) == 1
 
 
 def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
@@ -72,27 +66,6 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> No
     ]
 
 
-def test_repeats_weigh_single_images_with_or_without_a_caption_of_their_own(tmp_path: Path) -> None:
-    write_pictures(tmp_path, *[(64, 64)] * 4)
-    lines: list[dict[str, object]] = [
-        {"file_name": "000.png", "repeats": 3},
-        {"file_name": "001.png", "repeats": 2, "text": "mine"},
-        {"file_name": "002.png", "repeats": 0},
-        {"file_name": "003.png", "repeats": True, "text": "x"},
-    ]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    dataset = read_dataset(tmp_path)
-    assert [(item.caption, item.repeats) for item in dataset.items] == [
-        (CAPTIONS[0], 3),
-        ("mine", 2),
-        (CAPTIONS[2], 1),
-        (CAPTIONS[0], 1),
-    ]
-    assert [problem.message for problem in dataset.problems] == [
-        f"line {number}: `repeats` is not a whole number from 1 to 1000" for number in (3, 4)
-    ]
-
-
 @given(content=st.binary(max_size=200))
 @settings(max_examples=60)
 def test_no_metadata_file_crashes_the_reader(
@@ -120,34 +93,8 @@ def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Pa
     ]
 
 
-@pytest.mark.parametrize(
-    ("own", "caption", "trigger", "expected"),
-    [
-        ("a fox", None, "sks", "sks, a fox"),
-        ("a photo of sks", None, "sks", "a photo of sks"),
-        ("whisks", None, "sks", "sks, whisks"),
-        ("", "a fox", "sks", "sks, a fox"),
-        ("", None, "sks", "sks"),
-        ("", None, None, ""),
-    ],
-)
-def test_trigger_and_common_caption_complete_what_is_there(
-    own: str, caption: str | None, trigger: str | None, expected: str
-) -> None:
-    assert complete_caption(own, caption=caption, trigger=trigger) == expected
-
-
-def test_one_bad_image_among_many_is_skipped_and_named(tmp_path: Path) -> None:
-    write_pictures(tmp_path, *[(64, 64)] * 40)
-    broken = tmp_path / "017.png"
-    broken.write_bytes(broken.read_bytes()[:3000])
-    dataset = read_dataset(tmp_path)
-    assert len(dataset.items) == 39
-    assert kinds(dataset) == {"017.png": "broken"}
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
-@pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.9])
+@pytest.mark.parametrize("keep", [0.02, 0.9])
 def test_truncated_images_are_broken_though_their_header_may_be_whole(
     tmp_path: Path, suffix: str, keep: float
 ) -> None:
@@ -175,9 +122,6 @@ def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
         "text.jpg": "broken",
         "photo.heic": "unsupported",
     }
-    assert dataset.problem_summary[0].count("1 ") == 4
-    assert "2 broken" in dataset.problem_summary[0]
-    assert len(dataset.problem_summary) == 1 + 5 + (len(dataset.problems) > 5)
 
 
 def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
@@ -204,19 +148,6 @@ def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> Non
     assert kinds(dataset) == {"\\udcff.png": "broken", "\\udcff.gif": "unsupported"}
     report = check_dataset(folder, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
-
-
-def test_what_time_was_too_short_to_decode_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
-    write_pictures(tmp_path, (64, 64), (64, 64))
-    progress: list[tuple[int, int]] = []
-    dataset = scan_dataset(
-        tmp_path, DatasetOptions(caption="x"), lambda *done: progress.append(done)
-    )
-    assert (len(dataset.items), dataset.num_unverified) == (2, 2)
-    assert progress == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("content", [None, "not a folder", "empty"])
@@ -248,7 +179,7 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
     assert kinds(dataset) == {"002.png": "control", "003.png": "control", "004.png": "broken"}
 
 
-@pytest.mark.parametrize("spelled", ["control", "../photos/control", "/control", "link"])
+@pytest.mark.parametrize("spelled", ["../photos/control", "link"])
 def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelled: str
 ) -> None:
@@ -256,30 +187,13 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     write_pictures(data / "control", (64, 64))
     (tmp_path / "link").symlink_to(data / "control")
     monkeypatch.chdir(tmp_path)
-    control = {"/control": data / "control", "link": Path("link")}.get(
-        spelled, Path("photos", spelled)
-    )
+    control = Path("link") if spelled == "link" else Path("photos", spelled)
     dataset = read_dataset(Path("photos"), DatasetOptions(control=control))
     assert [item.path for item in dataset.items] == [Path("photos/000.png")]
     assert dataset.problems == ()
     assert [path.resolve() for path in dataset.items[0].control_paths] == [
         data / "control" / "000.png"
     ]
-
-
-@pytest.mark.parametrize("control", ["data", "."])
-def test_data_in_its_own_control_folder_is_refused(tmp_path: Path, control: str) -> None:
-    data = write_pictures(tmp_path / "data", (64, 64))
-    with pytest.raises(InvalidInput, match="holds the data folder"):
-        read_dataset(data, DatasetOptions(control=tmp_path / control))
-
-
-def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:
-    data, control = tmp_path / "data", write_pictures(tmp_path / "control", (64, 64), (64, 64))
-    data.mkdir()
-    for name in ("000.png", "001.png"):
-        picture(9).save(data / name)
-    assert len(read_dataset(data, DatasetOptions(control=control, caption="clean it")).items) == 2
 
 
 def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -> None:
@@ -339,43 +253,6 @@ def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(
     assert kinds(dataset) == {"-copy.png": "duplicate"}
 
 
-def test_without_pyav_a_video_comes_with_the_command_that_makes_frames_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autotune.data.files.has_video_decoder", lambda: False)
-    write_pictures(tmp_path, (64, 64))
-    (tmp_path / "a b.mp4").write_bytes(b"")
-    (problem,) = read_dataset(tmp_path, DatasetOptions(num_frames=5)).problems
-    assert "pip install 'lora-autotune[video]'" in problem.message
-    assert (
-        f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png"
-        in problem.message
-    )
-
-
-@pytest.mark.parametrize("suffix", ["mpg", "MPEG", "flv", "wmv", "ts"])
-def test_a_video_of_a_format_that_is_not_read_comes_with_the_command_that_converts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    write_pictures(tmp_path, (64, 64))
-    (file := tmp_path / f"a.{suffix}").write_bytes(b"")
-    told = []
-    for has_decoder in (True, False):
-        monkeypatch.setattr("autotune.data.files.has_video_decoder", lambda has=has_decoder: has)
-        dataset = read_dataset(tmp_path, DatasetOptions(num_frames=5, caption="x"))
-        told += [one.message for one in dataset.problems if one.file == file.name]
-        assert any(file.name in line for line in dataset.problem_summary)
-    frames = tmp_path / "a"
-    assert told == [
-        f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4",
-        f"its format is not supported, a folder of frames is: mkdir {frames} && ffmpeg -i {file} "
-        f"{frames}/%05d.png",
-    ]
-    assert (
-        "only models that make clips train on videos" in read_dataset(tmp_path).problems[0].message
-    )
-
-
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
 @pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
 def test_captions_that_never_end_are_named_and_not_read(
@@ -393,16 +270,3 @@ def test_captions_that_never_end_are_named_and_not_read(
     assert any(
         "not a regular file" in one.message or "larger than" in one.message for one in problems
     )
-
-
-def test_folders_that_are_links_to_themselves_are_not_there(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    picture(0).save(tmp_path / "a.png")
-    with pytest.raises(InvalidInput, match="there is no control folder"):
-        scan_dataset(tmp_path, DatasetOptions(control=tmp_path / "loop"))
-    with pytest.raises(InvalidInput, match="there is no data folder"):
-        scan_dataset(tmp_path / "loop")
-    (tmp_path / "b.png").symlink_to("b.png")
-    assert [one.file for one in scan_dataset(tmp_path, DatasetOptions(caption="a")).problems] == [
-        "b.png"
-    ]

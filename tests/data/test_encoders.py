@@ -12,7 +12,6 @@ from autotune.data.encoders import Encoders
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import CachingSettings
-from autotune.weights.loaders import LOADERS
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.families.small import CAPTIONS, Small
 from tests.kinds import KINDS
@@ -65,35 +64,6 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small,
     assert encoders.load_pipeline() is pipeline
 
 
-def test_a_vae_elsewhere_encodes_pixels_there_and_looks_at_control_images_where_the_pipeline_is(
-    small_pipelines: Any,
-) -> None:
-    """The device without numbers stands for another GPU: where tensors are is real, what they
-    hold is not.
-    """
-    small = small_pipelines("qwen-image-edit")
-    encoders = encoders_of(small, CachingSettings())
-    encoders.caching = encoders.caching.model_copy(update={"vae_device": "meta"})
-    assert encoders.load_pipeline().vae.device.type == "cpu"
-    encoders.release_text()
-    pixels = small.pixels(small.bucket).to("meta")
-    with torch.no_grad():
-        assert (
-            small.family.encode_pixels(encoders.load_pipeline(with_text=False), pixels).device.type
-            == "meta"
-        )
-
-
-@pytest.mark.quick(*KINDS)
-def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
-    encoders = encoders_of(small, EXACT["streamed"])
-    pipeline = encoders.load_pipeline()
-    embeddings(small, pipeline)
-    for name in encoders.model.family.text_encoders:
-        part = getattr(pipeline, name)
-        assert all(parameter.is_meta for parameter in getattr(part, name, part).parameters())
-
-
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize(
     ("weight_format", "least"), [("torchao-int8", 0.999), ("torchao-fp8", 0.99)]
@@ -117,18 +87,6 @@ def test_a_quantized_encoder_stays_close_and_is_smaller(
     assert any(not found[name].equal(tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str) -> None:
-    small = small_pipelines("qwen-image")
-    pipeline = encoders_of(small, CachingSettings(), loader).load_pipeline()
-    for name in ("text_encoder", "vae"):
-        expected = getattr(small.pipeline, name).state_dict()
-        assert all(
-            tensor.equal(expected[key])
-            for key, tensor in getattr(pipeline, name).state_dict().items()
-        )
-
-
 def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:
     small = small_pipelines("qwen-image")
     assert (
@@ -150,15 +108,3 @@ def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> 
     )
     assert images.vae == f"{plain.vae} on cuda"
     assert images.text_encoder == plain.text_encoder
-
-
-def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:
-    small = small_pipelines("flux1-dev")
-    released, kept = (
-        encoders_of(small, CachingSettings(residency=how)) for how in ("release", "keep")
-    )
-    for encoders in (released, kept):
-        encoders.load_pipeline()
-        encoders.release()
-    assert released._pipeline is None
-    assert kept.load_vae(CPU) is kept.load_pipeline().vae

@@ -4,24 +4,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from autotune.data.held_out import MAX_HELD_OUT, SplitDataset, read_split
+from autotune.data.held_out import SplitDataset, read_split
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.schema.job import Job
 from tests.data.pictures import write_pictures
-from tests.reporting.page.pages import golden_plan
 
 OPTIONS = DatasetOptions(caption="a picture")
 
 
 def write_images(folder: Path, number: int) -> None:
     write_pictures(folder, *[(64, 64)] * number)
-
-
-def job(**values: object) -> Job:
-    return golden_plan().job.changed(**values)
 
 
 def names(split: SplitDataset) -> tuple[set[str], set[str]]:
@@ -55,16 +48,6 @@ def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path:
     )
 
 
-def test_folders_of_one_name_do_not_share_what_is_held_out(tmp_path: Path) -> None:
-    folders = [tmp_path / where / "images" for where in ("a", "b", "c")]
-    for at, folder in enumerate(folders):
-        write_pictures(folder, *[(64, 64)] * 10, first=0)
-        for path in folder.glob("*.txt"):
-            path.write_text(f"{at} {path.stem}")
-    split = read_split(folders, OPTIONS, "5%", 0)
-    assert (len(split.training.items), len(split.held_out)) == (28, 2), "not a name's image of each"
-
-
 def test_nothing_is_held_out_unasked(images: Path) -> None:
     split = read_split(images, OPTIONS, None, 0)
     assert (len(split.training.items), split.held_out) == (20, ())
@@ -90,12 +73,6 @@ def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(
     assert len(training) == 19
 
 
-def test_never_more_are_held_out_than_tell_more(tmp_path: Path) -> None:
-    write_images(tmp_path / "many", 2 * MAX_HELD_OUT + 10)
-    split = read_split(tmp_path / "many", OPTIONS, "50%", 0)
-    assert (len(split.held_out), len(split.training.items)) == (MAX_HELD_OUT, MAX_HELD_OUT + 10)
-
-
 def test_something_must_be_left_to_train_on(images: Path, tmp_path: Path) -> None:
     write_images(tmp_path / "one", 1)
     for folder, validation in ((tmp_path / "one", "10%"), (images, str(images))):
@@ -103,16 +80,3 @@ def test_something_must_be_left_to_train_on(images: Path, tmp_path: Path) -> Non
             read_split(folder, OPTIONS, validation, 0)
     with pytest.raises(InvalidInput, match="no data folder"):
         read_split(images, OPTIONS, str(tmp_path / "absent"), 0)
-
-
-@pytest.mark.parametrize("share", ["0%", "100%", "-5%", "ten%", "%", "1e1%", "5.5.5%"])
-def test_a_share_that_is_none_is_refused(share: str) -> None:
-    with pytest.raises(ValidationError, match="written like 10%"):
-        job(validation=share)
-
-
-def test_a_share_is_no_folder_and_a_folder_is_no_share() -> None:
-    assert (
-        job(validation="12.5%").validation_folder,
-        job(validation="held").validation_folder,
-    ) == (None, "held")

@@ -2,8 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,20 +61,6 @@ def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_work
     assert no_thread_left()
 
 
-def test_threads_read_at_once() -> None:
-    """Each of the first four reads waits until all four have begun."""
-    data, begun = Data(), threading.Barrier(4)
-    read = data.sample
-
-    def sample(*arguments: Any, **options: Any) -> Sample:
-        if data.num_read == 0:
-            begun.wait(timeout=60)
-        return read(*arguments, **options)
-
-    data.sample = sample  # type: ignore[method-assign]
-    assert len(list(loader(data, num_workers=4))) >= 12
-
-
 def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
     data = Data()
     for _ in loader(data, steps=range(10_000)):
@@ -89,26 +73,3 @@ def test_an_error_while_reading_reaches_the_loop() -> None:
     with pytest.raises(AutotuneError, match="lost an entry"):
         list(loader(Data(fail_at=5)))
     assert no_thread_left()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_waiting_is_measured(num_workers: int) -> None:
-    waiting = loader(Data(read_seconds=0.005), steps=range(3), num_workers=num_workers)
-    assert sum(1 for _ in waiting) >= 6
-    assert waiting.waited_seconds > 0.03
-
-
-def test_the_next_batches_are_read_while_a_step_runs() -> None:
-    data = Data()
-    for batch in loader(data):
-        deadline = time.monotonic() + 10
-        while data.num_read < len(batch["latents"]) + 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert data.num_read >= len(batch["latents"]) + 2
-        break
-
-
-def test_processes_get_their_shares(tmp_path: Path) -> None:
-    shares = [list(loader(Data(), rank=rank, world_size=2)) for rank in range(2)]
-    assert len(shares[0]) == len(shares[1])
-    assert sum(len(batch["latents"]) for share in shares for batch in share) == 6 * 4

@@ -39,22 +39,6 @@ def test_modes_of_png(tmp_path: Path, mode: str, color: object, expected: list[i
     assert color_of(tmp_path / "a.png") == expected
 
 
-def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
-    image = Image.new("P", (48, 40), 1)
-    image.putpalette([0, 0, 0, 10, 20, 30])
-    image.save(tmp_path / "opaque.png")
-    image.save(tmp_path / "clear.png", transparency=1)
-    assert color_of(tmp_path / "opaque.png") == [10, 20, 30]
-    assert color_of(tmp_path / "clear.png") == [255, 255, 255]
-
-
-def test_cmyk_jpeg(tmp_path: Path) -> None:
-    Image.new("CMYK", (48, 40), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
-    red, green, blue = color_of(tmp_path / "a.jpg")
-    assert red > 240
-    assert max(green, blue) < 15
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_counts_for_sizes_and_pixels(
@@ -77,16 +61,8 @@ def test_exif_rotation_counts_for_sizes_and_pixels(
     )
 
 
-def test_sizes_come_from_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for suffix in ("png", "jpg", "webp"):
-        picture(0, 50, 40).save(tmp_path / f"a.{suffix}")
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
-    assert {read_size(path, decode=False) for path in tmp_path.iterdir()} == {(50, 40)}
-
-
-@pytest.mark.parametrize("size", [(200, 80), (80, 200), (120, 120), (97, 61)])
-@pytest.mark.parametrize("to_size", [(64, 64), (64, 32), (32, 64), (240, 160)])
+@pytest.mark.parametrize("size", [(200, 80), (97, 61)])
+@pytest.mark.parametrize("to_size", [(64, 64), (32, 64), (240, 160)])
 def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(
     tmp_path: Path, size: tuple[int, int], to_size: tuple[int, int]
 ) -> None:
@@ -115,18 +91,13 @@ def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path: Path
     assert np.array_equal(restored.numpy(), expected)
 
 
-@pytest.mark.parametrize("kind", ["EPS", "TIFF", "GIF", "BMP", "JPEG2000"])
+@pytest.mark.parametrize("kind", ["EPS", "GIF"])
 def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> None:
     picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
         read_size(tmp_path / "a.png", decode=True)
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
         open_pixels([tmp_path / "a.png"], 32, 32)
-
-
-def test_a_webp_called_jpg_is_read(tmp_path: Path) -> None:
-    picture(0, 48, 40).save(tmp_path / "a.jpg", format="WEBP")
-    assert read_size(tmp_path / "a.jpg", decode=True) == (48, 40)
 
 
 @pytest.mark.filterwarnings(

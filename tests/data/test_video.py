@@ -2,8 +2,6 @@
 one is named.
 """
 
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from autotune.data import video
-from autotune.data.check import check_dataset
 from autotune.data.dataset import read_dataset, scan_dataset
 from autotune.data.encode import open_pixels
-from autotune.data.options import DatasetOptions, make_options
+from autotune.data.options import DatasetOptions
 from autotune.data.video import ClipSpan, choose_spans, read_clip, read_facts
-from autotune.families.registry import get_family
-from autotune.reporting.data import data_report_lines
-from tests.data.pictures import STEP, picture, write_pictures, write_video
+from tests.data.pictures import STEP, picture, write_video
 
 FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
@@ -36,9 +30,7 @@ def shown(path: Path, span: ClipSpan) -> list[float]:
     [
         ("a.mp4", "libx264"),
         ("a.webm", "libvpx-vp9"),
-        ("a.mov", "mpeg4"),
         ("a.avi", "mpeg4"),
-        ("a.mkv", "libx264"),
     ],
 )
 def test_every_format_is_resampled_to_the_rate_of_the_model(
@@ -73,19 +65,6 @@ def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path: Path) -> None:
         for choice in ("head", "all", 1, 3)
     }
     assert starts == {"head": [0], "all": [0, 9, 18], 1: [11], 3: [0, 11, 23]}
-
-
-def test_a_shorter_video_is_a_clip_of_fewer_frames_and_images_are_mixed_in(tmp_path: Path) -> None:
-    write_video(tmp_path / "long.mp4", 40)
-    write_video(tmp_path / "brief.mp4", 20)
-    write_video(tmp_path / "tiny.mp4", 4)
-    picture(3).save(tmp_path / "still.png")
-    options = make_options({"caption": "x"}, get_family("wan-2.1"), 17)
-    assert options.clip_lengths == (17, 13, 9, 5)
-    report = check_dataset(tmp_path, options, resolution_px=64, multiple_px=16, max_side_px=512)
-    assert sorted(bucket.num_frames for bucket in report.buckets) == [1, 13, 17]
-    assert [(problem.file, problem.kind) for problem in report.problems] == [("tiny.mp4", "short")]
-    assert "lasts 0.17 s, 0.31 s are needed" in "\n".join(data_report_lines(report))
 
 
 def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
@@ -132,52 +111,3 @@ def test_a_video_is_upright_and_in_the_shape_of_its_bucket(
     (item,) = read_dataset(tmp_path, FIVE).items
     assert (item.width_px, item.height_px) == (48, 64)
     assert open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)
-
-
-def test_frames_with_too_many_pixels_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_video(tmp_path / "a.mp4", 20)
-    monkeypatch.setattr("autotune.data.video.MAX_PIXELS", 1000)
-    (problem,) = scan_dataset(tmp_path, FIVE).problems
-    assert problem.kind == "broken"
-
-
-def test_an_animation_with_too_many_pixels_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frames = [picture(number) for number in range(12)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=50)
-    monkeypatch.setattr("autotune.data.video.MAX_ANIMATION_PIXELS", 12 * 64 * 64 - 1)
-    (problem,) = scan_dataset(tmp_path, FIVE).problems
-    assert (problem.kind, "too many: make it a video" in problem.message) == ("broken", True)
-
-
-def test_a_clip_is_read_with_few_frames_of_the_file_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, alive, most = write_video(tmp_path / "a.mp4", 200), weakref.WeakSet[object](), 0
-
-    def counted(path: Path, start: float | None) -> Iterator[object]:
-        nonlocal most
-        for frame in decoded(path, start):
-            alive.add(frame)
-            most = max(most, len(alive))
-            yield frame
-
-    decoded = video._video_frames
-    monkeypatch.setattr(video, "_video_frames", counted)
-    assert open_pixels([path], 32, 32, ClipSpan(0.0, 81, 16)).shape == (3, 81, 32, 32)
-    assert 0 < most <= 3
-
-
-def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(
-    tmp_path: Path,
-) -> None:
-    content = write_video(tmp_path / "a.mp4", 48).read_bytes()
-    (tmp_path / "b.mp4").write_bytes(content)
-    write_pictures(tmp_path, (64, 64))
-    options = DatasetOptions(num_frames=5, caption="x", frames_per_second=16, clips=3)
-    dataset = read_dataset(tmp_path, options)
-    assert [item.path.name for item in dataset.items] == ["000.png", "a.mp4", "a.mp4", "a.mp4"]
-    assert {problem.kind for problem in dataset.problems} == {"duplicate"}
