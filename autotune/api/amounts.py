@@ -28,27 +28,6 @@ def memory_bytes(amount: MemoryAmount) -> int:
     return int(float(match.group(1)) * unit)
 
 
-LinkRate = float | str
-"""Bytes per second, or text such as `400Gbps`, `200 Gbit/s` or `25GB/s`."""
-
-
-def link_bytes_per_second(rate: LinkRate) -> float:
-    """The rate of a link in bytes per second.
-
-    Raises:
-        InvalidInput: it is not a rate.
-    """
-    if isinstance(rate, int | float):
-        return float(rate)
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*([MG])(bps|bit/s|b/s|B/s)\s*", rate)
-    if match is None or float(match.group(1)) == 0:
-        raise InvalidInput(
-            f"{rate!r} is not the rate of a link", hint="write it like 400Gbps or 25GB/s"
-        )
-    num_bytes = 1.0 if match.group(3) == "B/s" else 1 / 8
-    return float(match.group(1)) * {"M": 1e6, "G": 1e9}[match.group(2)] * num_bytes
-
-
 ImageSize = int | str | tuple[int, int]
 """Side of a square in pixels, text such as `1024` or `512x768`, or (width, height) in pixels."""
 

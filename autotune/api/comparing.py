@@ -51,7 +51,7 @@ LOCAL = {
         "fresh",
         "price_per_hour",
     ),
-    *("num_gpus", "num_nodes", "interconnect"),
+    "num_gpus",
 }
 """Arguments of `plan` that make no sense for several GPUs that are not here."""
 

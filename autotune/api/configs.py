@@ -70,12 +70,6 @@ def export_config(
         >>> exported.files.keys(), exported.differences
     """
     made = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=hardware)
-    if (nodes := made.frozen.hardware.num_nodes) > 1:
-        raise InvalidInput(
-            f"the plan is for {nodes} machines, and files for other trainers start the processes "
-            "of one",
-            hint="plan for one: autotune plan --from PLAN --nodes 1 --gpus NUMBER",
-        )
     if made.job.data is not None and is_list(made.job.data):
         raise InvalidInput(
             f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from pydantic import ValidationError
 
-from autotune.api.amounts import ImageSize, LinkRate, MemoryAmount
+from autotune.api.amounts import ImageSize, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs import allow_optimizer
 from autotune.schema import (
@@ -104,11 +104,6 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     """
     num_gpus: int
     """GPUs that train together, one process each."""
-    num_nodes: int
-    """Machines that these GPUs are in, as many in each; 1 by default."""
-    interconnect: LinkRate
-    """What two machines send each other in one direction: bytes per second, or text such as
-    `400Gbps`; 10 Gbps unless given."""
     max_memory: MemoryAmount
     """The most memory that a run may take in any of its phases, its libraries included: of the
     GPU or, without one, of the host's memory, where pages of files that can be dropped and read

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune import planning, search
-from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
+from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for, require_named
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
@@ -207,7 +207,7 @@ def _resolve_on_hardware(
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
     budget = memory_budget_for(
-        profile, num_devices=request.processes_per_node if request.is_local else 1, **limits
+        profile, num_devices=request.num_processes if request.is_local else 1, **limits
     )
     limited = replace(request, memory_budget=None if budget == profile.device.budget else budget)
     resolved = replace(resolved, request=limited)
@@ -292,7 +292,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
         exclusions=_pairs(asked["exclusions"]) if "exclusions" in asked else base.exclusions,
         is_local="hardware" not in asked,
-        **_processes(base, asked),
+        num_processes=asked.get("num_gpus", base.num_processes),
         use_profiles=asked.get("use_records", True),
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
@@ -321,27 +321,6 @@ def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) ->
         what = f"{trainer.title} cannot adapt the layers {overrides.targets!r} of {family.name}"
         raise InvalidInput(what, hint=f"use --targets {' or '.join(possible)}")
     return replace(request, workload_overrides=replace(overrides, targets=possible[0]))
-
-
-def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """GPUs, the nodes that they are in, and what links these."""
-    number, nodes = (
-        asked.get("num_gpus", base.num_processes),
-        asked.get("num_nodes", base.num_nodes),
-    )
-    if nodes < 1 or number % nodes:
-        raise InvalidInput(
-            f"{number} GPU(s) cannot be shared evenly by {nodes} nodes",
-            hint="--gpus counts those of all nodes: name a multiple of --nodes",
-        )
-    given = asked.get("interconnect")
-    if given is not None and nodes == 1:
-        raise InvalidInput(
-            "one node needs no interconnect", hint="add --nodes, or leave --interconnect out"
-        )
-    earlier = base.interconnect_bytes_per_second if nodes > 1 else None
-    rate = earlier if given is None else link_bytes_per_second(given)
-    return {"num_processes": number, "num_nodes": nodes, "interconnect_bytes_per_second": rate}
 
 
 def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:

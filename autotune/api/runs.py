@@ -11,13 +11,18 @@ from autotune import planning, training
 from autotune.api import plans
 from autotune.api.metrics_server import MetricsServer
 from autotune.api.options import require_known, require_optimizer
-from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
 from autotune.errors import InvalidInput
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
-from autotune.runtime import cache_path, silence_progress_bars, started_by_launcher
+from autotune.runtime import (
+    Launch,
+    adopt_launch,
+    cache_path,
+    silence_progress_bars,
+    started_by_launcher,
+)
 from autotune.schema import (
     RUN_PLAN_FILE,
     DataPlace,
@@ -36,7 +41,6 @@ from autotune.schema import (
     with_job,
 )
 from autotune.training import (
-    RunInputs,
     SampleRequest,
     check_folder,
     read_inputs,
@@ -55,9 +59,6 @@ def train(
     optimizer: str | None = None,
     resume: bool = False,
     trace: bool = False,
-    nodes: int | None = None,
-    node_rank: int | None = None,
-    rdzv_endpoint: str | None = None,
     metrics_port: int | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
@@ -66,8 +67,7 @@ def train(
 
     Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
     is taken. A predicted plan is tried once on this machine first; the measured plan is written
-    beside its file. If torchrun, `accelerate launch`, srun or a PyTorchJob started this process, it
-    is one of the plan's; else it starts them.
+    beside its file. If torchrun started this process, it is one of the plan's; else it starts them.
 
     Args:
         plan: a plan, or its file.
@@ -77,11 +77,6 @@ def train(
             plan, as for `plan`.
         resume: go on from the newest checkpoint, if there is one.
         trace: write torch.profiler's trace of a few steps to `trace.json` in the output folder.
-        nodes: number of machines that share the plan's processes; call this on each of them.
-        node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1
-            on the other of two.
-        rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes
-            the output.
         metrics_port: port of this machine alone at which Prometheus finds the run's numbers
             meanwhile.
         on_event: listener to progress.
@@ -107,25 +102,23 @@ def train(
         **job,
     }
     if plan is None:
-        is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3 and not started_by_launcher()
-        plan = _plan_first(
-            {**changes, "optimizer": optimizer}, on_event, resume=resume, is_alone=is_alone
-        )
+        plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
     require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
-    place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
-    on_event = on_event if place.is_first else ignore_event
+    launch = adopt_launch(chosen.frozen.hardware.num_processes)
+    is_first = launch is None or launch.rank == 0
+    on_event = on_event if is_first else ignore_event
     with contextlib.ExitStack() as stack:
-        if metrics_port is not None and place.is_first:
+        if metrics_port is not None and is_first:
             on_event = stack.enter_context(MetricsServer(metrics_port, on_event))
-        return _train_here(chosen, file, place, on_event, resume=resume, trace=trace)
+        return _train_here(chosen, file, launch, on_event, resume=resume, trace=trace)
 
 
 def _train_here(
     chosen: TrainingPlan,
     file: Path | None,
-    place: Place,
+    launch: Launch | None,
     on_event: OnEvent,
     *,
     resume: bool,
@@ -136,22 +129,30 @@ def _train_here(
     inputs = read_inputs(chosen, resume=resume)
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
-    hardware = place.read_machine()
-    chosen = measure_predicted(
-        training.fetch_weights(chosen, hardware, place.nodes), hardware, file, on_event
-    )
+    number = chosen.frozen.hardware.num_processes
+    hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
+    if launch and hardware.device.kind == "cuda" and launch.local_rank:
+        hardware = read_machine(index=launch.local_rank % hardware.device.count)
+    chosen = measure_predicted(training.fetch_weights(chosen, hardware), hardware, file, on_event)
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
-    with lock_for_run(hardware.device, place.num_devices, lambda text: on_event(Notice(text=text))):
-        report = _train(chosen, hardware, place, inputs, page, resume=resume, trace=trace)
+    with lock_for_run(
+        hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
+    ):
+        cache = cache_path(ENCODED)
+        if launch or number == 1:
+            report = training.train(
+                chosen, hardware, cache, page, resume=resume, trace=trace, inputs=inputs
+            )
+        else:  # checked here, so that what is wrong is reported once, before any process starts
+            training.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+            report = training.train_in_processes(chosen, cache, page, resume=resume, trace=trace)
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
     return report
 
 
-def _plan_first(
-    changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, is_alone: bool
-) -> TrainingPlan:
+def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the
     arguments say.
     """
@@ -161,7 +162,7 @@ def _plan_first(
         if resume:
             return with_job(earlier, output=str(output))
         check_folder(with_job(earlier, output=str(output)), resume=False)  # before a search
-    if not is_alone:
+    if started_by_launcher():
         hint = (
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         )
@@ -195,28 +196,6 @@ def measure_predicted(
     if plan.frozen.expected.evidence != "predicted":
         return plan
     return planning.measured_here(plan, hardware, file, on_event)
-
-
-def _train(
-    plan: TrainingPlan,
-    hardware: HardwareProfile,
-    place: Place,
-    inputs: RunInputs,
-    on_event: OnEvent,
-    *,
-    resume: bool,
-    trace: bool,
-) -> RunReport:
-    cache = cache_path(ENCODED)
-    if not place.starts_processes:
-        return training.train(
-            plan, hardware, cache, on_event, resume=resume, trace=trace, inputs=inputs
-        )
-    # So that what is wrong is reported once, before any process starts:
-    training.prepare(plan, hardware, resume=resume, nodes=place.nodes, inputs=inputs).lock.release()
-    return training.train_in_processes(
-        plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes
-    )
 
 
 def sample(

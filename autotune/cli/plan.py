@@ -68,10 +68,6 @@ class PlanOptions:
     num_gpus: int | None = option(
         "GPUs that train together, one process each; tested on CPUs only.", "--gpus", min=1
     )
-    num_nodes: int | None = option("Machines that these GPUs are in.", "--nodes", min=1)
-    interconnect: str | None = option(
-        "Rate between two machines, e.g. 400Gbps; 10Gbps unless given."
-    )
     max_memory: str | None = option(
         "The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."
     )

@@ -44,11 +44,6 @@ class TrainOptions:
     trace: bool = option(
         "Write a trace of a few steps (torch.profiler) to trace.json.", "--trace", default=False
     )
-    nodes: int | None = option("Machines that share the plan's processes.", min=1)
-    rdzv_endpoint: str | None = option(
-        "Where these machines meet: a port of the first.", metavar="HOST:PORT"
-    )
-    node_rank: int | None = option("Which of these machines this is, from 0.", min=0)
     metrics_port: int | None = option(
         "Serve Prometheus metrics at this port of localhost.", min=1, max=65535
     )
@@ -86,9 +81,6 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     plan = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml")
     planned = plan.job
     output = Path(arguments.get("output") or planned.output)
-    if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
-        print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
-        return
     has_page = (output / reporting.PAGE_FILE).is_file()
     after = reporting.after_training_lines(report, output, planned.report_to, has_page=has_page)
     print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), *after])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.schema import HardwareProfile, MemoryBudget, Strategy, count_shards
+from autotune.schema import HardwareProfile, MemoryBudget, Strategy
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes
@@ -20,10 +20,6 @@ LINK_BANDWIDTH = {"nvlink": 150e9}
 PCIE_BANDWIDTH = 12e9
 """Bytes per second and direction in a collective: about half of what third-generation NVLink and
 PCIe 4.0 x16 carry. Round figures, not measured here."""
-COLLECTIVE_SHARE = 0.5
-"""Of an interconnect's nominal bandwidth that a collective gets: the same round figure."""
-USUAL_INTERCONNECT = 10e9 / 8
-"""Bytes per second between nodes if the user does not say: an Ethernet of 10 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +28,11 @@ class Parallel:
 
     strategy: Strategy = "single"
     num_processes: int = 1
-    num_nodes: int = 1
-    """Machines that these are on, as many on each."""
-    interconnect_bytes_per_second: float | None = None
-    """Between two nodes, in one direction; None for `USUAL_INTERCONNECT`."""
 
     @property
     def num_shards(self) -> int:
         """Processes that hold the frozen weights together: 1 if each has them all."""
-        return count_shards(self.strategy, self.num_processes, self.num_nodes)
-
-    @property
-    def processes_per_node(self) -> int:
-        """Processes on each machine, which share its host memory."""
-        return self.num_processes // self.num_nodes
+        return self.num_processes if self.strategy == "fsdp2" else 1
 
     def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
         """What one process may take: each has a device of its own, but on a CPU they share the
@@ -53,20 +40,10 @@ class Parallel:
         """
         is_shared = hardware.device.kind == "cpu"
         return (
-            budget.changed(num_bytes=budget.num_bytes // self.processes_per_node)
+            budget.changed(num_bytes=budget.num_bytes // self.num_processes)
             if is_shared
             else budget
         )
-
-    @property
-    def sharded(self) -> "tuple[Parallel, ...]":
-        """The ways to shard weights over these processes, the one that sends least over the
-        interconnect first.
-        """
-        ways: tuple[Strategy, ...] = ("fsdp2",)
-        if 1 < self.num_nodes < self.num_processes:
-            ways = ("hybrid", "fsdp2")
-        return tuple(replace(self, strategy=way) for way in ways)
 
     def weight_bytes(self, model_bytes: "ModelBytes") -> int:
         """Frozen weights that one device keeps."""
@@ -98,7 +75,7 @@ class Parallel:
         """What one step sends; it overlaps with computing.
 
         Each collective is a ring, through which every byte but a process's own passes: its slowest
-        link decides. A ring of `hybrid` that gathers weights stays within a node.
+        link decides.
         """
         if self.strategy == "single":
             return 0.0
@@ -106,13 +83,9 @@ class Parallel:
         within = min(
             (LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH
         )
-        across = within
-        if self.num_nodes > 1:
-            across = COLLECTIVE_SHARE * (self.interconnect_bytes_per_second or USUAL_INTERCONNECT)
-            across = min(within, across) if self.num_nodes < self.num_processes else across
         others = (self.num_processes - 1) / self.num_processes
         seconds = (
-            2 * model_bytes.adapter_bytes * others / across
+            2 * model_bytes.adapter_bytes * others / within
         )  # reduce, then gather: an all-reduce
         if self.num_shards > 1:
             gathered = (
@@ -122,7 +95,7 @@ class Parallel:
                 * (self.num_shards - 1)
                 / self.num_shards
             )
-            seconds += gathered / (within if self.strategy == "hybrid" else across)
+            seconds += gathered / within
         return seconds
 
 

@@ -329,7 +329,7 @@ class PassTables:
                 alone = replace(alone, encode_transient_bytes=0)
             # Before the transformer comes, by one process of a node for all of them: each counts
             # its share.
-            encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.processes_per_node)
+            encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
             encoding = HOST_PROCESS_BYTES + encoders
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.model_bytes(*stored))

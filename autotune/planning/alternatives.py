@@ -55,7 +55,7 @@ def min_required_bytes(
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     """The space without candidates that keep more on the host, in all its processes, than it has
     memory left; if all do, those that keep least."""
-    host, number = cost.hardware.host, cost.parallel.processes_per_node
+    host, number = cost.hardware.host, cost.parallel.num_processes
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
     fitting: list[Candidate] = []
@@ -194,7 +194,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     if number > 1:
         space = drop_block_swap(space, number)
         together = replace(own.parallel, strategy="ddp")
-        ways = {together: space, **dict.fromkeys(together.sharded, keep_shardable(space))}
+        ways = {together: space, replace(together, strategy="fsdp2"): keep_shardable(space)}
     needed = []
     for parallel, admitted in ways.items():
         if admitted.candidates:

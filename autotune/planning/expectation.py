@@ -31,8 +31,6 @@ def planned_hardware(cost: CostModel, budget: MemoryBudget, parallel: Parallel) 
         versions=hardware.versions,
         num_processes=parallel.num_processes,
         strategy=parallel.strategy,
-        num_nodes=parallel.num_nodes,
-        interconnect_bytes_per_second=parallel.interconnect_bytes_per_second,
         assumed=hardware.assumed,
         encoder_gpu=cost.encoder_gpu,
     )

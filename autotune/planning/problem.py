@@ -1,6 +1,5 @@
 """One request on one machine, with all that follows from it before anything is tried."""
 
-import contextlib
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -117,15 +116,13 @@ class PlanningProblem:
         }
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.match_keys.items()}
         device, request = self.hardware.device.name, self.request
-        nodes = f" on {request.num_nodes} nodes" if request.num_nodes > 1 else ""
-        processes = f"{request.num_processes}{nodes}"
         own = {
             "device": device,
             "work": digest_of(work),
             "settings to choose from": digest_of(choices),
         }
         program = {"program that trains": request.overheads.program} if request.overheads else {}
-        return {**keys, **own, **program, "processes": processes}
+        return {**keys, **own, **program, "processes": str(request.num_processes)}
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
@@ -137,7 +134,7 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
         space.candidates,
         key=lambda one: (one.swapped_blocks, one.offloaded_inputs, one.modulation == "ahead"),
     )
-    number, there = cost.parallel.processes_per_node, host.available_memory_bytes
+    number, there = cost.parallel.num_processes, host.available_memory_bytes
     needed = number * cost.host_memory_bytes(smallest)
     if needed > there:
         run = f"a run's {number} processes need" if number > 1 else "a run needs"
@@ -167,9 +164,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
         raise NoGpu.build(model.family, published)
     if not request.is_local:
         return
-    if request.num_processes > 1 and (
-        misfits := device_misfits(request.processes_per_node, hardware)
-    ):
+    if request.num_processes > 1 and (misfits := device_misfits(request.num_processes, hardware)):
         raise NothingFits(
             misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`"
         )
@@ -188,13 +183,12 @@ def _choose_strategy(
     hardware: HardwareProfile,
     budget: MemoryBudget,
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what may be tried; `budget` is of all processes of a node.
+    """The cost model of one process, and what may be tried; `budget` is of all processes.
 
-    The weights are sharded only if no device is predicted to hold them all: within nodes if those
-    of one can hold them, else over all processes.
+    The weights are sharded only if no device is predicted to hold them all.
     """
     number = request.num_processes
-    together = Parallel("ddp", number, request.num_nodes, request.interconnect_bytes_per_second)
+    together = Parallel("ddp", number)
     cost = CostModel.build(
         hardware,
         workload,
@@ -233,12 +227,7 @@ def _choose_strategy(
             "over them"
         )
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
-    for way in together.sharded:
-        cost = cost.with_parallel(way)
-        with contextlib.suppress(NothingFits):
-            lighter = _drop_too_heavy(request, plain, cost)
-            if _fits(lighter, cost):
-                return cost, lighter
+    cost = cost.with_parallel(Parallel("fsdp2", number))
     return cost, _drop_too_heavy(request, plain, cost)
 
 

@@ -64,10 +64,6 @@ class PlanRequest:
     """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
-    num_nodes: int = 1
-    """Machines that these are on, as many on each."""
-    interconnect_bytes_per_second: float | None = None
-    """Between two nodes, in one direction; None if the user does not say."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -85,11 +81,6 @@ class PlanRequest:
     """What an earlier plan did, if it is made again; what is asked for now takes precedence."""
     job_optimizer: OptimizerChoice = ADAMW
     """The optimizer of that plan, which its learning rate was for."""
-
-    @property
-    def processes_per_node(self) -> int:
-        """Processes on each machine."""
-        return self.num_processes // self.num_nodes
 
     @property
     def data(self) -> str | tuple[str, ...] | None:
@@ -149,8 +140,6 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
         model=job.pinned_model,
         workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
         num_processes=frozen.hardware.num_processes,
-        num_nodes=frozen.hardware.num_nodes,
-        interconnect_bytes_per_second=frozen.hardware.interconnect_bytes_per_second,
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,

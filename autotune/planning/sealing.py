@@ -118,12 +118,7 @@ def seal_on_arrival(
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
-    parallel = Parallel(
-        planned.strategy,
-        planned.num_processes,
-        planned.num_nodes,
-        planned.interconnect_bytes_per_second,
-    )
+    parallel = Parallel(planned.strategy, planned.num_processes)
     caching = plan.frozen.caching
     as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
     budget = hardware.device.budget

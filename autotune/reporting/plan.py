@@ -225,10 +225,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     """
     expected, hardware = plan.frozen.expected, plan.frozen.hardware
     left = hardware.budget_bytes - expected.run_memory_bytes
-    nodes = f" on {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
-    several = (
-        f"processes      {hardware.num_processes}{nodes}, one per device ({hardware.strategy})"
-    )
+    several = f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"
     lines = [
         *(
             f"{'' if number else 'settings':<14} {text}"
@@ -280,7 +277,7 @@ def full_settings_lines(plan: TrainingPlan) -> list[str]:
 
 
 def _host_line(plan: TrainingPlan) -> list[str]:
-    each, number = plan.frozen.expected.host_memory_bytes, plan.frozen.hardware.processes_per_node
+    each, number = plan.frozen.expected.host_memory_bytes, plan.frozen.hardware.num_processes
     if each is None:
         return []
     together = f" for {number} processes" if number > 1 else ""

@@ -17,15 +17,9 @@ if TYPE_CHECKING:
         write_text_atomic,
     )
     from autotune.runtime.garbage import collect_rarely
-    from autotune.runtime.launchers import (
-        THIS_NODE,
-        Launch,
-        NodeGroup,
-        read_nodes,
-        require_planned_number,
-    )
     from autotune.runtime.launching import (
         MAX_JOIN_SECONDS,
+        Launch,
         adopt_launch,
         current_launch,
         is_first_process,

@@ -1,24 +1,29 @@
-"""Starts the processes of a run by torch.distributed.run's engine. Importing this loads no
-torch.
+"""The processes of a run: those of one machine are started here by torch's elastic launcher; a
+process that torchrun started finds its place in the environment. Importing this loads no torch.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from autotune.errors import AutotuneError, first_line
-from autotune.runtime.launchers import (
-    OTHER_RANKS,
-    OWN_RUN_ID,
-    SLURM_RANKS,
-    THIS_NODE,
-    TORCH_RANKS,
-    Launch,
-    NodeGroup,
-    read_launch,
+from autotune.errors import InvalidInput
+
+OWN_RUN_ID = "autotune-"
+"""How the run ids of `launch` begin, by which processes that autotune itself started are known."""
+
+TORCH_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables with which torchrun names a process."""
+
+OTHER_RANKS = tuple(
+    f"{prefix}_{name}"
+    for prefix in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+    for name in ("RANK", "SIZE")
 )
+"""Variables that accelerate (`state.py`) would take for ranks besides those of torch."""
 
 SHUTDOWN_SECONDS = 900
 """How long processes may take to finish their step and write a checkpoint after a signal; older
@@ -26,16 +31,54 @@ torch gives 30.
 """
 
 MAX_JOIN_SECONDS = 3600
-"""How long processes and nodes wait for each other at the start: others may still load a
-container or a model.
+"""How long processes wait for each other at the start: others may still load a container or a
+model.
 """
 
 
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that a launcher started, and where they meet."""
+
+    rank: int
+    local_rank: int
+    """Number of this process among those of its node."""
+    world_size: int
+    local_world_size: int
+    endpoint: str
+    """`HOST:PORT` of the first process."""
+    is_own: bool = False
+    """Whether autotune started it."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Self | None:
+        """The launch that a process with this environment belongs to; None if it was started alone.
+
+        Raises:
+            InvalidInput: torchrun's variables are incomplete or contradict each other.
+        """
+        number = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
+        if "LOCAL_RANK" not in environment and number == ("1", "0"):
+            return None
+        names = (*TORCH_RANKS, "MASTER_PORT")
+        values = {name: environment.get(name, "") for name in (*names, "MASTER_ADDR")}
+        if all(values[name].isdecimal() and len(values[name]) < 10 for name in names):
+            rank, local_rank, world_size, local_size, port = (int(values[name]) for name in names)
+            is_place = rank < world_size and local_rank < local_size <= world_size
+            if is_place and 0 < port < 2**16 and values["MASTER_ADDR"]:
+                endpoint = f"{values['MASTER_ADDR']}:{port}"
+                is_own = environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
+                return cls(rank, local_rank, world_size, local_size, endpoint, is_own)
+        told = ", ".join(f"{name}={value or 'nothing'}" for name, value in values.items())
+        raise InvalidInput(
+            f"the launcher's variables name no process among others: {told}",
+            hint=f"start the processes by torchrun; to train alone, unset {', '.join(TORCH_RANKS)}",
+        )
+
+
 def current_launch() -> Launch | None:
-    """The launch that this process belongs to; None if it was started alone. Raises InvalidInput
-    as `read_launch`.
-    """
-    return read_launch(os.environ)
+    """The launch that this process belongs to. Raises InvalidInput as `Launch.read`."""
+    return Launch.read(os.environ)
 
 
 def started_by_launcher() -> bool:
@@ -55,63 +98,59 @@ def is_first_process() -> bool:
     return launch is None or launch.rank == 0
 
 
-def adopt_launch(launch: Launch | None) -> None:
-    """Let the environment tell torch and accelerate that launch and no other, or that this
-    process is alone.
+def adopt_launch(num_processes: int) -> Launch | None:
+    """The launch of this process, which torch and accelerate then find alone in the environment.
+
+    Raises:
+        InvalidInput: other than `num_processes`, the plan's, were started.
     """
-    for name in (*OTHER_RANKS, *TORCH_RANKS, *(() if launch else SLURM_RANKS)):
+    launch = current_launch()
+    if launch is not None and launch.world_size != num_processes:
+        raise InvalidInput(
+            f"a launcher started {launch.world_size} process(es), but the plan is for "
+            f"{num_processes}",
+            hint="plan again for what is there (autotune plan --from PLAN --gpus N), or start as "
+            "many as the plan says; alone, `autotune train` starts those of one machine",
+        )
+    for name in (*OTHER_RANKS, *(() if launch else TORCH_RANKS)):
         os.environ.pop(name, None)
-    if launch:
-        os.environ.update(launch.variables)
+    return launch
 
 
 def launch(
-    num_processes: int,
-    arguments: Sequence[str],
-    checkpoints: Callable[[], set[Path]],
-    nodes: NodeGroup = THIS_NODE,
+    num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]]
 ) -> int:
-    """Run `python ARGUMENTS` in several processes; returns the exit status that one process would
-    have.
+    """Run `python ARGUMENTS` in several processes of this machine; returns the exit status that one
+    process would have.
 
     On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long
     are killed.
 
     Args:
-        num_processes: how many to start on this machine.
+        num_processes: how many to start.
         arguments: those that each process is called with.
         checkpoints: lists the run's checkpoints; a new one after a signal means that the run was
             preempted (75).
-        nodes: the machines that start as many each.
-
-    Raises:
-        AutotuneError: the other nodes did not come.
     """
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # torch warns of hosts whose addresses have no name
+    # torch warns of hosts whose addresses have no name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
-    several = nodes.num_nodes > 1
     config = LaunchConfig(
-        min_nodes=nodes.num_nodes,
-        max_nodes=nodes.num_nodes,
+        min_nodes=1,
+        max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=f"{OWN_RUN_ID}{nodes.num_nodes}-nodes" if several else f"{OWN_RUN_ID}{os.getpid()}",
-        rdzv_backend="static"
-        if several
-        else "c10d",  # so that the first node is the one that the user says
-        rdzv_endpoint=f"{nodes.address}:{nodes.port}",
-        rdzv_configs={"rank": nodes.node_rank, "timeout": MAX_JOIN_SECONDS} if several else {},
+        run_id=f"{OWN_RUN_ID}{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
     before = checkpoints()
@@ -122,14 +161,4 @@ def launch(
         return code if code >= 0 else 128 - code  # as a shell reports a signal
     except SignalException as stop:
         return 75 if checkpoints() - before else 128 + stop.sigval
-    except DistError as error:
-        raise AutotuneError(
-            f"the {nodes.num_nodes} nodes did not meet at {nodes.address}:{nodes.port}: "
-            f"{first_line(error)}",
-            hint=(
-                "start the same command on every node, and make sure that they can reach that "
-                "port "
-                "on the first one"
-            ),
-        ) from error
     return 0

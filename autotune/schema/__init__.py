@@ -102,7 +102,6 @@ if TYPE_CHECKING:
         Rejected,
         Strategy,
         TrainingPlan,
-        count_shards,
     )
     from autotune.schema.plan_file import (
         RUN_PLAN_FILE,

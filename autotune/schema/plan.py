@@ -14,7 +14,7 @@ from autotune.schema.trial import PhasePeak, TrialResult
 from autotune.schema.workload import Workload
 
 JOULES_PER_KWH = 3.6e6
-Strategy = Literal["single", "ddp", "fsdp2", "hybrid"]
+Strategy = Literal["single", "ddp", "fsdp2"]
 
 
 class Rejected(Frozen):
@@ -82,11 +82,6 @@ class Expected(Frozen):
     """Price of one device, in any currency; None if the user named none."""
 
 
-def count_shards(strategy: Strategy, num_processes: int, num_nodes: int) -> int:
-    """Processes that hold the frozen weights together: 1 if each has them all."""
-    return {"fsdp2": num_processes, "hybrid": num_processes // num_nodes}.get(strategy, 1)
-
-
 class EncoderGpu(Frozen):
     """The GPU beside the one that trains on which captions, images or both are encoded."""
 
@@ -117,12 +112,8 @@ class PlannedHardware(Frozen):
     batch.
     """
     strategy: Strategy = "single"
-    """How processes train together: `ddp`, each with all weights; `fsdp2`, each with a shard of
-    the frozen ones; or `hybrid`, each with a shard of those that its node holds together."""
-    num_nodes: int = Field(default=1, ge=1)
-    """Machines that the plan was made for; each has as many processes."""
-    interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
-    """What the prediction assumed between nodes, in one direction; None for one node."""
+    """How processes train together: `ddp`, each with all weights; or `fsdp2`, each with a shard of
+    the frozen ones."""
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have; empty once trials have run, and in
     older plans.
@@ -131,28 +122,15 @@ class PlannedHardware(Frozen):
     """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 
     @property
-    def processes_per_node(self) -> int:
-        """Processes on each machine."""
-        return self.num_processes // self.num_nodes
-
-    @property
     def num_shards(self) -> int:
         """Processes that hold the frozen weights together: 1 if each has them all."""
-        return count_shards(self.strategy, self.num_processes, self.num_nodes)
+        return self.num_processes if self.strategy == "fsdp2" else 1
 
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
         if (self.num_processes == 1) != (self.strategy == "single"):
             raise ValueError(
                 f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}"
-            )
-        if self.num_processes % self.num_nodes:
-            raise ValueError(
-                f"{self.num_processes} processes cannot be shared evenly by {self.num_nodes} nodes"
-            )
-        if self.strategy == "hybrid" and not 1 < self.num_nodes < self.num_processes:
-            raise ValueError(
-                "the strategy 'hybrid' needs several nodes with several processes each"
             )
         return self
 

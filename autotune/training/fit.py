@@ -143,7 +143,7 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
 def _host_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None
 ) -> tuple[str, ...]:
-    number = num_processes or plan.frozen.hardware.processes_per_node
+    number = num_processes or plan.frozen.hardware.num_processes
     needed, there = (
         number * (plan.frozen.expected.host_memory_bytes or 0),
         hardware.host.available_memory_bytes,
@@ -167,7 +167,7 @@ def memory_misfits(
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.run_memory_bytes
     if planned.device_kind == "cpu":
-        needed *= num_processes or planned.processes_per_node  # they share it
+        needed *= num_processes or planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
     if needed <= budget:
         return ()

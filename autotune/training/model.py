@@ -185,7 +185,7 @@ def load_transformer(
     if settings.modulation == "ahead":
         source = _leave_modulation(family, transformer, source, settings.loader, device, policy)
     if shards > 1:
-        transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
+        transform: Transform | None = shard_on_arrival(family, transformer, device.type)
     else:
         transform = quantize_inside(family.blocks(transformer), settings.quantization)
     meter = ErrorMeter(family.blocks(transformer))

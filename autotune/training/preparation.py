@@ -19,7 +19,7 @@ from autotune.families import (
     is_on_hub,
 )
 from autotune.knobs import TuningContext, optimizer_bytes
-from autotune.runtime import THIS_NODE, NodeGroup, current_launch
+from autotune.runtime import current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
 from autotune.training.describe import describe_workload, overrides_from
@@ -56,19 +56,17 @@ def prepare(
     hardware: HardwareProfile,
     *,
     resume: bool,
-    nodes: NodeGroup = THIS_NODE,
     inputs: RunInputs | None = None,
 ) -> PreparedRun:
     """Check plan, machine, model, data, output folder and disk: everything that can fail before any
     long work.
 
-    `nodes` are the machines on which processes are to be started, if this process is none of them;
-    `inputs` what `read_inputs` has read already.
+    `inputs` are what `read_inputs` has read already.
 
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
-    _require_machine(plan, hardware, nodes)
+    _require_machine(plan, hardware)
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model, job, planned = (
         inputs.data,
@@ -86,15 +84,13 @@ def prepare(
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()
-    is_first = (
-        nodes.is_first if launch is None else launch.rank == 0
-    )  # which locks it for all processes
+    is_first = launch is None or launch.rank == 0  # which locks it for all processes
     lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
 
 def _require_machine(
-    plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup, *, by_keys: bool = False
+    plan: TrainingPlan, hardware: HardwareProfile, *, by_keys: bool = False
 ) -> None:
     """Raise DoesNotFit unless all processes of this machine have their device; `by_keys` alone,
     whatever its memory.
@@ -104,18 +100,14 @@ def _require_machine(
     first may be loading.
     """
     launch = current_launch()
-    if launch and launch.launcher == "autotune":
+    if launch and launch.is_own:
         return
-    local = (
-        launch.local_world_size if launch else plan.frozen.hardware.num_processes // nodes.num_nodes
-    )
+    local = launch.local_world_size if launch else plan.frozen.hardware.num_processes
     misfits = key_misfits(plan, hardware) if by_keys else hardware_misfits(plan, hardware, local)
     require_fit((*misfits, *(() if launch else card_misfits(plan, hardware, local))))
 
 
-def fetch_weights(
-    plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup = THIS_NODE
-) -> TrainingPlan:
+def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Download a hub's model, with progress bars; the plan returned names the commit.
 
     Nothing is downloaded for a local folder.
@@ -129,7 +121,7 @@ def fetch_weights(
     if not is_on_hub(job.pinned_model):
         return plan
     may_change = plan.frozen.expected.evidence == "predicted"  # to settings that fit
-    _require_machine(plan, hardware, nodes, by_keys=may_change)
+    _require_machine(plan, hardware, by_keys=may_change)
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 

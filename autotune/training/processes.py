@@ -202,16 +202,14 @@ def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
     has_several = planned.num_processes > 1
     launch = current_launch()
     if has_several and launch and launch.world_size > 1:
-        _start_process_group(
-            "nccl" if device.type == "cuda" else "gloo", f"{launch.address}:{launch.port}"
-        )
+        _start_process_group("nccl" if device.type == "cuda" else "gloo", launch.endpoint)
     state = PartialState(cpu=device.type == "cpu")
     if state.num_processes != planned.num_processes:
         raise AutotuneError(
             f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
             hint=(
                 "start it with `autotune train`, which starts those of one machine, or as many "
-                "with torchrun or srun"
+                "with torchrun"
             ),
         )
     own = state.device if has_several and device.type != "cpu" else device
@@ -323,12 +321,7 @@ def card_misfits(
     planned = plan.frozen.hardware
     num_processes = num_processes or planned.num_processes
     if misfits := device_misfits(num_processes, hardware):
-        start = f"--nodes {planned.num_nodes} --rdzv-endpoint HOST:PORT on each starts its share"
-        is_all = num_processes == planned.num_processes and planned.num_nodes > 1
-        return (
-            *misfits,
-            *((f"nodes: the plan is for {planned.num_nodes}; {start}",) if is_all else ()),
-        )
+        return misfits
     others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
     own = hardware.device.index  # which `memory_misfits` has looked at
     return tuple(

@@ -1,5 +1,4 @@
-"""Trains a plan in several processes of this machine, alone or as one node of several: starts them,
-passes on the first one's events, gives its report.
+"""Trains a plan in several processes of this machine: starts them, passes on the first one's events, gives its report.
 
 What the first process here tells comes through a pipe: see `process.py`.
 """
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.errors import AutotuneError
-from autotune.runtime import THIS_NODE, NodeGroup, error_from, launch, make_scratch_folder
+from autotune.runtime import error_from, launch, make_scratch_folder
 from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
 from autotune.training.files import checkpoints_of
 
@@ -34,9 +33,8 @@ def train_in_processes(
     *,
     resume: bool,
     trace: bool,
-    nodes: NodeGroup = THIS_NODE,
 ) -> RunReport:
-    """Train in as many processes as the plan says, this node's share of them here.
+    """Train in as many processes of this machine as the plan says.
 
     Raises:
         AutotuneError: as `train`; or a process died, whose exit status the error then has.
@@ -62,8 +60,8 @@ def train_in_processes(
             *flags,
         )
         try:
-            number = plan.frozen.hardware.num_processes // nodes.num_nodes
-            status = launch(number, arguments, lambda: checkpoints_of(output), nodes)
+            number = plan.frozen.hardware.num_processes
+            status = launch(number, arguments, lambda: checkpoints_of(output))
         finally:
             with contextlib.suppress(
                 OSError

@@ -6,8 +6,6 @@ freed after it. The adapter is added later and is replicated: it is small, and D
 gradients.
 """
 
-from typing import Any
-
 import torch.distributed
 from torch import nn
 
@@ -15,20 +13,19 @@ from autotune.families import Family
 from autotune.weights import Transform
 
 
-def shard_on_arrival(
-    family: Family, transformer: nn.Module, device_type: str, num_shards: int
-) -> Transform:
+def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:
     """A transform for loading that shards each block of an empty `transformer` as soon as it is
     complete.
 
-    Each `num_shards` processes with consecutive ranks hold the weights together; those of a node
-    are consecutive. What belongs to no block is sharded at the end. Needs torch's process group,
+    What belongs to no block is sharded at the end. Needs torch's process group,
     and frozen weights of one dtype in each block.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     transformer.requires_grad_(False)
-    mesh = _mesh_of_shards(device_type, num_shards)
+    # No name for the mesh: peft takes a weight on a mesh with names as one of tensor parallelism
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     waiting: dict[nn.Module, set[nn.Module]] = {}
     owner: dict[nn.Module, nn.Module] = {}
     for part in (*family.blocks(transformer), transformer):
@@ -48,22 +45,6 @@ def shard_on_arrival(
             )  # last: it takes what no block has
 
     return arrived
-
-
-def _mesh_of_shards(device_type: str, num_shards: int) -> Any:
-    """The processes that hold the weights together with this one, in a mesh whose dimension has no
-    name.
-
-    Frozen weights have no gradients that groups of processes would have to exchange, so there is no
-    second dimension; and peft takes a weight on a mesh with names as one of tensor parallelism,
-    which computes with its shard alone.
-    """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    if num_shards == torch.distributed.get_world_size():
-        return init_device_mesh(device_type, (num_shards,))
-    own, _ = torch.distributed.new_subgroups(group_size=num_shards)  # type: ignore[no-untyped-call]
-    return DeviceMesh.from_group(own, device_type)
 
 
 def _has_tensors(module: nn.Module) -> bool:

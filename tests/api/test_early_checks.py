@@ -59,23 +59,6 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         lambda images, folder: {"data": images, "num_gpus": 3, "effective_batch_size": 4},
         "shared evenly",
     ),
-    "nodes": (
-        lambda images, folder: {"data": images, "num_gpus": 4, "num_nodes": 3},
-        "shared evenly by 3 nodes",
-    ),
-    "link": (
-        lambda images, folder: {"data": images, "interconnect": "400Gbps"},
-        "one node needs no interconnect",
-    ),
-    "rate": (
-        lambda images, folder: {
-            "data": images,
-            "num_gpus": 2,
-            "num_nodes": 2,
-            "interconnect": "fast",
-        },
-        "rate of",
-    ),
     "pins": (lambda images, folder: {"data": images, "pins": {"attention": "sage"}}, "sage"),
 }
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autotune
-from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
+from autotune.api.amounts import image_size, memory_bytes
 from autotune.cli.options import JobOptions, WorkloadOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
 from autotune.errors import InvalidInput
@@ -140,15 +140,6 @@ def test_amounts_are_read_as_people_write_them() -> None:
         7,
     ]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
-    assert (
-        link_bytes_per_second("400Gbps")
-        == link_bytes_per_second("50 GB/s")
-        == link_bytes_per_second(50e9)
-        == 50e9
-    )
-    for wrong in ("400", "0Gbps", "400 gb", "-1Gbps"):
-        with pytest.raises(InvalidInput, match="rate of a link"):
-            link_bytes_per_second(wrong)
 
 
 EXAMPLES: dict[str, dict[str, object]] = {

@@ -40,10 +40,6 @@ def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_pla
     ("arguments", "words"),
     [
         ({"model": "qwen-image"}, "no data to train on"),
-        (
-            {"model": "qwen-image", "data": "photos", "nodes": 2, "rdzv_endpoint": "a:1"},
-            "need a plan file",
-        ),
         ({"data": "photos"}, "no model is named"),
     ],
 )

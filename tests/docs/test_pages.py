@@ -55,6 +55,7 @@ SHELL = re.compile(r"^ {4}(?:\$ )?(?:[A-Z]+=\S+ )*(?:[a-z]+=\$\()?([a-z][a-z0-9_
 NOT_RUN = {
     "git": "needs a repository elsewhere; sharing/ has local ones",
     "pip": "installs; the hosted workflow installs the wheel into a clean environment",
+    "torchrun": "starts processes; training/test_processes.py starts some by its variables",
     "make": "runs the tests, or the demo, which conftest.py runs",
     "buildah": "needs root; containers/check, which it runs, is run in the image by a workflow",
     "debootstrap": "needs root, and a mirror of Debian",

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from autotune.api.configs import export_config
 from autotune.api.plans import request_for
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.schema.plan_file import seal
 from autotune.trainers.exporting import export_plan
 from autotune.trainers.importing import ImportedConfig, read_config
 from autotune.trainers.layers import layers_of, original_name, peft_names
@@ -231,13 +229,3 @@ def test_a_plan_for_a_trainer_adapts_layers_that_it_can_adapt() -> None:
     with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
         request_for("flux1-dev", None, {"for_trainer": "sd-scripts", "targets": "attention"})
     assert "attention+mlp" in str(told.value.hint)
-
-
-def test_a_plan_for_several_machines_is_not_exported(tmp_path: Path) -> None:
-    plan = plan_of("qwen-image")
-    pair = plan.frozen.hardware.model_copy(
-        update={"num_processes": 2, "num_nodes": 2, "strategy": "ddp"}
-    )
-    plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
-    with pytest.raises(InvalidInput, match="for 2 machines"):
-        export_config(plan, "ai-toolkit", tmp_path)

@@ -195,9 +195,9 @@ def test_a_host_with_too_little_memory_does_not_fit() -> None:
 def test_a_host_must_hold_all_processes_of_its_node() -> None:
     plan, here = planned(), machine()
     expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes // 4)
-    several = plan.frozen.hardware.changed(num_processes=8, strategy="ddp", num_nodes=2)
+    several = plan.frozen.hardware.changed(num_processes=4, strategy="ddp")
     plan = seal(plan.job, plan.frozen.changed(expected=expected, hardware=several))
-    assert hardware_misfits(plan, here) == ()  # 4 processes on each
+    assert hardware_misfits(plan, here) == ()
     assert hardware_misfits(plan, here, 1) == ()
     (misfit,) = hardware_misfits(plan, here, 8)
     assert (

@@ -1,29 +1,32 @@
-"""Two processes learn what one learns."""
+"""Several processes learn what one learns: started here, or by torchrun, with a home and an output
+folder for each.
+"""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.runtime import THIS_NODE
-from autotune.runtime.launching import launch
 from autotune.schema.events import ignore_event
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
+from autotune.schema.run import RunReport
 from autotune.training.adapter_file import save_trained
-from autotune.training.files import ADAPTER_FILE, checkpoints_of
+from autotune.training.files import ADAPTER_FILE
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare
 from autotune.training.processes import join_processes
@@ -32,29 +35,89 @@ from autotune.training.sharding import num_shards_of
 from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
-from tests.planning.machines import wait_until
-from tests.runtime.test_launchers import launched
+from tests.runtime.test_launching import launched
 from tests.training.conftest import CPU, Bench
-from tests.training.small import SETTINGS
 from tests.training.test_fit import planned
-from tests.training.test_nodes import free_port
+
+NUM_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Processes as torchrun would start them, one on each of several nodes, without paying for
+    their imports.
+    """
+
+    folder: Path
+    plan: TrainingPlan
+
+    def start(
+        self, *flags: str, number: int = 2, step_wait_seconds: float | None = None
+    ) -> list[ForkServerProcess]:
+        write_plan(self.folder / "plan.yaml", self.plan)
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
+        words = ("--progress", "none", "train", self.folder / "plan.yaml", *flags, "--output")
+        started = []
+        for rank in range(number):
+            home = {"XDG_CACHE_HOME": self.folder / f"home-{rank}"}
+            environment = launched(RANK=rank, WORLD_SIZE=number, **place, **home)
+            started.append(
+                start_forked(
+                    (*words, self.output(rank)),
+                    self.log(rank),
+                    environment=environment,
+                    step_wait_seconds=step_wait_seconds,
+                )
+            )
+        return started
+
+    def output(self, rank: int) -> Path:
+        return self.folder / f"output-{rank}"
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"log-{rank}"
+
+    def wait_for_step(self, step: int, started: list[ForkServerProcess]) -> None:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(self.output(0) / "metrics.jsonl")) < step:
+            assert all(process.is_alive() for process in started), self.log(0).read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def finish(
+        self, started: list[ForkServerProcess], within_seconds: float = 120
+    ) -> list[int | None]:
+        """Exit statuses, once all have ended."""
+        deadline = time.monotonic() + within_seconds
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        try:
+            return [process.exitcode for process in started]
+        finally:
+            for process in started:
+                process.kill()
+
+
+def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> list[float]:
+    """Compare weights with those of one process; returns its losses."""
+    folder, losses = several.parent.parent, list[float]()
+    one = bench.loop(plan, folder / "one", on_step=lambda event: losses.append(event.loss))
+    file, work = folder / "one.safetensors", plan.frozen.workload
+    save_trained(file, one.model, one.optimizer, work, plan.digest, plan.job.num_steps)
+    left, right = load_file(several), load_file(file)
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
+    return losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "number", "nodes"), [("ddp", 2, 1), ("hybrid", 4, 2)])
-def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
-    bench: Bench, tmp_path: Path, strategy: str, number: int, nodes: int
+def test_processes_started_here_stopped_and_resumed_end_with_the_weights_of_one(
+    bench: Bench, tmp_path: Path
 ) -> None:
     output = tmp_path / "two"
-    plan = bench.plan(
-        settings=SETTINGS.changed(micro_batch_size=4 // number),
-        num_processes=number,
-        num_nodes=nodes,
-        strategy=strategy,
-        num_steps=24,
-        output=str(output),
-        checkpointing_steps=10,
-    )
+    plan = bench.plan(num_processes=2, num_steps=24, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     stopped = subprocess.Popen(
@@ -78,101 +141,94 @@ def test_several_processes_stopped_and_resumed_end_with_the_weights_of_one(
     assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
 
 
-def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
-    folder = several.parent.parent
-    one, steps = bench.loop(plan, folder / "one"), plan.job.num_steps
-    save_trained(
-        folder / "one.safetensors",
-        one.model,
-        one.optimizer,
-        plan.frozen.workload,
-        plan.digest,
-        steps,
+@pytest.mark.slow
+def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    plan = bench.plan(num_processes=2, num_steps=NUM_STEPS, checkpointing_steps=2)
+    two = Nodes(tmp_path, plan)
+    started = two.start()
+    two.wait_for_step(5, started)
+    os.kill(started[1].pid or 0, signal.SIGKILL)
+    killed_at = time.monotonic()
+    assert two.finish(started)[0] == 1
+    assert time.monotonic() - killed_at < 60
+    assert "error: another process of this run has ended" in two.log(0).read_text()
+    assert two.finish(two.start("--resume")) == [0, 0], two.log(0).read_text()
+    assert not (two.output(1) / ADAPTER_FILE).exists()
+    text = two.log(0).read_text() + two.log(1).read_text()
+    assert text.count("loss on fresh noise") == 1
+    assert "find_unused_parameters" not in text
+    losses = assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
+    assert [row.loss for row in read_metrics(two.output(0) / "metrics.jsonl")] == pytest.approx(
+        losses, abs=1e-5
     )
-    left, right = load_file(several), load_file(folder / "one.safetensors")
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
 def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_path: Path) -> None:
-    """The processes that the launcher would start, without paying for their imports."""
-    output = tmp_path / "two"
-    plan = bench.plan(
-        num_processes=2, strategy="fsdp2", num_steps=12, output=str(output), checkpointing_steps=10
-    )
-    write_plan(tmp_path / "plan.yaml", plan)
-    log = tmp_path / "log"
-
-    def start(*flags: str) -> list[ForkServerProcess]:
-        node: dict[str, object] = {
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "MASTER_PORT": free_port(),
-        }
-        ranks = [
-            launched("autotune-1", RANK=r, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", **node)
-            for r in range(2)
-        ]
-        return [
-            start_forked(("train", tmp_path / "plan.yaml", *flags), log, environment=rank)
-            for rank in ranks
-        ]
-
-    def ended(processes: list[ForkServerProcess]) -> list[int | None]:
-        for process in processes:
-            process.join(240)
-        return [process.exitcode for process in processes]
-
-    stopped = start()
-    wait_until(
-        lambda: len(read_metrics(output / "metrics.jsonl")) >= 3 or not stopped[0].is_alive(), 240
-    )
+    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, checkpointing_steps=10)
+    two = Nodes(tmp_path, plan)
+    stopped = two.start()
+    two.wait_for_step(3, stopped)
     for process in stopped:
         process.terminate()
-    assert ended(stopped) == [75, 75], log.read_text()
-    assert ended(start("--resume")) == [0, 0], log.read_text()
-    assert log.read_text().count("loss on fresh noise") == 1
-    assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
+    assert two.finish(stopped, 240) == [75, 75], two.log(0).read_text()
+    assert two.finish(two.start("--resume"), 240) == [0, 0], two.log(0).read_text()
+    assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)]
-)
-def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+@pytest.mark.slow
+def test_weights_sharded_over_two_nodes_go_on_with_an_adapter_and_are_measured_on_images_held_out(
+    bench: Bench, tmp_path: Path
 ) -> None:
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
-
-    def failing(*arguments: str) -> None:
-        raise ChildFailedError("train", {0: failure})
-
-    monkeypatch.setattr(
-        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing
+    before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
+    workload, earlier, held_out = (
+        before.plan.frozen.workload,
+        tmp_path / "earlier.safetensors",
+        tmp_path / "held-out",
     )
-    monkeypatch.setattr("os.environ", dict(os.environ))
-    assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
-
-
-@pytest.mark.parametrize(("in_time", "expected"), [(True, 75), (False, 143)])
-def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool, expected: int
-) -> None:
-    """torch kills processes that take too long to write one."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    (folder / "checkpoint-000003.safetensors").touch()
-
-    def stopped(*arguments: str) -> None:
-        if in_time:
-            (folder / "checkpoint-000005.safetensors").touch()
-        raise SignalException("stopped", signal.SIGTERM)
-
-    monkeypatch.setattr(
-        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped
+    save_trained(earlier, before.model, before.optimizer, workload, "sha256:0", 2)
+    begun = replace(
+        bench, initial=[parameter.detach().clone() for parameter in bench.trained.adapter]
     )
-    monkeypatch.setattr("os.environ", dict(os.environ))
-    assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
+    held_out.mkdir()
+    Image.new("RGB", (40, 40), "teal").save(held_out / "a.png")
+    (held_out / "a.txt").write_text("a red circle")
+    own = {
+        "validation": str(held_out),
+        "validation_every": 2,
+        "keep_best": True,
+        "from_adapter": str(earlier),
+    }
+    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=4, **own)
+    two = Nodes(tmp_path, plan)
+    assert two.finish(two.start()) == [0, 0], two.log(0).read_text() + two.log(1).read_text()
+    losses: list[float] = []
+    one = begun.loop(
+        plan.changed(job=plan.job.changed(validation=None)),
+        tmp_path / "one",
+        on_step=lambda e: losses.append(e.loss),
+    )
+    rows = read_metrics(two.output(0) / "metrics.jsonl")
+    assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-5)
+    assert [row.step for row in rows if row.validation_loss is not None] == [2, 4]
+    assert two.log(0).read_text().count("loss on 1 held-out image") == 1
+    report = RunReport.model_validate_json((two.output(0) / "report.json").read_bytes())
+    assert report.validation is not None
+    if report.validation.kept_step == 4:
+        save_trained(tmp_path / ADAPTER_FILE, one.model, one.optimizer, workload, plan.digest, 4)
+        left, right = load_file(two.output(0) / ADAPTER_FILE), load_file(tmp_path / ADAPTER_FILE)
+        assert all(torch.allclose(left[name], right[name], rtol=1e-3, atol=1e-5) for name in right)
+
+
+def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
+    two = Nodes(tmp_path, bench.plan(num_processes=2, num_steps=NUM_STEPS))
+    started = two.start(step_wait_seconds=3)
+    two.wait_for_step(3, started)
+    os.kill(started[1].pid or 0, signal.SIGSTOP)
+    assert two.finish(started[:1], within_seconds=60) == [1]
+    assert "error: another process of this run does not answer" in two.log(0).read_text()
+    started[1].kill()
 
 
 def test_other_processes_wait_before_they_look_for_what_the_first_encodes(
@@ -241,15 +297,15 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
     with pytest.raises(DoesNotFit, match="on cuda:1"):
-        _require_machine(plan, free, THIS_NODE)
+        _require_machine(plan, free)
     with pytest.raises(DoesNotFit, match="here"):
-        _require_machine(plan, full, THIS_NODE)
+        _require_machine(plan, full)
     for name, value in launched("autotune-1").items():
         monkeypatch.setenv(name, value)
-    _require_machine(plan, full, THIS_NODE)
+    _require_machine(plan, full)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's own")
     with pytest.raises(DoesNotFit, match="here"):
-        _require_machine(plan, full, THIS_NODE)
+        _require_machine(plan, full)
 
 
 def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
