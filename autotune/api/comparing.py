@@ -46,7 +46,7 @@ LOCAL = {
         "host_memory",
         "assume",
         "path",
-        "join",
+        "storage",
         "study",
         "fresh",
         "price_per_hour",

@@ -124,9 +124,8 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     """Forget what an interrupted search has measured."""
     study: str
     """Name under which trials and the plan are kept."""
-    join: str
-    """URL of a database in which several machines share one search, or a file `NAME.journal` on
-    a folder that they share."""
+    storage: str
+    """URL of a PostgreSQL or MySQL database in which several machines share a study."""
 
 
 def require_known(names: Collection[str], known: Collection[str], kind: str) -> None:

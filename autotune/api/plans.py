@@ -32,7 +32,7 @@ from autotune.schema import (
     write_plan,
     write_variants,
 )
-from autotune.search import SearchSpace, StudyLocation
+from autotune.search import SearchSpace
 from autotune.sharing import save_record, unshareable_reason
 from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides
@@ -135,7 +135,7 @@ def plan_variants(
     path = options.pop("path", None)
     if path is not None:
         require_writable(Path(path))
-    if alone := next((name for name in ("join", "study") if options.get(name)), None):
+    if alone := next((name for name in ("storage", "study") if options.get(name)), None):
         raise InvalidInput(
             f"{alone} is about the search on one machine",
             hint="leave it out, or name one --hardware",
@@ -198,8 +198,8 @@ def _resolve_on_hardware(
         on_sound = warm_up  # it imports for seconds, beside what is imported and predicted here
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
-    if request.study is not None:
-        search.check_storage(request.study)
+    if request.storage is not None:
+        search.check_storage(request.storage)
 
     def require(facts: HardwareProfile) -> None:
         if tries:
@@ -269,7 +269,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         for name, value in asked.items()
         if name in JobOverrides.__annotations__ and name != "num_frames"
     }
-    study, join = options.get("study"), options.get("join")
+    storage = options.get("storage")
     name, parts = split_reference(base.model if model is None else str(model))
     added = file_parts(asked.get("vae"), asked.get("text_encoders", ()))
     if "base" in asked:
@@ -297,7 +297,8 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
         search_seconds=asked.get("search_seconds", base.search_seconds),
-        study=StudyLocation(study or "search", join) if study or join else None,
+        study=options.get("study") or ("search" if storage else None),
+        storage=storage,
         interrupted="forgotten" if asked.get("fresh") else "resumed",
     )
     return _with_expressible_targets(request, asked)

@@ -87,10 +87,9 @@ class PlanOptions:
         "Forget what an interrupted search has measured.", "--fresh", default=False
     )
     study: str | None = option("Keep the trials and their plan under this name.")
-    join: str | None = option(
-        "Share the search: postgresql+psycopg://user:password@host/database, or "
-        "/shared/NAME.journal.",
-        envvar="AUTOTUNE_JOIN",
+    storage: str | None = option(
+        "Share the study: postgresql+psycopg://user:password@host/database.",
+        envvar="AUTOTUNE_STORAGE",
     )
     output: str | None = option("Output folder that the job will write.", "--run-output")
     as_json: Json = False
@@ -174,7 +173,7 @@ def _predictable(words: Sequence[str]) -> list[str]:
     shares nothing."""
     kept: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
-        if word.startswith("--join") or before == "--join":
+        if word.startswith("--storage") or before == "--storage":
             continue
         is_value = bool(kept) and kept[-1] == "--objective" and word == "energy"
         kept.append(

@@ -7,7 +7,8 @@ plan says so.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import optuna
@@ -35,8 +36,7 @@ from autotune.planning.request import (
     ResolvedRequest,
     resolve_request_model,
 )
-from autotune.planning.resuming import kept_study
-from autotune.runtime import collect_rarely, interrupt_on_signal
+from autotune.runtime import cache_path, collect_rarely, data_path, interrupt_on_signal
 from autotune.schema import (
     SCHEMA_VERSION,
     Candidate,
@@ -55,6 +55,7 @@ from autotune.schema import (
     TrialFinished,
     TrialResult,
     TrialStarted,
+    digest_of,
     ignore_event,
     parse_plan,
     seal,
@@ -66,6 +67,7 @@ from autotune.search import (
     choose_fallbacks,
     explain_choices,
     memoize,
+    open_study,
     publish_plan,
     published_plan,
     refuse_beyond,
@@ -156,7 +158,7 @@ def make_plan(
 
     matches = NO_MATCHES
     # Killed by a signal, it would seem to have been taken down by what it tried.
-    with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
+    with interrupt_on_signal(), _keep_study(problem, backend.autotune_version, on_note) as study:
         published = published_plan(study) if problem.request.study else None
         if published is None:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
@@ -183,6 +185,55 @@ def make_plan(
     plan = parse_plan(published)
     residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
     return PlanningResult(plan, problem.hardware, matches, residuals)
+
+
+@contextmanager
+def _keep_study(
+    problem: PlanningProblem, autotune_version: str, on_note: Callable[[str], None]
+) -> Iterator[optuna.Study]:
+    """The study of this problem: under the user's name, else in a file in the cache folder, under
+    the digest of request and machine, as an interrupted search left it.
+    """
+    request, budget = problem.request, problem.memory_budget
+    key: dict[str, object] = {
+        **problem.identity,
+        "autotune": autotune_version,  # what another version measured is measured again
+        "model": request.model,  # random weights and real ones fail in other ways
+        "libraries": problem.hardware.versions.model_dump(mode="json"),
+        "budget": budget.num_bytes if budget.is_set_by_user else None,
+    }
+    is_named, url = request.study is not None, request.storage
+    path = cache_path("searches", f"{digest_of(key)[-32:]}.db")
+    if url is None and (is_named or request.interrupted != "ignored"):
+        path = data_path("studies.db") if is_named else path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            url = f"sqlite:///{path}"
+        except OSError as error:
+            on_note(f"trials are kept in memory only: {path.parent}: {error.strerror}")
+    with ExitStack() as stack:
+
+        def open_it() -> optuna.Study:
+            study = open_study(
+                url,
+                request.study or "search",
+                problem.identity,
+                follows=not is_named,
+                is_fresh=request.interrupted == "forgotten",
+            )
+            return stack.enter_context(study)
+
+        try:
+            study = open_it()
+        except Exception as error:
+            if is_named or "locked" in str(error):
+                raise
+            path.unlink(missing_ok=True)  # damaged, or of another Optuna: it is measured again
+            study = open_it()
+        if not is_named and (number := len(take_snapshot(study).results)):
+            known = "one trial" if number == 1 else f"{number} trials"
+            on_note(f"an interrupted search continues: {known} known (--fresh forgets them)")
+        yield study
 
 
 def _tell(problem: PlanningProblem, on_event: OnEvent) -> None:

@@ -28,7 +28,7 @@ from autotune.schema import (
     job_from,
     split_reference,
 )
-from autotune.search import SearchSpace, StudyLocation, build_search_space
+from autotune.search import SearchSpace, build_search_space
 from autotune.training import (
     WorkloadOverrides,
     check_job,
@@ -71,8 +71,10 @@ class PlanRequest:
     """Price of an hour of one GPU, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
-    study: StudyLocation | None = None
-    """Where trials are kept and shared under a name."""
+    study: str | None = None
+    """Name under which trials and the plan are kept and shared."""
+    storage: str | None = field(default=None, repr=False)
+    """URL of the database that keeps them; None for a file of the user's own."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps
     trials in memory.

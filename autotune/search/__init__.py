@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.search.location import StudyLocation
     from autotune.search.mixtures import find_mixtures, with_mixtures
     from autotune.search.residual import ResidualSearch, best_seconds, memory_upper_bound
     from autotune.search.space import SearchSpace, build_search_space, drop_values
-    from autotune.search.storage import check_storage, open_study, translate_storage_errors
     from autotune.search.study import (
         SearchLimits,
         TrialFunction,
-        fail_dead_trials,
+        check_storage,
         memoize,
+        open_study,
         publish_plan,
         published_plan,
         run_search,

@@ -1,33 +1,31 @@
-"""Runs the search: an Optuna study that any number of workers share through one storage, until
-nothing is worth trying.
+"""Runs the search as an Optuna study, which any number of workers share through one storage.
 
-The objective is a real trial; the sampler asks the residual search. Trial numbers are tickets: a
-storage gives them out one by one, and a worker chooses only after all lower numbers have chosen,
-seeing what they took, so nothing is measured twice, without a lock. A trial that failed belonged to
-a worker that died or stopped (trials themselves never fail: an out-of-memory result is a completed
-one with a violated constraint), and whoever draws the next ticket takes its candidate over.
+The objective is a real trial; the sampler asks the residual search. A trial's parameters are its
+candidate, so Optuna's own heartbeats and retries see to it that what a dead worker tried is tried
+again. Trials themselves never fail: one that ran out of memory is complete, with a violated
+constraint. A database's password stays in its URL: no message, log or plan ever holds it.
 """
 
 import json
 import math
-import os
-import socket
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
-import psutil
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.runtime import ESCAPE_CHARACTERS, quote_error
 from autotune.schema import Candidate, TrialResult, digest_of
 from autotune.search.residual import ResidualSearch, best_seconds
 
@@ -49,79 +47,191 @@ NUM_EXTRA_TRIALS = 2
 """
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
+HEARTBEAT_SECONDS = 10
+GRACE_SECONDS = 30
+"""A worker without a heartbeat for so long is dead."""
+MAX_RETRIES = 1
+"""Times that a candidate is tried again after it took its worker down; then it is a crash."""
+CONNECT_SECONDS = 10
+"""A server that does not answer within so long is away; by default TCP tries for two minutes."""
+MAX_ATTEMPTS = 5
+"""Workers that create a database's tables at the same moment get into each other's way."""
 
-RESULT = "result"
-"""Trial attribute: the TrialResult as JSON."""
-CANDIDATE = "candidate"
-"""Trial attribute: the Candidate as JSON; present once its worker has chosen."""
-STOPPED = "stopped"
-"""Trial attribute: its worker ended it, and was not taken down by it."""
-OWNER = "owner"
-"""Trial attribute: the process that runs it, as `place/process id/start time`."""
+RESULT, STOPPED, PLAN = "result", "stopped", "plan"
+"""Trial attributes: a result; that a worker ended a trial, and was not taken down by it; a plan
+that a worker proposes."""
+IDENTITY, ENDED = "identity", "ended"
+"""Study attributes: what is searched for, and on what; that nothing ran, so there is no plan."""
 OBJECTIVE = "seconds per step"
 CONSTRAINT = "failed (0 if it ran)"
-MAX_DEATHS = 2
-"""Workers that a candidate may take down before it counts as a crash."""
-TICKET_SECONDS = 30.0
-"""A worker that has not chosen by then is dead: choosing takes well under a second."""
-PLAN = "plan"
-"""Trial attribute: a plan that a worker proposes; the one with the lowest number is the
-search's.
-"""
+
+
+@contextmanager
+def open_study(
+    url: str | None,
+    name: str,
+    identity: Mapping[str, str | None],
+    *,
+    follows: bool = False,
+    is_fresh: bool = False,
+) -> Iterator[Study]:
+    """The study in a storage, new or as other workers left it; in memory without a storage.
+
+    Args:
+        url: the storage's, as SQLAlchemy writes it.
+        name: any number of studies lie in one storage.
+        identity: by name, all that must be equal for results to count; shown if it is not.
+        follows: a study that is over is followed by a new one.
+        is_fresh: one that is not is, too.
+
+    Raises:
+        InvalidInput: the URL cannot be used, or the study has another identity.
+        AutotuneError: the storage failed.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if url is None:
+        yield optuna.create_study()
+        return
+    with _translate_errors(url):
+        storage = _connect(url)
+        if follows:
+            names = [one for one in optuna.get_all_study_names(storage) if one.startswith(name)]
+            last = f"{name} {max(1, len(names))}"
+            study = optuna.create_study(storage=storage, study_name=last, load_if_exists=True)
+            is_over = ENDED in study.user_attrs or published_plan(study) is not None
+            name = f"{name} {len(names) + 1}" if is_over or (is_fresh and study.trials) else last
+        study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        try:
+            take_snapshot(study)
+            stored = study.user_attrs.get(IDENTITY) or identity
+            differing = [
+                f"{key}: {stored.get(key)} there, {here} here"
+                for key, here in identity.items()
+                if stored.get(key) != here
+            ]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise AutotuneError(
+                f"the study {name!r} is damaged: {_quote(error, url)}", hint="name another --study"
+            ) from None
+        if differing:
+            raise InvalidInput(
+                f"the search {name!r} is for another request or machine; {'; '.join(differing)}",
+                hint="workers of one search need equal machines and requests; name another --study",
+            )
+        study.set_user_attr(IDENTITY, dict(identity))
+        study.set_metric_names([OBJECTIVE])
+    with _translate_errors(url, "results of finished trials are kept; "):
+        try:
+            yield study
+        except NothingFits:
+            study.set_user_attr(ENDED, True)  # there may be more memory next time
+            raise
+
+
+def check_storage(url: str) -> None:
+    """Connect to the storage and leave it as it is, so that one that cannot be used is told before
+    long work. Raises what `open_study` does.
+    """
+    with _translate_errors(url):
+        _connect(url)
+
+
+class _Storage(RDBStorage):
+    def record_heartbeat(self, trial_id: int) -> None:
+        """In a thread of its own, where nobody could handle a failure: the next may succeed."""
+        with suppress(StorageInternalError):
+            super().record_heartbeat(trial_id)
+
+
+def _connect(url: str) -> RDBStorage:
+    warnings.simplefilter("ignore", ExperimentalWarning)  # Optuna's heartbeats are, for years
+    connect = {"timeout": 60} if url.startswith("sqlite:") else {}
+    connect |= {"connect_timeout": CONNECT_SECONDS} if url.startswith(("postgres", "mysql")) else {}
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return _Storage(
+                url,
+                {"connect_args": connect, "pool_pre_ping": True, "hide_parameters": True},
+                heartbeat_interval=HEARTBEAT_SECONDS,
+                grace_period=GRACE_SECONDS,
+                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(MAX_RETRIES),
+            )
+        # No such driver, no such URL, a port that is no number, tables of another Optuna.
+        except (ImportError, ArgumentError, ValueError, RuntimeError) as error:
+            raise InvalidInput(
+                f"cannot use the storage: {_quote(error, url)}",
+                hint="write it like postgresql+psycopg://user:password@host/database, after "
+                f"pip install 'lora-autotune[postgres]'; {ESCAPE_CHARACTERS}",
+            ) from None
+        except SQLAlchemyError as error:
+            if attempt == MAX_ATTEMPTS or "exist" not in str(error).lower():
+                raise
+            time.sleep(0.3 * attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _quote(error: BaseException, url: str) -> str:
+    return quote_error(error, None if url.startswith("sqlite:") else url)
+
+
+@contextmanager
+def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
+    """Turn the storage's errors into ours, without the password."""
+    try:
+        yield
+    except AutotuneError:
+        raise
+    except Exception as error:
+        failure: BaseException | None = error  # Optuna raises others if it cannot store an end
+        while not isinstance(failure, SQLAlchemyError | StorageInternalError | None):
+            failure = failure.__cause__ or failure.__context__
+        if failure is None:
+            raise
+        while failure.__cause__ is not None:  # the outer errors say it in SQL
+            failure = failure.__cause__
+        raise AutotuneError(
+            f"the storage of the search failed: {_quote(failure, url)}",
+            hint=f"{kept}run the same command again once the storage can be reached. "
+            "If its file is damaged, name another --study",
+        ) from None  # the chain would show what was left out
 
 
 @dataclass(frozen=True)
 class StudySnapshot:
-    """Where a search stands after its trials up to some number."""
+    """Where a search stands."""
 
     results: tuple[TrialResult, ...]
     running: tuple[Candidate, ...]
     """Candidates that are being tried."""
-    abandoned: tuple[Candidate, ...]
-    """Candidates whose workers died or stopped."""
-    undecided: tuple[int, ...]
-    """Numbers of trials whose workers have not chosen yet."""
+    has_waiting: bool
+    """Whether candidates of workers that died wait to be tried again."""
 
 
-def take_snapshot(study: Study, before: int | None = None) -> StudySnapshot:
-    """The state of the trials with numbers below `before`, or of all."""
-    trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
-    # A result counts even if its worker died before it could mark the trial as finished.
-    results = [
-        TrialResult.model_validate_json(t.user_attrs[RESULT])
-        for t in trials
-        if RESULT in t.user_attrs
-    ]
-    unfinished = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
-    running = [_candidate_of(t) for t in unfinished if CANDIDATE in t.user_attrs]
-    failed = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
-    deaths: Counter[Candidate] = Counter()
-    for trial in failed:
-        deaths[_candidate_of(trial)] += (
-            STOPPED not in trial.user_attrs
-        )  # a count of 0 is an entry, too
-    for known in (*running, *(result.candidate for result in results)):
-        deaths.pop(known, None)
-    message = f"it took its process down {MAX_DEATHS} times"
-    lost = [
-        TrialResult(candidate=c, outcome="crash", message=message)
-        for c, n in deaths.items()
-        if n >= MAX_DEATHS
-    ]
-    return StudySnapshot(
-        results=(*results, *lost),
-        running=tuple(running),
-        abandoned=tuple(candidate for candidate, count in deaths.items() if count < MAX_DEATHS),
-        undecided=tuple(t.number for t in unfinished if CANDIDATE not in t.user_attrs),
-    )
-
-
-def _candidate_of(trial: FrozenTrial) -> Candidate:
-    return Candidate.model_validate_json(trial.user_attrs[CANDIDATE])
+def take_snapshot(study: Study) -> StudySnapshot:
+    """The state of all trials."""
+    results: dict[Candidate, TrialResult] = {}
+    running, crashed, has_waiting = [], [], False
+    for trial in study.get_trials(deepcopy=False):
+        has_waiting |= trial.state == TrialState.WAITING
+        # A result counts even if its worker died before it could mark the trial as finished.
+        if (text := trial.user_attrs.get(RESULT)) is not None:
+            result = TrialResult.model_validate_json(text)
+            results.setdefault(result.candidate, result)
+        elif len(trial.params) == len(Candidate.model_fields):  # all of them are stored
+            retries = RetryHeartbeatStaleTrialCallback.retry_history(trial)
+            if trial.state == TrialState.RUNNING:
+                running.append(Candidate.model_validate(trial.params))
+            elif trial.state == TrialState.FAIL and retries and STOPPED not in trial.user_attrs:
+                crashed.append(Candidate.model_validate(trial.params))
+    message = f"it took its process down {MAX_RETRIES + 1} times"
+    for each in crashed:
+        results.setdefault(each, TrialResult(candidate=each, outcome="crash", message=message))
+    left = tuple(candidate for candidate in running if candidate not in results)
+    return StudySnapshot(tuple(results.values()), left, has_waiting)
 
 
 class ResidualSampler(BaseSampler):
-    """Asks the residual search, one worker after the other.
+    """Asks the residual search.
 
     Args:
         search: chooses what to try next.
@@ -134,88 +244,21 @@ class ResidualSampler(BaseSampler):
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        return {
-            name: CategoricalDistribution(choices)
-            for name, choices in self.search.space.tried_choices.items()
-        }
+        choices = self.search.space.tried_choices
+        return {name: CategoricalDistribution(values) for name, values in choices.items()}
 
     # Gives nothing when the search is over: the trial then has nothing to do.
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        snapshot = _wait_for_lower_numbers(study, trial.number)
+        snapshot = take_snapshot(study)
         if self.is_over(snapshot):
             return {}
-        abandoned = next(iter(snapshot.abandoned), None)
-        chosen = abandoned or self.search.next_candidate(snapshot.results, snapshot.running)
+        chosen = self.search.next_candidate(snapshot.results, snapshot.running)
         return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        raise RuntimeError(f"{param_name} is not part of the search space")
-
-
-def _wait_for_lower_numbers(study: Study, number: int) -> StudySnapshot:
-    deadline = time.monotonic() + TICKET_SECONDS
-    while (snapshot := take_snapshot(study, before=number)).undecided:
-        fail_dead_trials(study)
-        if time.monotonic() > deadline:  # the worker died before its first heartbeat
-            _fail_trials(study, snapshot.undecided)
-        time.sleep(0.1)
-    return snapshot
-
-
-def fail_dead_trials(study: Study, *, is_alone: bool = False) -> None:
-    """Mark the trials of dead workers as failed: of those without a heartbeat or, on this machine,
-    without a process.
-
-    If this process `is_alone` with the study, all others are dead: one may have died before it
-    named itself.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        optuna.storages.fail_stale_trials(study)
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    _fail_trials(
-        study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))]
-    )
-
-
-def _fail_trials(study: Study, numbers: Collection[int]) -> None:
-    for number in numbers:
-        try:
-            study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
-        except UpdateFinishedTrialError:
-            continue  # another worker was quicker
-
-
-def identify_process() -> str:
-    """This process as an `OWNER`, so that others on this machine can tell whether it lives."""
-    return f"{_place()}/{os.getpid()}/{psutil.Process().create_time():.1f}"
-
-
-def _place() -> str:
-    """Where process ids mean the same: a host's name, and the namespace in which a container
-    counts them.
-    """
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
-
-
-def _is_dead(owner: str) -> bool:
-    place, _, process = owner.partition("/")
-    if place != _place():
-        return False
-    number, _, start = process.partition("/")
-    try:
-        return f"{psutil.Process(int(number)).create_time():.1f}" != start
-    except psutil.NoSuchProcess:
-        return True
+    def sample_independent(self, *asked: object, **named: object) -> Any:
+        raise RuntimeError("every knob is sampled relatively")
 
 
 @dataclass(frozen=True)
@@ -277,35 +320,19 @@ def run_search(
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)
-
-    def stop_when_over(study: Study, _: object) -> None:
-        if is_over(take_snapshot(study)):
-            study.stop()
-
-    fail_dead_trials(study)
+    warnings.simplefilter("ignore", ExperimentalWarning)
+    fail_stale_trials(study)
     for result in take_snapshot(study).results:
         on_trial(result)
     while True:
         snapshot = take_snapshot(study)
         if not is_over(snapshot):
-            try:
-                study.optimize(
-                    lambda trial: _objective(trial, search, run, on_trial),
-                    callbacks=[stop_when_over],
-                )
-            except UpdateFinishedTrialError:
-                continue  # this worker was taken for dead, and another has its candidate now
-            except (
-                UnboundLocalError
-            ) as error:  # of Optuna 5.0, if an interrupt comes while it stores a trial
-                if isinstance(error.__context__, KeyboardInterrupt):
-                    raise error.__context__ from None
-                raise
-        elif snapshot.running or snapshot.undecided:
-            time.sleep(
-                POLL_SECONDS
-            )  # if one of the others dies, this worker takes its candidate over
-            fail_dead_trials(study)
+            # Taken for dead, a worker cannot end its trial, which another one has by now.
+            with suppress(UpdateFinishedTrialError):
+                study.optimize(lambda trial: _objective(trial, search, run, on_trial), n_trials=1)
+        elif snapshot.running:
+            time.sleep(POLL_SECONDS)
+            fail_stale_trials(study)  # if one of the others dies, this worker tries its candidate
         else:
             return snapshot.results
 
@@ -316,49 +343,44 @@ def _objective(
     run: TrialFunction,
     on_trial: Callable[[TrialResult], None],
 ) -> float:
-    """Try the candidate that the sampler has chosen, if any, and store the result; gives its
-    median step seconds.
+    """Try the candidate that the sampler has chosen, or a dead worker's, and store the result;
+    gives its median step seconds.
     """
-    trial.set_user_attr(OWNER, identify_process())
-    if not trial.relative_params:
-        trial.study.stop()
+    if not trial.params and not trial.relative_params:
         raise optuna.TrialPruned("the search was over")
-    values = {
-        name: trial.suggest_categorical(name, choices)
-        for name, choices in search.space.tried_choices.items()
-    }
-    candidate = Candidate.model_validate(values)
-    trial.set_user_attr(CANDIDATE, _json(candidate))
-    try:
-        result = run(candidate)
-    except (
-        BaseException
-    ):  # interrupted, or the device is not available: it says nothing about the candidate
-        trial.set_user_attr(STOPPED, True)
-        raise
-    trial.set_user_attr(RESULT, _json(result))
-    for name, value in describe_result(result).items():
-        trial.set_user_attr(name, value)
-    failed = 0.0 if result.outcome == "ok" else 1.0
-    trial.set_constraint(CONSTRAINT, failed)
-    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them, which Optuna 5
-    # reads, too.
-    trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [failed])
-    on_trial(result)
-    return result.median_step_seconds or math.inf
-
-
-def describe_result(result: TrialResult) -> dict[str, str | float]:
-    """What a person who opens the study in a dashboard reads of a trial."""
-    told: dict[str, str | float | None] = {
+    choices = search.space.tried_choices
+    candidate = Candidate.model_validate(
+        {name: trial.suggest_categorical(name, values) for name, values in choices.items()}
+    )
+    for other in trial.study.get_trials(deepcopy=False):
+        is_alive = other.state in (TrialState.RUNNING, TrialState.COMPLETE)
+        if other.number < trial.number and is_alive and other.params == trial.params:
+            raise optuna.TrialPruned("another worker chose the same at the same moment")
+    if (stored := trial.user_attrs.get(RESULT)) is not None:  # its worker died just afterwards
+        result = TrialResult.model_validate_json(stored)
+    else:
+        try:
+            result = run(candidate)
+        except BaseException:  # interrupted: it says nothing about the candidate
+            trial.set_user_attr(STOPPED, True)
+            raise
+        trial.set_user_attr(RESULT, _json(result))
+        on_trial(result)
+    told = {  # what a person who opens the study in a dashboard reads
         "settings": result.candidate.label(),
         "outcome": result.outcome,
         "why": result.message or None,
         "step memory GiB": result.peak_memory_bytes and round(result.peak_memory_bytes / 2**30, 3),
-        "joules per image": result.joules_per_image and round(result.joules_per_image, 3),
         "seconds of trial": result.wall_seconds and round(result.wall_seconds, 1),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    for name, value in told.items():
+        if value is not None:
+            trial.set_user_attr(name, value)
+    failed = 0.0 if result.outcome == "ok" else 1.0
+    trial.set_constraint(CONSTRAINT, failed)
+    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them.
+    trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [failed])
+    return result.median_step_seconds or math.inf
 
 
 def _is_over(
@@ -370,7 +392,7 @@ def _is_over(
     allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
     if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
         return True
-    if snapshot.abandoned:
+    if snapshot.has_waiting:
         return False
     if search.priors(results):
         min_trials = MIN_TRIALS_WITH_PRIORS
@@ -390,10 +412,8 @@ def memoize(
     """What `measure` finds about the candidate, stored as `what`: a search that was interrupted
     reads it there.
     """
-    digest = digest_of(candidate.model_dump(mode="json")).removeprefix("sha256:")
-    key = f"{what} {digest[:16]}"
-    stored = study.user_attrs.get(key)
-    if stored is not None:
+    key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
+    if (stored := study.user_attrs.get(key)) is not None:
         return TrialResult.model_validate_json(stored)
     found = measure(candidate)
     if found is not None:
@@ -401,7 +421,7 @@ def memoize(
     return found
 
 
-def _json(stored: Candidate | TrialResult) -> str:
+def _json(stored: TrialResult) -> str:
     """With spaces: a dashboard would else draw it as one word, wider than the window."""
     return json.dumps(stored.model_dump(mode="json"))
 
@@ -414,7 +434,7 @@ def published_plan(study: Study) -> str | None:
 
 def publish_plan(study: Study, plan: str) -> str:
     """Propose a plan, and return the one that the search ended in: the first that any worker
-    proposed.
+    proposed. Trials are numbered one by one, so no two can be the first.
     """
     if published_plan(study) is None:
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))

@@ -20,7 +20,7 @@ from autotune.reporting import PAGE_FILE
 from autotune.schema.events import Event, Notice, PhaseStarted, PreviewsWritten
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import RUN_PLAN_FILE, seal, with_job, write_plan, write_variants
-from tests.planning.golden import FOLDER
+from tests.planning.test_golden import FOLDER
 from tests.reporting.page.pages import HOSTILE, golden_plan, run_report, steps_of
 from tests.reporting.page.test_page import Outline
 

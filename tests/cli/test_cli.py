@@ -165,8 +165,8 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(
 @pytest.mark.parametrize(
     "typed",
     [
-        "plan --model qwen-image --join postgresql+psycopg://host/db?password=hunter2",
-        "plan --model qwen-image --join=me:hunter2@host/db",
+        "plan --model qwen-image --storage postgresql+psycopg://host/db?password=hunter2",
+        "plan --model qwen-image --storage=me:hunter2@host/db",
         "weights inspect https://hub.example/a.safetensors?token=hunter2",
         "weights inspect me:hunter2@hub.example",
         "--verbose profiles pull https://me:hunter2@host/x",

@@ -7,7 +7,7 @@ import pytest
 import autotune
 from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
 from tests.conftest import autotune_here
-from tests.planning.golden import FOLDER
+from tests.planning.test_golden import FOLDER
 from tests.reporting.page.pages import golden_plan, run_report
 
 

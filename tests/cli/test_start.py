@@ -81,7 +81,6 @@ WRONG = {
     "plan --model MODEL --data IMAGES --resolution 999": "does not suit qwen-image",
     "plan --model MODEL --data IMAGES --rank 0": "greater than or equal to 1",
     "plan --model MODEL --data IMAGES --max-memory potatoes": "not an amount of memory",
-    "plan --model MODEL --data IMAGES --study a/b": "cannot name a study",
     "plan --model MODEL --data IMAGES --optimizer adamx": "adamx",
     "plan --model MODEL --data IMAGES --output images": "images",
     "plan --from garbage.yaml": "not YAML",

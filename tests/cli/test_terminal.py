@@ -19,7 +19,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.events import RunStarted, SearchSpaceBuilt, TrialFinished, TrialStarted
 from autotune.schema.plan import TrainingPlan
 from tests.cli.test_cli import autotune
-from tests.planning.golden import FOLDER
+from tests.planning.test_golden import FOLDER
 from tests.reporting.page.pages import golden_plan, steps_of
 
 GOLDEN = ("wall", "known", "measured")

@@ -28,8 +28,6 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
-from autotune.search import study as study_module
-from autotune.search.location import StudyLocation
 from autotune.search.study import TrialFunction
 from autotune.sharing.keys import compare, usable_trials
 from autotune.sharing.query import MatchedRecord, StoreMatches
@@ -47,7 +45,7 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
     return planner.make_plan(*asked, **named).plan
 
 
-def request(study: StudyLocation | None = None, **changes: object) -> PlanRequest:
+def request(study: str | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
     workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
     values = {
@@ -138,7 +136,6 @@ def start_worker(
     *,
     seconds: float = 0.0,
     hardware: HardwareProfile = HARDWARE,
-    far_away: bool = False,
     hangs_at: int | None = None,
 ) -> Worker:
     """Plan in a process of its own.
@@ -149,7 +146,6 @@ def start_worker(
         asked: the question.
         seconds: that a trial takes.
         hardware: that it thinks it has.
-        far_away: others cannot see whether its process lives.
         hangs_at: the number of its trial that never ends.
     """
     worker = Worker(
@@ -168,8 +164,6 @@ def start_worker(
     run.count = 0  # type: ignore[attr-defined]
 
     def work() -> str:
-        if far_away:
-            study_module._place = lambda: name
         return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()

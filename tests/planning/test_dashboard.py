@@ -16,7 +16,6 @@ import pytest
 from autotune.knobs import KNOBS
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import TrialResult
-from autotune.search.location import StudyLocation
 from autotune.search.study import CONSTRAINT, OBJECTIVE
 from tests.api.test_metrics_server import free_port
 from tests.planning.machines import HARDWARE, answer, make_plan, request, surroundings, wait_until
@@ -40,7 +39,7 @@ def run(candidate: Candidate) -> TrialResult:
 
 def test_the_dashboard_shows_settings_outcomes_and_seconds(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    plan = make_plan(request(StudyLocation("portraits", url)), HARDWARE, backend=surroundings(run))
+    plan = make_plan(request("portraits", storage=url), HARDWARE, backend=surroundings(run))
     port = free_port()
 
     def get(path: str) -> Any:

@@ -14,7 +14,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, with_job
 from autotune.schema.run import AdapterVerdict, RunReport
 from autotune.schema.trial import PhasePeak
-from tests.planning.golden import FOLDER
+from tests.planning.test_golden import FOLDER
 
 GIB = 2**30
 PIXEL = bytes.fromhex(
