@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from autotune import planning, training
 from autotune.api import plans
-from autotune.api.metrics_server import MetricsServer
+from autotune.api.metrics_server import serve_metrics
 from autotune.api.options import require_known, require_optimizer
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
@@ -111,7 +111,7 @@ def train(
     on_event = on_event if is_first else ignore_event
     with contextlib.ExitStack() as stack:
         if metrics_port is not None and is_first:
-            on_event = stack.enter_context(MetricsServer(metrics_port, on_event))
+            on_event = stack.enter_context(serve_metrics(metrics_port, on_event))
         return _train_here(chosen, file, launch, on_event, resume=resume, trace=trace)
 
 
