@@ -140,7 +140,7 @@ def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() 
 def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_block_swap(
     card: str, quantization: str
 ) -> None:
-    exact = {"modulation": "ahead", "norm_rope": "compiled", "offloaded_inputs": 59}
+    exact = {"modulation": "ahead", "norm_rope": "compiled"}
     settings = {
         "hardware": card,
         "quantization": quantization,

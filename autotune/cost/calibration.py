@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
-OFFSET, DOUBLING, KEEPS_ATTENTION, OFFLOADS = "offset", "batch>", "keeps attention", "offloads"
+OFFSET, DOUBLING, KEEPS_ATTENTION = "offset", "batch>", "keeps attention"
 IN_PRECISION = "in precision="
 LEVERS = ("modulation=", "norm_rope=")
 PRIOR_TIME_DATASHEET = 0.35
@@ -59,7 +59,6 @@ def features_of(candidate: Candidate) -> tuple[str, ...]:
         candidate.compile != "off",
         candidate.swapped_blocks > 0,
         candidate.selective_blocks > 0,
-        candidate.offloaded_inputs > 0,
         candidate.quantization,
         candidate.attention,
         candidate.precision,
@@ -75,7 +74,6 @@ def _features(
     compiles: bool,
     swaps: bool,
     keeps_attention: bool,
-    offloads: bool,
     quantization: str,
     attention: str,
     precision: str,
@@ -88,7 +86,6 @@ def _features(
         "compiles": compiles,
         "swaps": swaps,
         KEEPS_ATTENTION: keeps_attention,
-        OFFLOADS: offloads,
     }
     return (
         *(name for name, does in rare.items() if does),
@@ -124,7 +121,7 @@ class Posterior:
         """Prior sigma of a term."""
         if feature == OFFSET:
             return self.prior
-        if feature in (KEEPS_ATTENTION, OFFLOADS):
+        if feature == KEEPS_ATTENTION:
             return self.prior * VARIANT_SHARE
         if feature.startswith(LEVERS):
             return self.prior * LEVER_SHARE

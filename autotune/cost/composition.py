@@ -41,8 +41,6 @@ class PassTable:
     between: "NDArray[np.float64]"
     backward: "NDArray[np.float64]"
     """(blocks, columns), in the order that blocks run forward."""
-    inputs: "NDArray[np.float64]"
-    """Bytes of each block's first input, if the pass goes back through it."""
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
         """To the full model, of each of whose blocks `index` names the traced one that stands
@@ -50,9 +48,7 @@ class PassTable:
         """
         index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
-        return PassTable(
-            self.before, self.forward[index], self.between, backward, self.inputs[index]
-        )
+        return PassTable(self.before, self.forward[index], self.between, backward)
 
     @property
     def seconds(self) -> "NDArray[np.float64]":
@@ -85,7 +81,6 @@ def table_of(traced: "TracePass", rates: Rates, rank: int) -> PassTable:
         forward=np.array([vector(segment) for segment in traced.forward]),
         between=np.array(vector(traced.between)),
         backward=np.array([vector(segment) for segment in traced.backward]),
-        inputs=np.array(traced.input_bytes, dtype=np.float64),
     )
 
 
@@ -101,8 +96,6 @@ class ComposedPass:
     workspace_bytes: float
     gradient_bytes: float
     """Gradients that exist when the segment of the peak begins."""
-    offloaded_bytes: float
-    """Inputs of blocks that wait on the host."""
     work: "NDArray[np.float64]"
     """Seconds by class, then launches."""
     forward: "NDArray[np.float64]"
@@ -120,7 +113,6 @@ class ComposedPasses:
     transient_bytes: "NDArray[np.float64]"
     workspace_bytes: "NDArray[np.float64]"
     gradient_bytes: "NDArray[np.float64]"
-    offloaded_bytes: "NDArray[np.float64]"
     work: "NDArray[np.float64]"
     forward: "NDArray[np.float64]"
     recompute: "NDArray[np.float64]"
@@ -139,11 +131,7 @@ class BlockTables:
     """
 
     def __init__(self, tables: Sequence[PassTable], gradients: "NDArray[np.float64]") -> None:
-        self.num_blocks, self.gradients, self.inputs = (
-            len(gradients),
-            gradients,
-            tables[WHOLE].inputs,
-        )
+        self.num_blocks, self.gradients = len(gradients), gradients
         self.rows = np.stack(
             [
                 np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[
@@ -171,13 +159,13 @@ def compose(
 
     Args:
         tables: of the model; none of a kind that has no block need be there.
-        mixtures: (mixtures, 3): number of blocks that keep their input alone, of those after them
-            that keep attention, and of those from the first on whose input waits on the host.
+        mixtures: (mixtures, 2): number of blocks that keep their input alone, and of those after
+            them that keep attention.
         accumulates: whether gradients of an earlier micro-batch are already there.
     """
     blocks, gradients = tables.num_blocks, tables.gradients
     number = np.arange(blocks)
-    whole, selective, offloaded = (column[:, None] for column in mixtures.T)
+    whole, selective = (column[:, None] for column in mixtures.T)
     kinds = np.where(number < whole, WHOLE, np.where(number < whole + selective, SELECTIVE, PLAIN))
     ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))
     of_segment = np.concatenate([ends, kinds, ends, kinds[:, ::-1]], axis=1)
@@ -185,14 +173,7 @@ def compose(
     growth, peak, scratch = (
         tables.rows[:, :, column][of_segment, segments] for column in (GROWTH, PEAK, SCRATCH)
     )
-    # An input leaves while its block runs, and is gone when the next leaves: so the last one stays
-    # until it is needed. It comes back while the following block runs backward.
-    leaves = np.where(number < offloaded - 1, tables.inputs, 0.0)
-    returns = np.concatenate([np.zeros_like(leaves[:, :1]), leaves[:, :-1]], axis=1)[:, ::-1]
     first_backward = blocks + 2
-    growth[:, 1 : blocks + 1] -= leaves
-    growth[:, first_backward:] += returns
-    peak[:, first_backward:] += returns
     starts = np.cumsum(growth, axis=1) - growth
     arrived = np.zeros(growth.shape[1])
     arrived[first_backward:] = np.cumsum(gradients[::-1]) - gradients[::-1]
@@ -210,7 +191,6 @@ def compose(
         transient_bytes=peak[one] - scratch[one],
         workspace_bytes=scratch[one],
         gradient_bytes=arrived[at],
-        offloaded_bytes=np.where(number < offloaded, tables.inputs, 0.0).sum(axis=1),
         # One row at a time: the last bits of a product of matrices depend on how many rows it has.
         work=tables.outside_work[ends[:, 0]] + (is_kind[:, None] @ tables.work_rows)[:, 0],
         forward=tables.outside_work[ends[:, 0]] + tables.forward,

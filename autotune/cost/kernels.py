@@ -13,8 +13,6 @@ own, the difference is here and nowhere else:
   Tables of cosines are not counted as read: they are small and stay in the cache;
 - products in 8 bits: one kernel before and one after each, and a copy of the weight where it is
   read by columns (`autotune.quantization`, PRODUCT_KERNELS);
-- LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
-  (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
   (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere
   (`autotune.quantization`, CONVERTS_AS_IT_READS);

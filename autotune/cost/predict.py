@@ -41,7 +41,7 @@ from autotune.schema import (
     Workload,
 )
 
-BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
+BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
 """Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and
@@ -246,10 +246,7 @@ class CostModel:
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
         """Bytes that a run takes of the host's memory."""
-        resident = self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
-        if not candidate.offloaded_inputs:
-            return resident
-        return resident + round(self._uncalibrated(candidate)[0].offloaded_bytes)
+        return self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
@@ -277,7 +274,7 @@ class CostModel:
             candidate=candidate,
             allocated_memory_bytes=phases[PHASES.index("train")].allocated_memory_bytes,
             run_memory_bytes=max(phase.run_memory_bytes for phase in phases),
-            host_memory_bytes=resident.host_memory_bytes + round(composed.offloaded_bytes),
+            host_memory_bytes=resident.host_memory_bytes,
             phases=phases,
             step_seconds=seconds,
             step_time=StepTime.model_construct(None, **time),
@@ -320,10 +317,10 @@ class CostModel:
             np.array([[getattr(each, name) for name in BLOCK_NUMBERS] for each in candidates]),
         )
         composed = self.tables.passes(
-            PassChoice.of(one), numbers[:, :3], self._accumulation(one) > 1
+            PassChoice.of(one), numbers[:, :2], self._accumulation(one) > 1
         )
         waste = self.tables.waste_bytes(one, numbers[:, 0] + numbers[:, 1], composed.saved_bytes)
-        by_class = self._step_time(one, composed, numbers[:, 2:3], numbers[:, 3:])
+        by_class = self._step_time(one, composed, numbers[:, 2:])
         seconds = {
             name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()
         }
@@ -339,8 +336,7 @@ class CostModel:
 
         Args:
             candidate: all other choices.
-            passes: (passes, 3): numbers of checkpointed and selective blocks, and of offloaded
-                inputs.
+            passes: (passes, 2): numbers of checkpointed and selective blocks.
             swapped: (numbers,): numbers of swapped blocks.
 
         Returns:
@@ -357,7 +353,7 @@ class CostModel:
         weights = self.parallel.weight_bytes(model_bytes) - np.array(
             [away_bytes(model_bytes, int(k)) for k in swapped]
         )
-        time = self._step_time(candidate, composed, passes[:, 2:], swapped[None])
+        time = self._step_time(candidate, composed, swapped[None])
         return (composed.peak_bytes + waste)[:, None] + weights, _total(time)
 
     def _accumulation(self, candidate: Candidate) -> int:
@@ -367,7 +363,6 @@ class CostModel:
         self,
         candidate: Candidate,
         composed: ComposedPasses,
-        offloaded: NDArray[np.int64],
         swapped: NDArray[np.int64],
     ) -> dict[str, NDArray[np.float64]]:
         """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers
@@ -376,7 +371,6 @@ class CostModel:
         Args:
             candidate: all other choices.
             composed: the passes.
-            offloaded: (passes, 1): number of offloaded inputs of each.
             swapped: (1, numbers): numbers of swapped blocks; or (passes, 1), one for each.
         """
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
@@ -410,19 +404,11 @@ class CostModel:
             )
         exchange = self.parallel.exchange_seconds(self.hardware, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
-        # Blocks visit for the forward and for the backward pass, and inputs come back once, while
-        # others compute.
+        # Blocks visit for the forward and for the backward pass, while others compute.
         visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
-        inputs = accumulation * composed.offloaded_bytes[:, None]
-        beside = inputs * np.minimum(swapped, offloaded) / np.maximum(1, offloaded)
         one = computing / len(model_bytes.block_weight_bytes)
-        arriving = (2 * accumulation * visits + beside) / rates.host_to_device
+        arriving = 2 * accumulation * visits / rates.host_to_device
         transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
-        alone = (inputs - beside) / rates.host_to_device
-        transfer = transfer + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
-        overhead = (
-            overhead + 2 * inputs / rates.bandwidth
-        )  # the device's memory is read and written for them
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(candidate)
         return {

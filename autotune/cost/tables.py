@@ -166,15 +166,11 @@ class PassTables:
         """One micro-batch of the full model; `accumulates` if gradients of an earlier one are
         already there.
         """
-        mixture = (
-            candidate.checkpointed_blocks,
-            candidate.selective_blocks,
-            candidate.offloaded_inputs,
-        )
+        mixture = candidate.checkpointed_blocks, candidate.selective_blocks
         return self._pass(PassChoice.of(candidate), mixture, accumulates)
 
     def _find_pass(
-        self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool
+        self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool
     ) -> ComposedPass:
         return self.passes(choice, np.array([mixture]), accumulates)[0]
 
@@ -182,9 +178,9 @@ class PassTables:
         self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
     ) -> ComposedPasses:
         """The same for many mixtures of what blocks keep, at once; see `compose`."""
-        whole, selective, _ = mixtures.T
+        whole, selective = mixtures.T
         at_most = self._num_blocks - selective
-        mixtures = np.stack([np.minimum(whole, at_most), selective, mixtures[:, 2]], axis=1)
+        mixtures = np.stack([np.minimum(whole, at_most), selective], axis=1)
         deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
         kinds = bool(selective.any()), bool(whole.any())
         return compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
@@ -271,7 +267,7 @@ class PassTables:
         return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
-        saved = self._pass(choice, (checkpointed, 0, 0), True).saved_bytes
+        saved = self._pass(choice, (checkpointed, 0), True).saved_bytes
         return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
     def _scaled_waste(

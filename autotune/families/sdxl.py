@@ -118,7 +118,6 @@ class StableDiffusionXL(ImageLatents, Family):
             "compile": "its blocks have too many shapes: torch would compile each separately",
             "modulation": "a UNet has no modulation layers",
             "norm_rope": "its attention neither norms nor rotates queries and keys",
-            "offloaded_inputs": "later stages hold on to the outputs of earlier ones",
         }
     )
 

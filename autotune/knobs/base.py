@@ -69,19 +69,6 @@ class Parity:
     """Other knobs' values without which it does not run."""
 
 
-def offload_choices(context: TuningContext, what: str, refusal: str | None = None) -> Choices:
-    """Numbers of blocks of which something waits on the host: none to all but one, the most first.
-
-    None alone if `refusal` says why, or if `what` is moved frees nothing.
-    """
-    device, numbers = context.hardware.device, range(context.workload.model.num_blocks - 1, -1, -1)
-    if device.kind != "cuda" or device.memory_kind == "integrated":
-        refusal = f"device and host share one memory: {what} frees nothing"
-    return (
-        Choices((0,), dict.fromkeys(numbers[:-1], refusal)) if refusal else Choices(tuple(numbers))
-    )
-
-
 def parity_capability(knob: str, checked_choice: Choice) -> str:
     """Name of the machine's capability to compute right gradients under a knob's value."""
     return f"parity.{knob}.{checked_choice}"

@@ -1,18 +1,14 @@
 """Gradient checkpointing of the first blocks: memory for time, in steps instead of all or nothing.
 
-Three knobs: how many blocks recompute everything, how many after them recompute all but attention,
-and for how many the input waits on the host meanwhile. The cost model finds the numbers that go
-together (`search/mixtures.py`).
-
-A fourth kind, which recomputes the feed-forward alone, was tried and left out: see
-benchmarks/DECISIONS.md.
+Two knobs: how many blocks recompute everything, and how many after them recompute all but
+attention. The cost model finds the numbers that go together (`search/mixtures.py`).
 """
 
 from typing import TYPE_CHECKING
 
 from autotune.backends import ATTENTION_BACKENDS
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext, offload_choices
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.knobs.recompute import apply_recomputation
 from autotune.schema import Candidate, Choice, Workload
 
@@ -78,30 +74,4 @@ class Selective(_RecomputationKnob):
             f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
             if choice
             else "in none"
-        )
-
-
-class InputOffload(_RecomputationKnob):
-    """Recomputing blocks whose input waits in the host's memory, from the first on."""
-
-    name = "offloaded_inputs"
-    title = "input offload"
-
-    def choices(self, context: TuningContext) -> Choices:
-        return offload_choices(context, "moving inputs")
-
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.offloaded_inputs > candidate.recomputed_blocks:
-            return "only blocks that recompute let go of their input"
-        return None
-
-    def parity(self, choice: Choice) -> Parity | None:
-        reason = "the same operations on copies of the same values"
-        return Parity(2, 1e-5, reason, other_choices={"checkpointed_blocks": 2}) if choice else None
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return (
-            f"inputs of {choice} blocks wait on the host"
-            if choice
-            else "no input waits on the host"
         )

@@ -143,9 +143,7 @@ def startup_seconds(candidate: Candidate, family: Family, workload: Workload) ->
     """Seconds to compile what a candidate compiles."""
     if candidate.compile == "block":
         # One list of blocks has some that recompute and some that do not.
-        is_mixed = (
-            candidate.offloaded_inputs < candidate.checkpointed_blocks < workload.model.num_blocks
-        )
+        is_mixed = 0 < candidate.checkpointed_blocks < workload.model.num_blocks
         return _seconds_of_blocks(len(family.block_lists) + is_mixed, workload)
     return norm_rope.STARTUP_SECONDS if candidate.norm_rope == "compiled" else 0.0
 

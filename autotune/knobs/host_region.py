@@ -66,8 +66,7 @@ def _lock(memory: "Tensor", num_bytes: int) -> None:
             f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked for the GPU "
             f"(CUDA error {code})",
             hint="raise the limit of locked memory (ulimit -l unlimited), or plan with --pin "
-            "swapped_blocks=0 "
-            "--pin offloaded_inputs=0",
+            "swapped_blocks=0",
         )
 
 

@@ -1,30 +1,25 @@
-"""Applies what blocks do with their activations: keep them, recompute all or all but attention, and
-where inputs wait.
+"""Applies what blocks do with their activations: keep them, recompute all or all but attention.
 
 Blocks are chosen by position: the first recompute everything, the following keep the output of
-attention, the rest keep all that the backward pass needs. The settings are three knobs, and each
-may be applied by itself at any time.
+attention, the rest keep all that the backward pass needs. The settings are two knobs, and each may
+be applied by itself at any time.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families import Family, find_dropout_layers
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 ATTRIBUTE = "_recomputation"
 """Where a transformer remembers the settings that were applied, as numbers of blocks by knob."""
 
 
 def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
-    """Change some of `checkpointed_blocks`, `selective_blocks` and `offloaded_inputs`; the
-    others stay.
-    """
+    """Change `checkpointed_blocks`, `selective_blocks` or both; the other stays."""
     from torch.utils.checkpoint import checkpoint
 
-    from autotune.knobs.input_offload import InputStore
     from autotune.knobs.kept_attention import keep_attention
 
     numbers = {**getattr(transformer, ATTRIBUTE, {}), **numbers}
@@ -39,34 +34,17 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
     position = {
         id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])
     }
-    offloaded = numbers.get("offloaded_inputs", 0)
-    store = InputStore() if offloaded else None
 
     def run(block: Any, *inputs: Any) -> Any:
         at = position.get(id(block))
         if at is None:
             return block(*inputs)
-        function, compiled = block, block._compiled_call_impl
-        if store is not None and at < offloaded and inputs[0].requires_grad:
-            function, inputs = _with_input_from(store, at, block, inputs[0]), inputs[1:]
-        elif compiled is not None and at < whole:
+        compiled = block._compiled_call_impl
+        if compiled is not None and at < whole:
             return compiled.recomputing(*inputs)
         keeping: dict[str, Any] = {} if at < whole else {"context_fn": keep_attention}
         return checkpoint(
-            function, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping
+            block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping
         )
 
     transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
-
-
-def _with_input_from(store: Any, at: int, block: Any, first: "Tensor") -> Callable[..., Any]:
-    """A function of the block's other inputs that holds its first one for one call alone, and
-    then fetches it.
-    """
-    once = [first]
-    store.send(at, first)
-
-    def run(*others: Any) -> Any:
-        return block(once.pop() if once else store.fetch(at), *others)
-
-    return run

@@ -6,7 +6,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.allocator import Allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
-from autotune.knobs.checkpointed_blocks import Checkpointing, InputOffload, Selective
+from autotune.knobs.checkpointed_blocks import Checkpointing, Selective
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
@@ -26,7 +26,6 @@ KNOBS: tuple[Knob, ...] = (
     Quantization(),
     Swapping(),
     Modulation(),
-    InputOffload(),
     Attention(),
     NormRope(),
     Compile(),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext, offload_choices
+from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -28,9 +28,14 @@ class Swapping(Knob):
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        return offload_choices(
-            context, "swapping", WHOLE_WEIGHTS if context.workload.adapter == "dora" else None
-        )
+        device = context.hardware.device
+        numbers = range(context.workload.model.num_blocks - 1, -1, -1)
+        refusal = WHOLE_WEIGHTS if context.workload.adapter == "dora" else None
+        if device.kind != "cuda" or device.memory_kind == "integrated":
+            refusal = "device and host share one memory: swapping frees nothing"
+        if refusal:
+            return Choices((0,), dict.fromkeys(numbers[:-1], refusal))
+        return Choices(tuple(numbers))
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:

@@ -61,7 +61,7 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     fitting: list[Candidate] = []
     beyond: dict[Candidate, int] = {}
     for each in space.candidates:
-        stays = not each.swapped_blocks and not each.offloaded_inputs and each.modulation != "ahead"
+        stays = not each.swapped_blocks and each.modulation != "ahead"
         if stays or (needed := number * cost.host_memory_bytes(each)) <= room:
             fitting.append(each)
         else:

@@ -132,7 +132,7 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
         return
     smallest = min(
         space.candidates,
-        key=lambda one: (one.swapped_blocks, one.offloaded_inputs, one.modulation == "ahead"),
+        key=lambda one: (one.swapped_blocks, one.modulation == "ahead"),
     )
     number, there = cost.parallel.num_processes, host.available_memory_bytes
     needed = number * cost.host_memory_bytes(smallest)

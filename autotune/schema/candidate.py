@@ -38,10 +38,6 @@ class Candidate(Frozen):
     """Number of blocks, after those that recompute everything, that recompute all but attention:
     they keep its output.
     """
-    offloaded_inputs: int = Field(default=0, ge=0)
-    """Number of recomputing blocks, from the first on, whose input waits in host memory for the
-    backward pass.
-    """
     modulation: str = "resident"
     """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their
     layers not loaded.

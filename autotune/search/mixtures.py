@@ -1,8 +1,8 @@
 """Which numbers of blocks go together: for each setting of the other knobs, the mixtures that the
 cost model prefers.
 
-How many blocks recompute everything, how many keep attention, for how many the input and for how
-many the weights wait on the host: a model of 60 blocks has hundreds of thousands of such mixtures.
+How many blocks recompute everything, how many keep attention, and for how many the weights wait on
+the host: a model of 60 blocks has tens of thousands of such mixtures.
 Their memory and time are arithmetic on traced blocks, so all of them are predicted at once, and
 only those are kept that nothing beats in both:
 
@@ -39,7 +39,7 @@ class Mixtures:
     """Predicted mixtures of one setting of the other knobs."""
 
     numbers: Integers
-    """(mixtures, 4): numbers of blocks in the order of `BLOCK_NUMBERS`."""
+    """(mixtures, 3): numbers of blocks in the order of `BLOCK_NUMBERS`."""
     num_bytes: Floats
     seconds: Floats
 
@@ -102,27 +102,15 @@ def _without_conflict(
 
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
-    """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone,
-    each with as few and with as many offloaded inputs as there may be: between them, a block
-    more or less that recomputes is as fine a step."""
+    """(passes, 2): numbers of checkpointed and selective blocks that leave the last block alone."""
     levels = [_spread(admitted[name]) for name in BLOCK_NUMBERS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
     is_admitted = np.isin(rest, admitted["selective_blocks"])
     whole = np.concatenate([whole, levels[0][is_admitted]])
     selective = np.concatenate([selective, rest[is_admitted]])
-    recomputed = whole + selective
-    offloaded = admitted["offloaded_inputs"]
-    max_offloaded = offloaded[
-        np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)
-    ]
-    min_offloaded = np.full_like(max_offloaded, offloaded[0])
-    both = [
-        np.stack([whole, selective, number], axis=1) for number in (min_offloaded, max_offloaded)
-    ]
-    passes = np.unique(np.concatenate(both), axis=0)
-    recomputed = passes[:, 0] + passes[:, 1]
-    fits = (recomputed < max(num_blocks, 1 + whole.min())) & (passes[:, 2] <= recomputed)
+    passes = np.unique(np.stack([whole, selective], axis=1), axis=0)
+    fits = passes.sum(axis=1) < max(num_blocks, 1 + whole.min())
     return np.compress(fits, passes, axis=0)
 
 
@@ -138,8 +126,8 @@ def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
     """Mixtures that have the same terms in calibration: that use the same means, if more or less
     of them.
     """
-    whole, selective, offloaded, swapped = (mixtures.numbers > 0).T
-    means = (whole | selective) + 2 * selective + 4 * offloaded + 8 * swapped
+    whole, selective, swapped = (mixtures.numbers > 0).T
+    means = (whole | selective) + 2 * selective + 4 * swapped
     for value in np.unique(means):
         yield mixtures[means == value]
 

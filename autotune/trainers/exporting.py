@@ -75,7 +75,6 @@ BLOCKS = ("checkpointed_blocks", "swapped_blocks")
 SPARING: Mapping[str, Any] = {
     "modulation": "resident",
     "norm_rope": "stock",
-    "offloaded_inputs": 0,
     "caching.vae_device": "training",
 }
 """Settings of autotune's executor alone, and the value that other trainers have: any other value

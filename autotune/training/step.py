@@ -189,9 +189,7 @@ def optimizer_step(
             optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total + loss.detach()
-        # else tensors that LLM.int8's layers save on graph nodes would stay through the next
-        # micro-batch
-        del loss
+        del loss  # else what layers save on graph nodes would stay through the next micro-batch
     norm = optimizer.step()
     if average:
         average(total)

@@ -49,7 +49,7 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
         grads = np.array(model.model_bytes("fp32", "none").block_adapter_bytes, dtype=float)
         plain, mixed = stretched
         blocks = BlockTables([plain, plain, mixed], grads)
-        return compose(blocks, np.array([[k, 0, 0]]), accumulates=False).peak_bytes[0]
+        return compose(blocks, np.array([[k, 0]]), accumulates=False).peak_bytes[0]
 
     total = full.num_blocks
     for model in (short, full):

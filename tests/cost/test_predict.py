@@ -100,30 +100,11 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
 
 def test_quantized_weights_take_what_their_formats_say(card):
     weights = {q: card.model.model_bytes("bf16", q).weight_bytes for q in WEIGHT_FORMATS}
-    assert weights["none"] > weights["torchao-int8"] > weights["layerwise-fp8"] > weights["bnb-nf4"]
+    assert weights["none"] > weights["torchao-int8"] > weights["bnb-nf4"]
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
 
-def test_a_cast_takes_nothing_but_the_layer_and_what_float8_scales_costs_passes_over_outputs(card):
-    int8, fp8, cast = (
-        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q))
-        for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
-    )
-    load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
-    assert (
-        load[2]
-        < min(load[:2]) - 3 * card.model.model_bytes("bf16", "torchao-int8").largest_layer_bytes
-    )
-    dequantization = [
-        prediction.step_time.dequantization_seconds for prediction in (int8, fp8, cast)
-    ]
-    assert dequantization == pytest.approx(
-        [dequantization[2]] * 3, rel=0.1
-    )  # int8 reads a scale a row, too
-    assert cast.step_seconds <= int8.step_seconds < fp8.step_seconds
-
-
-@pytest.mark.parametrize("quantization", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
+@pytest.mark.parametrize("quantization", ["torchao-int8", "torchao-fp8"])
 def test_uncheckpointed_layers_keep_no_dequantized_weights(card, quantization):
     """Frozen layers dequantize again for the backward pass: what is saved does not grow when
     stored weights shrink.

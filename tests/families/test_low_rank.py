@@ -18,11 +18,9 @@ FORMATS = [
     "none",
     "torchao-int8",
     "torchao-fp8",
-    "layerwise-fp8",
     "int8-matmul",
     "fp8-matmul",
     pytest.param("bnb-nf4", marks=BITSANDBYTES),
-    pytest.param("bnb-int8", marks=BITSANDBYTES),
 ]
 
 

@@ -136,9 +136,7 @@ class FormulaCostModel:
         freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks
         repeated = (candidate.checkpointed_blocks + 0.8 * candidate.selective_blocks) / blocks
         pixels = work.largest_bucket.width_px * work.largest_bucket.height_px / 2**16
-        activations = (
-            0.4 * pixels * size * (1.1 - freed - 0.01 * candidate.offloaded_inputs / blocks)
-        )
+        activations = 0.4 * pixels * size * (1.1 - freed)
         allocated = self.weight_bytes(candidate) + GIB * (activations + work.rank / 16)
         accumulation = -(-work.effective_batch_size // size)
         pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
@@ -148,11 +146,10 @@ class FormulaCostModel:
         """There is nothing to find ahead."""
 
     def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
-        whole, selective, offloaded = passes.T[:, :, None]
+        whole, selective = passes.T[:, :, None]
         numbers = {
             "checkpointed_blocks": whole,
             "selective_blocks": selective,
-            "offloaded_inputs": offloaded,
         }
         found = self._formula(
             SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]})

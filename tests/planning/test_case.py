@@ -64,9 +64,7 @@ def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
     with by_formula(num_blocks=50):
         case = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
-    deep = case.space.candidates[0].changed(
-        checkpointed_blocks=49, selective_blocks=0, offloaded_inputs=0
-    )
+    deep = case.space.candidates[0].changed(checkpointed_blocks=49, selective_blocks=0)
     every = tuple(deep.changed(swapped_blocks=number) for number in range(50))
     space = drop_beyond_host(replace(case.space, candidates=every), case.cost)
     assert [candidate.swapped_blocks for candidate in space.candidates] == list(range(44))
@@ -143,19 +141,19 @@ def test_a_host_must_hold_what_each_of_its_processes_needs(number: int, fits: bo
 def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By this formula, inputs that wait on the host take 10 GiB of it for each process; 44 of 48
+    """By this formula, modulation ahead takes 10 GiB of it for each process; 44 of 48
     may be taken.
     """
     each = {True: 10 * GIB, False: GIB}
     monkeypatch.setattr(
-        FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.offloaded_inputs > 0]
+        FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.modulation == "ahead"]
     )
     several = request(workload_overrides=ONE_EACH, num_processes=8, is_local=False)
     usual = replace(several, num_processes=4)
     offloads = []
     for asked in (several, usual):
         space = PlanningProblem.build(asked, builders.hardware(*CAPABILITIES), surroundings()).space
-        offloads.append(any(candidate.offloaded_inputs for candidate in space.candidates))
+        offloads.append(any(candidate.modulation == "ahead" for candidate in space.candidates))
     assert offloads == [False, True]
 
 

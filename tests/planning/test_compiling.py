@@ -20,7 +20,7 @@ COMPILING = builders.hardware(*CAPABILITIES, "compile", compute_capability=(9, 0
 STEPS = 1000
 PLAIN = (("norm_rope", "stock"), ("modulation", "resident"))
 """What leaves compiled blocks something to gain."""
-FEW = tuple((knob, "0") for knob in ("selective_blocks", "offloaded_inputs", "swapped_blocks"))
+FEW = tuple((knob, "0") for knob in ("selective_blocks", "swapped_blocks"))
 """What leaves few candidates to predict."""
 
 
@@ -106,15 +106,13 @@ def test_no_trial_is_spent_where_the_cost_model_expects_too_little(
     assert "predicted: saves" in reason_of(plan).rejected[0].reason
 
 
-@pytest.mark.parametrize(
-    ("recomputing", "waiting", "kinds"), [(0, 0, 1), (2, 0, 2), (2, 2, 1), (4, 0, 1)]
-)
+@pytest.mark.parametrize(("recomputing", "kinds"), [(0, 1), (2, 2), (4, 1)])
 def test_blocks_that_recompute_beside_others_start_up_by_themselves(
-    recomputing: int, waiting: int, kinds: int
+    recomputing: int, kinds: int
 ) -> None:
     family, work = get_family("qwen-image"), builders.workload(text_padding="exact")
     work = work.changed(model=work.model.changed(num_blocks=4))
-    fields = {"checkpointed_blocks": recomputing, "offloaded_inputs": waiting, "compile": "block"}
+    fields = {"checkpointed_blocks": recomputing, "compile": "block"}
     candidate = Candidate.model_validate({"micro_batch_size": 1, **fields})
     assert startup_seconds(candidate, family, work) == pytest.approx(0.001 * kinds)
 

@@ -18,7 +18,7 @@ from tests.builders import GIB, trial
 from tests.conftest import Journey
 from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
-FEW = tuple((name, "0") for name in ("selective_blocks", "offloaded_inputs", "swapped_blocks"))
+FEW = tuple((name, "0") for name in ("selective_blocks", "swapped_blocks"))
 """Fewer settings to choose from: a plan in a third of the time."""
 
 

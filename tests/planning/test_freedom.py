@@ -66,23 +66,22 @@ class Formula(FormulaCostModel):
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
         alone = self._all_weight_bytes(candidate) / self.workload.model.num_blocks
-        return GIB + int(5e6 * candidate.offloaded_inputs + 1.3 * alone * candidate.swapped_blocks)
+        return GIB + int(1.3 * alone * candidate.swapped_blocks)
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         spec, sheet = self.workload.model, self.hardware.datasheet
-        whole, selective, offloaded, swapped = (
+        whole, selective, swapped = (
             getattr(candidate, name) / spec.num_blocks
             for name in (
                 "checkpointed_blocks",
                 "selective_blocks",
-                "offloaded_inputs",
                 "swapped_blocks",
             )
         )
-        kept = 2.5 * spec.num_parameters * (1.02 - whole - 0.93 * selective - 0.03 * offloaded)
+        kept = 2.5 * spec.num_parameters * (1.02 - whole - 0.93 * selective)
         rate = 0.5 * (sheet.bf16_flops_per_second or sheet.fp32_flops_per_second)
         computing = 1e4 * spec.num_parameters / rate * (1 + (whole + 0.85 * selective) / 3)
-        computing = computing * CONVERSION.get(candidate.quantization, 1.2) + 1e-3 * offloaded
+        computing = computing * CONVERSION.get(candidate.quantization, 1.2)
         sent = 2 * swapped * self._all_weight_bytes(candidate) / 2e10
         return self.weight_bytes(candidate) + kept, computing + np.maximum(
             0.0, sent - swapped * computing
@@ -174,7 +173,6 @@ pins = st.lists(
         st.tuples(st.just("checkpointed_blocks"), st.just("0")),
         st.tuples(st.just("checkpointed_blocks"), st.sampled_from(["7", "21"])),
         st.tuples(st.just("selective_blocks"), st.sampled_from(["0", "13"])),
-        st.tuples(st.just("offloaded_inputs"), st.just("0")),
     ),
     max_size=2,
     unique_by=lambda pin: pin[0],

@@ -66,7 +66,7 @@ def cost() -> CostModel:
 
 def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -> None:
     base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    passes = np.array([[0, 0, 0], [59, 0, 0], [0, 59, 59], [20, 30, 50], [20, 30, 0]])
+    passes = np.array([[0, 0], [59, 0], [0, 59], [20, 30], [20, 39]])
     swapped = np.array([0, 1, 7, 40])
     num_bytes, seconds = cost.predict_mixtures(base, passes, swapped)
     assert num_bytes.shape == seconds.shape == (5, 4)
@@ -97,7 +97,6 @@ def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: 
     )
     found = with_mixtures(build_search_space(cost.context, pins), cost).candidates
     assert any(c.selective_blocks for c in found)
-    assert any(c.offloaded_inputs for c in found)
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, norm_rope=found[0].norm_rope)
     activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
     sizes = sorted(cost.predict_uncalibrated(c).training.run_memory_bytes for c in found)

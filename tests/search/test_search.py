@@ -51,7 +51,6 @@ GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capabilit
 WORK = builders.workload(text_padding="exact")
 ON_DEVICE = (
     ("swapped_blocks", "0"),
-    ("offloaded_inputs", "0"),
     ("selective_blocks", "0"),
     ("modulation", "resident"),
     ("norm_rope", "fused"),

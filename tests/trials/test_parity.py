@@ -16,7 +16,6 @@ from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.compile import CompiledBlock
-from autotune.knobs.input_offload import InputStore
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -43,7 +42,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     "attention": ("native", "_native_math", "_native_flash"),
     "checkpointed_blocks": (0, 1, 2),
     "selective_blocks": (0, 1),
-    "offloaded_inputs": (0, 2),
     "swapped_blocks": (0, 1),
 }
 
@@ -89,8 +87,8 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
 def test_kinds_of_blocks_go_together_and_change_no_bit(family: str) -> None:
     child = ChildState()
     for numbers in (
-        {"checkpointed_blocks": 1, "selective_blocks": 1, "offloaded_inputs": 2},
-        {"selective_blocks": 2, "offloaded_inputs": 2, "swapped_blocks": 2},
+        {"checkpointed_blocks": 1, "selective_blocks": 1},
+        {"selective_blocks": 2, "swapped_blocks": 2},
     ):
         assert gradient_error(request_of(family, precision="fp32", **numbers), child) == 0.0
 
@@ -104,21 +102,6 @@ def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.Mon
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
-
-
-def test_inputs_wait_on_the_host_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    send = InputStore.send
-    monkeypatch.setattr(
-        InputStore, "send", lambda store, at, tensor: sent.append(at) or send(store, at, tensor)
-    )
-    rule = next(knob for knob in KNOBS if knob.name == "offloaded_inputs").parity(1)
-    assert rule is not None
-    request = request_of(
-        "qwen-image", precision="fp32", offloaded_inputs=rule.checked_choice, **rule.other_choices
-    )
-    assert gradient_error(request, ChildState()) == 0.0
-    assert sent == [1], "nothing goes back through the first block's input"
 
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

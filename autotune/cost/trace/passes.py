@@ -43,10 +43,6 @@ class TracePass:
     between: "Segment"
     """After the last block: output layers, the loss and their backward pass."""
     backward: tuple["Segment", ...]
-    input_bytes: tuple[int, ...]
-    """Of each block's first input, if it is a result that the pass goes back through; 0 if it is
-    not given in place.
-    """
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
@@ -173,9 +169,8 @@ def trace_pass(
     inputs_bytes = recorder.seed([*batch.values(), noise, levels])
     recorder.mark("before")
     blocks = family.blocks(transformer)
-    inputs = [0] * len(blocks)
     casting = under_autocast(autocast) if autocast else nullcontext()
-    marking = _marking(blocks, recorder, inputs)
+    marking = _marking(blocks, recorder)
     with substitutes(kernel, rules), casting, recorder, marking, torch.set_grad_enabled(train):
         if train:
             loss = denoising_loss(family, transformer, batch, noise, levels)
@@ -200,7 +195,6 @@ def trace_pass(
         backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names)
         if train
         else (),
-        input_bytes=tuple(inputs),
         saved_bytes=saved_bytes,
     )
 
@@ -233,11 +227,9 @@ def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
 
 
 @contextmanager
-def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int]) -> Iterator[None]:
+def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
     """Mark where each block's forward and backward pass begin; recomputation in the backward pass
     marks nothing.
-
-    Bytes of each block's first input are put into `inputs`.
     """
     seen: set[int] = set()
     begun: set[int] = set()
@@ -247,12 +239,9 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int])
             begun.add(index)
             recorder.mark(f"backward {index}")
 
-    def before(index: int, given: tuple[Any, ...]) -> None:
+    def before(index: int) -> None:
         if index not in seen:
             recorder.mark(f"forward {index}")
-            first = given[0] if given else None
-            if isinstance(first, torch.Tensor) and first.requires_grad:
-                inputs[index] = first.nbytes
 
     def after(index: int, output: Any) -> None:
         if index in seen:
@@ -266,7 +255,7 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int])
 
     handles = []
     for i, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda _m, given, i=i: before(i, given)))
+        handles.append(block.register_forward_pre_hook(lambda *_, i=i: before(i)))
         handles.append(block.register_forward_hook(lambda _m, _a, output, i=i: after(i, output)))
     try:
         yield
