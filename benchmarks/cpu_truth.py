@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
-from autotune.knobs.precision import torch_dtype
+from autotune.knobs.settings import torch_dtype
 from autotune.runtime.quiet import redirect_output
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload

@@ -12,7 +12,15 @@ from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import read_parts
-from autotune.knobs import KNOBS, PIN, TuningContext, describe_caching
+from autotune.knobs import (
+    KNOBS,
+    NAMES,
+    PIN,
+    TuningContext,
+    describe_caching,
+    plain_choices,
+    unusable_reason,
+)
 from autotune.planning import ResolvedRequest
 from autotune.schema import (
     CachingSettings,
@@ -132,25 +140,24 @@ def _as_written(
         usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}),
         [],
     )
-    for knob in KNOBS:
-        if (value := config.pins.get(knob.name)) is None:
+    knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
+    for name, names in NAMES.items():
+        if (value := config.pins.get(name)) is None:
             continue
-        choice = (
-            count_blocks(value, total)
-            if knob.name in BLOCKS
-            else value
-            if knob.names
-            else int(value)
-        )
-        here = knob.choices(context)
-        pointless = here.rejected.get(choice) if len(here.admitted) == 1 else None
-        why = knob.unusable_reason(choice, hardware) or pointless
-        if why is None and knob.names and choice not in knob.names:
+        choice = count_blocks(value, total) if name in BLOCKS else value if names else int(value)
+        why = unusable_reason(name, choice, hardware)
+        if name in knobs:
+            here = knobs[name].choices(context)
+            why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)
+        elif choice not in plain[name]:
+            why = why or "it cannot be had here"
+        if why is None and names and choice not in names:
             why = "autotune knows no such value"
-        changed = written if why else written.changed(**{knob.name: choice})
-        why = why or knob.conflict(changed, context)
+        changed = written if why else written.changed(**{name: choice})
+        if why is None and name in knobs:
+            why = knobs[name].conflict(changed, context)
         if why:
-            breaks.append(f"{knob.name} {choice}: {why}")
+            breaks.append(f"{name} {choice}: {why}")
         else:
             written = changed
     return written, tuple(breaks)

@@ -82,7 +82,7 @@ def _possible_pins(
     impossible: dict[str, tuple[str, str]] = {}
     for name, written in config.pins.items():
         value = str(count_blocks(written, num_blocks)) if name in BLOCKS else written
-        value, why = _nearest(space, name, value) if name in space.choices else (value, "")
+        value, why = _nearest(space, name, value) if name in space.on_request else (value, "")
         if why:
             impossible[name] = (value, why)
         else:

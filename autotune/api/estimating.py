@@ -11,7 +11,7 @@ from autotune.cost import CostModel, require_divisor
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput
 from autotune.families import read_parts, resolve_model
-from autotune.knobs import KNOBS, TuningContext, require_choice
+from autotune.knobs import TuningContext, plain_choices, require_choice
 from autotune.runtime import collect_rarely
 from autotune.schema import (
     ADAMW,
@@ -110,11 +110,7 @@ def estimate(
 def _candidate(
     context: TuningContext, checkpointed_blocks: int | None, **settings: str | int
 ) -> Candidate:
-    preferred = {
-        k.name: k.choices_for_family(context).admitted[0]
-        for k in KNOBS
-        if k.name in CHOSEN_BY_MACHINE
-    }
+    preferred = {name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE}
     total = context.workload.model.num_blocks
     preferred["checkpointed_blocks"] = total if checkpointed_blocks is None else checkpointed_blocks
     try:

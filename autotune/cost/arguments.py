@@ -73,8 +73,8 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     each other.
     """
     workload = context.workload
-    for knob in KNOBS:
-        require_choice(knob.name, getattr(candidate, knob.name))
+    for name, value in candidate:
+        require_choice(name, value)
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(

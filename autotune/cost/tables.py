@@ -33,9 +33,9 @@ from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.knobs import (
     EncoderSize,
-    Precision,
     TuningContext,
     encoder_element_bytes,
+    plain_choices,
     size_of,
     window_steps,
 )
@@ -125,7 +125,7 @@ class PassTables:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
         return PassChoice(
-            str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident", "stock"
+            str(plain_choices(context)["precision"][0]), "none", "native", 1, "resident", "stock"
         )
 
     @cached_property

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.knobs.allocator import configure_allocator
     from autotune.knobs.base import (
         Choices,
         Knob,
@@ -39,15 +38,26 @@ if TYPE_CHECKING:
         require_allowed,
         usual_learning_rate,
     )
-    from autotune.knobs.precision import (
-        Precision,
-        encoder_element_bytes,
-        encoder_precision,
-        torch_dtype,
-    )
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.recompute import apply_recomputation
-    from autotune.knobs.registry import KNOBS, reload_key, require_choice
+    from autotune.knobs.registry import (
+        KNOBS,
+        NAMES,
+        PARITY,
+        TITLES,
+        reload_key,
+        require_choice,
+        unusable_reason,
+    )
+    from autotune.knobs.settings import (
+        PLAIN_SETTINGS,
+        configure_allocator,
+        encoder_element_bytes,
+        encoder_precision,
+        plain_choices,
+        precision_parity,
+        torch_dtype,
+    )
     from autotune.knobs.swapped_blocks import Swapping
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

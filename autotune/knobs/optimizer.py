@@ -19,9 +19,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.runtime import lazy_module, reveal_packages
-from autotune.schema import ADAMW, Choice, OptimizerChoice, OptionValue
+from autotune.schema import ADAMW, OptimizerChoice, OptionValue
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ OPTIMIZERS: Mapping[str, str] = {
 }
 """Where each that has a name lies."""
 CUSTOM = "custom"
-"""The knob's value for a `package:Class`."""
+"""The setting's value for a `package:Class`."""
 ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
 """Environment variable with the only `package:Class` that may be loaded; processes of a run
 inherit it.
@@ -52,28 +51,6 @@ OURS = frozenset(
 LION_RATE = 1 / 3
 """Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et
 al. 2023, section 5, advise a third to a tenth)."""
-
-
-class Optimizer(Knob):
-    """The user's, whatever the machine."""
-
-    name = "optimizer"
-    names = (*OPTIMIZERS, CUSTOM)
-
-    def choices(self, context: TuningContext) -> Choices:
-        chosen = context.workload.optimizer.name
-        kind = chosen if chosen in OPTIMIZERS else CUSTOM
-        others = dict.fromkeys(self.names, "what learns is yours to choose: --optimizer NAME")
-        return Choices(
-            (kind,), rejected={name: why for name, why in others.items() if name != kind}
-        )
-
-    def parity(self, choice: Choice) -> Parity | None:
-        if choice != "adamw":
-            return None
-        return Parity(
-            choice, 1e-3, "one fused kernel in fp32, where single operations round at each"
-        )
 
 
 def allow_optimizer(name: str) -> None:

@@ -14,11 +14,13 @@ from autotune.cost import CostModel, Parallel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families import read_parts, resolve_model
 from autotune.knobs import (
-    KNOBS,
+    PARITY,
+    TITLES,
     TuningContext,
     describe_caching,
     parity_capability,
     unavailable_reason,
+    unusable_reason,
 )
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
@@ -137,9 +139,7 @@ def seal_on_arrival(
         one: why for one in candidates if (why := _unusable(one, hardware))
     }
     if fitting := [candidate for candidate in candidates if candidate not in against]:
-        choices = {
-            knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS
-        }
+        choices = {name: tuple({getattr(one, name): None for one in fitting}) for name in PARITY}
         checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
         against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
     if not (usable := [candidate for candidate in candidates if candidate not in against]):
@@ -170,18 +170,18 @@ def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candida
 
 def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Which of its values this machine lacks something for, and what; None if it has all."""
-    chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
-    reasons = ((knob.title, value, knob.unusable_reason(value, hardware)) for knob, value in chosen)
+    reasons = (
+        (TITLES[name], value, unusable_reason(name, value, hardware)) for name, value in candidate
+    )
     return next((f"{title} {value}: {why}" for title, value, why in reasons if why), None)
 
 
 def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
-    chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
     capabilities = (
-        (f"{knob.title} {value}", parity_capability(knob.name, parity.checked_choice))
-        for knob, value in chosen
-        if (parity := knob.parity(value))
+        (f"{TITLES[name]} {value}", parity_capability(name, parity.checked_choice))
+        for name, rule in PARITY.items()
+        if (parity := rule(value := getattr(candidate, name)))
     )
     return next(
         (

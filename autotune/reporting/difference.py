@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autotune.knobs import KNOBS
 from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
 from autotune.schema import TrainingPlan
 
@@ -58,8 +57,8 @@ def _facts(
             yield f"workload.{name}", getattr(frozen.workload, name)
     largest = frozen.workload.largest_bucket
     yield "workload.largest_bucket", f"{largest.width_px}x{largest.height_px}x{largest.num_frames}"
-    for knob in KNOBS:
-        yield f"settings.{knob.name}", getattr(frozen.settings, knob.name)
+    for name, value in frozen.settings:
+        yield f"settings.{name}", value
     yield "evidence", expected.evidence
     yield "run_memory_bytes", expected.run_memory_bytes
     yield "step_memory_bytes", expected.peak_memory_bytes

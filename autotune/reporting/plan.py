@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.knobs import KNOBS, describe_caching
+from autotune.knobs import KNOBS, TITLES, describe_caching
 from autotune.reporting.text import (
     capped,
     count_text,
@@ -189,7 +189,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
     for name, choices in space.choices.items():
         lines.append(f"{name}: {_values_text(choices)}")
         against: dict[tuple[str, str], list[Choice]] = {}
-        for one in space.rejected[name]:
+        for one in space.rejected.get(name, ()):
             refusal = "not always" if one.choice in choices else "not"
             word = "to pin" if one.choice in space.on_request[name] else refusal
             against.setdefault((word, one.reason), []).append(one.choice)
@@ -210,13 +210,17 @@ def _values_text(values: Sequence[Choice]) -> str:
 
 def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
     """Every knob's title and its value in words."""
-    return [(knob.title, knob.describe(getattr(settings, knob.name), workload)) for knob in KNOBS]
+    known = {knob.name: knob for knob in KNOBS}
+    return [
+        (TITLES[name], known[name].describe(value, workload) if name in known else str(value))
+        for name, value in settings
+    ]
 
 
 def describe_changes(candidate: Candidate, settings: Candidate) -> str:
     """What differs from other settings, in a few words; empty if nothing does."""
     changes = differences_of(candidate, settings)
-    return ", ".join(f"{knob.title} {changes[knob.name]}" for knob in KNOBS if knob.name in changes)
+    return ", ".join(f"{TITLES[name]} {value}" for name, value in changes.items())
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
@@ -258,9 +262,11 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
     plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
     names = {"micro_batch_size", *differences_of(settings, plain)}
     shown = [
-        f"{knob.title} {knob.describe(getattr(settings, knob.name), work)}"
-        for knob in KNOBS
-        if knob.name in names
+        f"{title} {text}"
+        for name, (title, text) in zip(
+            Candidate.model_fields, settings_items(settings, work), strict=True
+        )
+        if name in names
     ]
     if plan.frozen.caching != CachingSettings():
         shown.append(f"encoders {describe_caching(plan.frozen.caching)}")

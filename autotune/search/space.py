@@ -3,11 +3,21 @@ with the reason.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs import KNOBS, Choices, Knob, TuningContext, parity_capability, require_choice
+from autotune.knobs import (
+    KNOBS,
+    PARITY,
+    Choices,
+    Knob,
+    TuningContext,
+    parity_capability,
+    plain_choices,
+    require_choice,
+    unavailable_reason,
+)
 from autotune.schema import Candidate, Choice, Rejected
 
 KnobValue = tuple[str, str]
@@ -29,7 +39,7 @@ class SearchSpace:
 
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
-    """Admitted values by knob."""
+    """Admitted values by knob, and the value of each plain setting."""
     rejected: Mapping[str, tuple[Rejected, ...]]
     """Excluded values by knob, with reasons."""
     on_request: Mapping[str, tuple[Choice, ...]]
@@ -38,8 +48,9 @@ class SearchSpace:
     def admits(self, candidate: Candidate) -> bool:
         """Whether each of its values may be tried, or asked for, if not all together."""
         known = {
-            name: (*choices, *self.on_request.get(name, ()))
+            name: (*choices, *self.on_request[name])
             for name, choices in self.choices.items()
+            if name in self.on_request
         }
         return all(getattr(candidate, name) in choices for name, choices in known.items())
 
@@ -83,6 +94,12 @@ def build_search_space(
     """
     for name, value in (*pins, *exclusions):
         require_choice(name, value)
+    settings = {
+        name: (_choose_setting(name, values, context, pins, exclusions),)
+        for name, values in plain_choices(context).items()
+    }
+    pins = [(name, value) for name, value in pins if name not in settings]
+    exclusions = [(name, value) for name, value in exclusions if name not in settings]
     per_knob = {knob.name: _choices_with_parity(knob, context) for knob in KNOBS}
     for name, value in pins:
         per_knob[name] = _pin(name, value, _require_value(name, value, per_knob))
@@ -99,11 +116,11 @@ def build_search_space(
             )
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
-    candidates, conflicts = _enumerate(admitted, context)
+    candidates, conflicts = _enumerate(admitted, settings, context)
     if not candidates:  # what a rule settles yields to what is pinned
         settled = {name for name, _ in conflicts} - {name for name, _ in pins}
         admitted |= {name: (*admitted[name], *per_knob[name].on_request) for name in settled}
-        candidates, conflicts = _enumerate(admitted, context)
+        candidates, conflicts = _enumerate(admitted, settings, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
         raise InvalidInput(
@@ -117,13 +134,16 @@ def build_search_space(
         if conflict not in rejected[name]:
             rejected[name].append(conflict)
     on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
+    admitted = {**settings, **admitted}
     return SearchSpace(
         candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, on_request
     )
 
 
 def _enumerate(
-    admitted: Mapping[str, tuple[Choice, ...]], context: TuningContext
+    admitted: Mapping[str, tuple[Choice, ...]],
+    settings: Mapping[str, tuple[Choice]],
+    context: TuningContext,
 ) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
     """All combinations of values without a conflict, with the numbers of blocks that need least
     memory; and each value that had a conflict, by knob, in the order found."""
@@ -133,6 +153,7 @@ def _enumerate(
     composed = [knob.name for knob in KNOBS if knob.is_composed]
     for values in itertools.product(*fixed.values()):
         chosen: dict[str, Choice] = {
+            **{name: value for name, (value,) in settings.items()},
             **dict(zip(fixed, values, strict=True)),
             **{name: min(map(int, admitted[name])) for name in composed},
         }
@@ -160,21 +181,58 @@ def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
     return [Rejected(choice=choice, reason=why) for choice, why in reasons.items()]
 
 
+def _choose_setting(
+    name: str,
+    values: Sequence[Choice],
+    context: TuningContext,
+    pins: Sequence[KnobValue],
+    exclusions: Sequence[KnobValue],
+) -> Choice:
+    """The first of a plain setting's values that is not excluded and computes the same here, or
+    the pinned one.
+    """
+    wrong = _wrong_values(name, values, context)
+    pinned = [value for pin, value in pins if pin == name]
+    left = [
+        value
+        for value in values
+        if value not in wrong
+        and (name, str(value)) not in exclusions
+        and (not pinned or str(value) == pinned[0])
+    ]
+    if not left and pinned:
+        raise InvalidInput(
+            f"{name} cannot be {pinned[0]} here", hint=f"values: {', '.join(map(str, values))}"
+        )
+    if not left:
+        reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
+        raise NothingFits(
+            f"no value of {name} can be used here ({reasons})",
+            hint=f"leave out an --exclude of {name}, or run `autotune probe` and see why",
+        )
+    return left[0]
+
+
+def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:
+    """Those under which gradients on this machine are known to differ from the reference's, and
+    how.
+    """
+    return {
+        value: why
+        for value in values
+        if (parity := PARITY[name](value) if name in PARITY else None)
+        and (
+            why := unavailable_reason(
+                context.hardware, parity_capability(name, parity.checked_choice)
+            )
+        )
+    }
+
+
 def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
-    """The knob's choices less those that the family excludes, and those whose gradients on this
-    machine are known to differ from the reference's."""
-    choices, capabilities = knob.choices_for_family(context), context.hardware.capabilities
-    unavailable = {
-        capability.name: capability.reason
-        for capability in capabilities
-        if not capability.available
-    }
-    wrong = {
-        choice: unavailable[name]
-        for choice in (*choices.admitted, *choices.on_request)
-        if (parity := knob.parity(choice))
-        and (name := parity_capability(knob.name, parity.checked_choice)) in unavailable
-    }
+    """The knob's choices less those that the family excludes or that compute something else."""
+    choices = knob.choices_for_family(context)
+    wrong = _wrong_values(knob.name, (*choices.admitted, *choices.on_request), context)
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
         rejected={**choices.rejected, **wrong},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost import CostModel
 from autotune.errors import NothingFits
-from autotune.knobs import KNOBS
+from autotune.knobs import KNOBS, PARITY
 from autotune.schema import (
     GOALS,
     Candidate,
@@ -157,9 +157,7 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
 
 def _inexactness(score: Score) -> float:
     """Relative error of gradients that weight format and precision may bring."""
-    chosen = (
-        knob.parity(getattr(score.candidate, knob.name)) for knob in KNOBS if knob.name in LOSSY
-    )
+    chosen = (PARITY[name](getattr(score.candidate, name)) for name in LOSSY)
     return sum(parity.tolerance for parity in chosen if parity)
 
 
@@ -223,7 +221,7 @@ def explain_choices(
         choose_winner([score for score in scores if score.candidate == winner.candidate], objective)
         or winner
     )
-    return tuple(_explain_choice(name, space, scores, own, objective) for name in space.choices)
+    return tuple(_explain_choice(name, space, scores, own, objective) for name in space.rejected)
 
 
 def _explain_choice(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
 from autotune.families import FAMILIES
-from autotune.knobs import KNOBS, TuningContext, cast_refusal
+from autotune.knobs import KNOBS, NAMES, TuningContext, cast_refusal, unusable_reason
 from autotune.schema import Bucket, Device, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
@@ -119,17 +119,13 @@ def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Which settings this version of autotune does not know, or do not work on this machine."""
     settings, encoder_format = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
-    used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
-    used += [
-        ("text encoder quantization", knob, encoder_format)
-        for _, knob, _ in used
-        if knob.name == "quantization"
-    ]
+    used = [(name, name, value) for name, value in settings if NAMES[name]]
+    used.append(("text encoder quantization", "quantization", encoder_format))
     misfits = []
-    for title, knob, value in used:
-        if reason := knob.unusable_reason(value, hardware):
+    for title, name, value in used:
+        if reason := unusable_reason(name, value, hardware):
             misfits.append(f"{title}: {value} does not work on this machine: {reason}")
-        elif value not in knob.names:
+        elif value not in NAMES[name]:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
     family = FAMILIES.get(plan.frozen.workload.model.family)
     if family and (reason := cast_refusal(encoder_format, family)):

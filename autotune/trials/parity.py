@@ -18,7 +18,14 @@ from pathlib import Path
 
 from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
-from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
+from autotune.knobs import (
+    KNOBS,
+    PARITY,
+    Parity,
+    TuningContext,
+    parity_capability,
+    precision_parity,
+)
 from autotune.runtime import __version__, data_path, write_text_atomic
 from autotune.schema import (
     ADAMW,
@@ -101,7 +108,7 @@ def judge_parity(
     )  # which are in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
-        if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
+        if knob != "precision" and (dtype := precision_parity(request.candidate.precision)):
             allowed += dtype.tolerance
     reason = (
         f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed "
@@ -117,12 +124,10 @@ def _kinds_of_computation(choices: Mapping[str, Sequence[Choice]]) -> dict[str, 
     precisions first.
     """
     found: dict[str, tuple[str, Parity]] = {}
-    for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
-        for choice in choices.get(knob.name, ()):
-            if parity := knob.parity(choice):
-                found.setdefault(
-                    parity_capability(knob.name, parity.checked_choice), (knob.name, parity)
-                )
+    for name, rule in PARITY.items():
+        for choice in choices.get(name, ()):
+            if parity := rule(choice):
+                found.setdefault(parity_capability(name, parity.checked_choice), (name, parity))
     return found
 
 

@@ -12,7 +12,7 @@ from autotune.cli.app import _with_loudness_first
 from autotune.cli.output import Progress
 from autotune.cli.plan import _ending
 from autotune.cli.terminal import show_events
-from autotune.knobs import KNOBS
+from autotune.knobs import TITLES
 from autotune.reporting.run import step_text
 from autotune.reporting.text import smoothed
 from autotune.schema.candidate import Candidate
@@ -28,8 +28,7 @@ GOLDEN = ("wall", "known", "measured")
 def with_everything_unusual(plan: TrainingPlan) -> TrainingPlan:
     """A plan whose every setting differs from its default, with all notes that there are."""
     values = {
-        knob.name: 7 if isinstance(getattr(plan.frozen.settings, knob.name), int) else "unusual"
-        for knob in KNOBS
+        name: 7 if isinstance(value, int) else "unusual" for name, value in plan.frozen.settings
     }
     frozen = plan.frozen
     caching = frozen.caching.changed(text_encoder_device="cpu")
@@ -55,12 +54,10 @@ def test_a_plan_ends_with_what_a_person_needs(name: str) -> None:
     assert " are left" in text
     assert "reasons: autotune explain; a page with charts: autotune report" in text
     assert "train it with: autotune train plan.yaml" in text
-    for knob in KNOBS:
-        is_usual = (
-            getattr(plan.frozen.settings, knob.name) == Candidate.model_fields[knob.name].default
-        )
-        if knob.name not in ("micro_batch_size", "checkpointed_blocks"):
-            assert (f" {knob.title} " in text) is not is_usual, "defaults are not worth a line"
+    for setting, value in plan.frozen.settings:
+        is_usual = value == Candidate.model_fields[setting].default
+        if setting not in ("micro_batch_size", "checkpointed_blocks"):
+            assert (f" {TITLES[setting]} " in text) is not is_usual, "defaults are not worth a line"
 
 
 def test_the_most_unusual_plan_still_fits_a_screen() -> None:
@@ -90,7 +87,7 @@ def test_verbose_tells_every_setting_and_reason(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Progress, "is_verbose", True)
     plan = golden_plan()
     lines = _ending(plan, Path("plan.yaml"))
-    assert all(any(line.startswith(knob.title) for line in lines) for knob in KNOBS)
+    assert all(any(line.startswith(title) for line in lines) for title in TITLES.values())
     assert all(
         any(line.startswith(f"{reason.knob} = ") for line in lines)
         for reason in plan.frozen.reasons

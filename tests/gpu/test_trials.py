@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import Attention
+from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
@@ -123,7 +123,7 @@ def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
 def test_a_run_gets_its_allocator_though_the_probe_has_started_cuda():
     script = """
 from autotune.hardware.probing import probe
-from autotune.knobs.allocator import configure_allocator
+from autotune.knobs.settings import configure_allocator
 import torch
 probe()
 assert torch.cuda.is_initialized()

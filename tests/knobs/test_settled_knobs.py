@@ -11,18 +11,16 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
 from autotune.hardware.store import hardware_named
-from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.knobs.checkpointed_blocks import Checkpointing
 from autotune.knobs.compile import Compile
-from autotune.knobs.data_loading import BatchMemory, DataWorkers
-from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
+from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
+from autotune.knobs.settings import configure_allocator, plain_choices
 from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
-from autotune.schema.workload import OptimizerChoice
 from tests.builders import hardware, workload
 
 
@@ -38,10 +36,21 @@ def integrated() -> TuningContext:
     )
 
 
-def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
-    assert Allocator().choices(context()).admitted == ("expandable",)
-    assert Allocator().choices(integrated()).admitted == ("default",)
-    assert Allocator().choices(context(kind="cpu")).admitted == ("default",)
+def test_allocator_and_batch_memory_go_by_how_device_and_host_share_memory():
+    cases = (
+        (context(), ("expandable", "default"), ("pinned", "pageable")),
+        (integrated(), ("default", "expandable"), ("pageable",)),
+        (context(kind="cpu"), ("default",), ("pageable",)),
+    )
+    for where, allocators, memories in cases:
+        choices = plain_choices(where)
+        assert choices["allocator"] == allocators
+        assert choices["batch_memory"] == memories
+
+
+def test_data_workers_are_offered_up_to_the_cores():
+    assert plain_choices(context())["data_workers"] == (1, 0, 2)
+    assert plain_choices(context(kind="cpu"))["data_workers"] == (0, 1, 2)
 
 
 @pytest.fixture
@@ -124,35 +133,6 @@ def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request
     assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
     assert cpu.admitted == ("int8-matmul", "none")
     assert "float8 units" in cpu.on_request["fp8-matmul"]
-
-
-def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
-    card, shared, host = (
-        BatchMemory().choices(where) for where in (context(), integrated(), context(kind="cpu"))
-    )
-    assert card.admitted == ("pinned",)
-    assert [*card.on_request] == ["pageable"]
-    for choices, word in ((shared, "share one memory"), (host, "only CUDA")):
-        assert choices.admitted == ("pageable",)
-        assert word in choices.rejected["pinned"]
-
-
-def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
-    for kind, usual, other in (("cuda", 1, 0), ("cpu", 0, 1)):
-        choices = DataWorkers().choices(context(kind=kind))
-        assert choices.admitted == (usual,)
-        assert [*choices.on_request] == [other, 2]
-        assert [*choices.rejected] == [4]
-
-
-def test_what_learns_is_the_users():
-    usual = context()
-    assert Optimizer().choices(usual).admitted == ("adamw",)
-    for name, kind in (("lion", "lion"), ("package:Class", "custom")):
-        work = usual.workload.changed(optimizer=OptimizerChoice(name=name))
-        choices = Optimizer().choices(replace(usual, workload=work))
-        assert choices.admitted == (kind,)
-        assert "--optimizer" in choices.rejected["adamw"]
 
 
 @pytest.mark.parametrize(

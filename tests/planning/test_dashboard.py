@@ -13,7 +13,6 @@ from typing import Any
 import optuna
 import pytest
 
-from autotune.knobs import KNOBS
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import TrialResult
 from autotune.search.study import CONSTRAINT, OBJECTIVE
@@ -71,7 +70,7 @@ def test_the_dashboard_shows_settings_outcomes_and_seconds(tmp_path: Path) -> No
     assert shown["objective_names"] == [OBJECTIVE] == ["seconds per step"]
     trials = [trial for trial in shown["trials"] if trial["params"]]
     assert len(trials) == len([trial for trial in plan.frozen.trials if not trial.confirms])
-    assert {param["name"] for param in trials[0]["params"]} == {knob.name for knob in KNOBS}
+    assert {param["name"] for param in trials[0]["params"]} == {*Candidate.model_fields}
     attributes = [{each["key"]: each["value"] for each in trial["user_attrs"]} for trial in trials]
     assert {each["outcome"] for each in attributes} == {"ok", "oom"}
     for trial, told in zip(trials, attributes, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autotune.data.cache import Cache
 from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError
-from autotune.knobs.precision import ROUNDING
+from autotune.knobs.settings import ROUNDING
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.workload import Bucket

@@ -16,10 +16,9 @@ from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.compile import CompiledBlock
-from autotune.knobs.optimizer import Optimizer
-from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import PARITY
+from autotune.knobs.settings import optimizer_parity, precision_parity
 from autotune.quantization.layers import quantize_inside
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import Capability, HardwareProfile
@@ -68,11 +67,10 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
 def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> None:
     child = ChildState()
     for name, choices in CHOICES.items():
-        knob = next(knob for knob in KNOBS if knob.name == name)
         for choice in choices:
             if choice == "_native_flash" and get_family(family).has_attention_mask(1, "exact"):
                 continue  # it takes none
-            if rule := knob.parity(choice):
+            if rule := PARITY[name](choice):
                 precision = str(choice) if name == "precision" else "fp32"
                 request = request_of(
                     family,
@@ -110,7 +108,7 @@ def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.M
     monkeypatch.setattr(
         BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part)
     )
-    rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
+    rule = PARITY["swapped_blocks"](1)
     assert rule is not None
     request = request_of(
         "qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices
@@ -132,7 +130,7 @@ def test_every_weight_format_agrees_on_every_family(
     family: str, storage: str, children: dict[str, ChildState]
 ) -> None:
     rule = Quantization().parity(storage)
-    rounding = Precision().parity("bf16")
+    rounding = precision_parity("bf16")
     assert rule is not None
     assert rounding is not None
     errors = [
@@ -166,7 +164,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are not turned into code: that takes a minute on a CPU."""
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
-    rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
+    rule = PARITY["compile"]("block")
     assert rule is not None
     request = request_of(
         "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
@@ -176,7 +174,7 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None:
-    rule = Optimizer().parity("adamw")
+    rule = optimizer_parity("adamw")
     assert rule is not None
     asked = UpdateRequest(
         Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
