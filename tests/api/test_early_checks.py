@@ -139,25 +139,3 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
         f"{shlex.join(['autotune', *asked])} --objective throughput --hardware nvidia-rtx-4090"
         in command
     )
-
-
-def test_a_micro_batch_that_divides_no_batch_is_told_before_torch_is_imported() -> None:
-    asked = "effective_batch_size=4, micro_batch_size=3"
-    code = (
-        "import sys, autotune\n"
-        f"try: autotune.estimate('flux1-dev', hardware='4090', {asked})\n"
-        "except autotune.AutotuneError as error: print(error.message)\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stdout.splitlines() == [
-        "a micro-batch of 3 does not divide the effective batch size 4",
-        "[]",
-    ]
-
-
-def test_an_estimate_for_no_images_a_step_is_refused() -> None:
-    with pytest.raises(AutotuneError, match="batch"):
-        autotune.estimate("flux1-dev", hardware="4090", effective_batch_size=0)

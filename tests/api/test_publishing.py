@@ -20,7 +20,7 @@ import autotune
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.schema.plan_file import with_job, write_plan
 from tests.api.test_report import run_folder
-from tests.planning.test_golden import FOLDER
+from tests.reporting.page.pages import FOLDER
 
 PROMPT = 'a "red" heart: on a ground'
 

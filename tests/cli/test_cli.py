@@ -1,6 +1,5 @@
 """The command line's surface: light to import, quick to help, the same options tomorrow."""
 
-import dataclasses
 import json
 import re
 import resource
@@ -11,16 +10,9 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
-from autotune.api.amounts import memory_bytes
-from autotune.cli.app import _fail, app
-from autotune.cli.options import JobOptions, option_of
+from autotune.cli.app import app
 from autotune.cli.output import Progress
-from autotune.cli.terminal import show_events
-from autotune.errors import InvalidInput
-from autotune.runtime.process import limit_thread_spinning
-from autotune.schema.events import Notice
 from tests.conftest import autotune, autotune_here
 
 HEAVY = (
@@ -66,16 +58,6 @@ except KeyboardInterrupt:
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
-@pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
-def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> None:
-    environment = dict(own)
-    limit_thread_spinning(environment)
-    assert environment == own
-    environment.clear()
-    limit_thread_spinning(environment)
-    assert int(environment["GOMP_SPINCOUNT"]) < 20_000
-
-
 @pytest.mark.parametrize(
     ("command", "max_seconds"),
     [(("-c", "import autotune"), 0.2), (("-m", "autotune", "--help"), 0.5)],
@@ -97,39 +79,6 @@ def cpu_seconds(*arguments: str) -> float:
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "doctor",
-        "probe",
-        "models",
-        "plan",
-        "check",
-        "explain",
-        "train",
-        "demo",
-        "data check",
-        "weights convert",
-    ],
-)
-def test_every_command_explains_itself_in_80_columns(
-    capfd: pytest.CaptureFixture[str], command: str
-) -> None:
-    process = autotune_here(capfd, *command.split(), "--help")
-    assert process.returncode == 0
-    assert "Usage: " in process.stdout
-    assert max(map(len, process.stdout.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("group", [[], ["data"], ["profiles"], ["weights"]])
-def test_lists_of_commands_are_not_cut_off(
-    capfd: pytest.CaptureFixture[str], group: list[str]
-) -> None:
-    listing = autotune_here(capfd, *group, "--help").stdout
-    assert "..." not in listing.partition("Commands:")[2]
-    assert max(map(len, listing.splitlines())) <= 80
 
 
 def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
@@ -185,84 +134,6 @@ def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
-def test_an_error_that_cannot_be_written_as_json_is_still_told() -> None:
-    with Path("/dev/full").open("w") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "autotune", "explain", "nowhere.yaml", "--json"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert process.returncode == 2
-    assert process.stderr.startswith("error: there is no plan")
-    assert "Traceback" not in process.stderr
-
-
-WRONG = {
-    "caption_dropout": "2",
-    "num_steps": "0",
-    "num_train_epochs": "0",
-    "learning_rate": "7",
-    "lr_scheduler": "polynomial",
-    "lr_warmup_steps": "-1",
-    "timestep_sampling": "sometimes",
-    "timestep_shift": "-1",
-    "guidance_scale": "nan",
-    "preview_every": "-1",
-    "validation": "100%",
-    "validation_every": "-1",
-    "checkpointing_steps": "-1",
-    "seed": "-1",
-    "save_dtype": "fp8",
-    "adapter_format": "lycoris",
-    "clips": "0",
-    "shuffle_tags": "-1",
-    "keep_tags": "-1",
-    "crop": "left",
-    "loss_mask": "perhaps",
-    "mask_floor": "2",
-    "cache": "tape",
-    "weighting_scheme": "heavy",
-    "expert": "Middle!",
-    "checkpointing_epochs": "0",
-    "checkpoints_total_limit": "0",
-    "checkpoints_keep_every": "-1",
-}
-ANY_TEXT = {
-    "control",
-    "caption",
-    "trigger",
-    "preview_prompts",
-    "base",
-    "from_adapter",
-    "vae",
-    "text_encoders",
-}
-FLAGS = {"flip", "keep_best"}
-
-
-def test_every_option_of_a_job_has_a_wrong_value_here_or_takes_any_text() -> None:
-    assert {field.name for field in dataclasses.fields(JobOptions)} == ANY_TEXT | FLAGS | set(WRONG)
-
-
-@pytest.mark.parametrize("field", WRONG)
-def test_a_value_that_no_job_can_have_is_refused_under_the_name_of_its_option(field: str) -> None:
-    option = option_of(field)
-    run = CliRunner().invoke(app, ["plan", "--model", "qwen-image", option, WRONG[field]])
-    assert run.exit_code == 2
-    assert re.search(rf"Invalid value for '?{option}'?:", run.output)
-
-
-def test_options_of_a_job_go_by_their_declared_names() -> None:
-    names = [
-        option_of(field)
-        for field in ("num_steps", "num_train_epochs", "preview_prompts", "guidance_scale")
-    ]
-    assert names == ["--steps", "--epochs", "--preview-prompt", "--guidance"]
-
-
 def options_under(command: Any) -> set[str]:
     """All options of a command and of those below it."""
     own = {
@@ -311,38 +182,6 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
     }
     assert len(named) > 40
     assert named - known == set()
-
-
-@pytest.mark.parametrize(
-    "text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"]
-)
-def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="not an amount of memory"):
-        memory_bytes(text)
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)]
-)
-def test_numbers_beyond_any_use_are_refused_before_anything_is_read(
-    capfd: pytest.CaptureFixture[str], wrong: tuple[str, str]
-) -> None:
-    process = autotune_here(capfd, "plan", "--model", "no-such-model", *wrong)
-    assert process.returncode == 2
-    assert wrong[0] in process.stderr
-    assert "no-such-model" not in process.stderr
-
-
-def test_a_file_that_cannot_be_written_is_named_before_the_search(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    wanted = tmp_path / "file" / "plan.yaml"
-    wanted.parent.write_text("no folder")
-    process = autotune_here(
-        capfd, "plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted)
-    )
-    assert process.returncode == 1
-    assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
 
 @pytest.mark.parametrize(
@@ -399,32 +238,6 @@ def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
     assert process.stderr.startswith("error: interrupted\nhint: ")
 
 
-def test_an_interrupted_demo_does_not_advise_what_its_folder_refuses() -> None:
-    code = (
-        "import sys, autotune\n"
-        "def stop(*_): raise KeyboardInterrupt\n"
-        "autotune.warm_up, autotune.make_demo = (lambda: None), stop\n"
-        "sys.argv = ['autotune', 'demo', '--output', 'here']\n"
-        "from autotune.cli import main; main()"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 130
-    assert "hint: a demo always starts over: remove here, or name another folder" in process.stderr
-
-
-def test_the_home_of_nobody_is_a_folder_that_is_not_there(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert autotune_here(capfd, "profiles", "list", "--store", "~nobody-here/x").returncode == 0
-    process = autotune_here(
-        capfd, "estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090"
-    )
-    assert process.returncode == 2
-    assert "neither a folder nor a known model" in process.stderr
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -444,14 +257,6 @@ def test_a_password_that_was_typed_in_a_wrong_place_is_not_repeated(
     assert "***@host" in process.stderr
 
 
-def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
-    from autotune.cli.terminal import err, out
-
-    for console in (out, err):
-        console.print("model  /models/[/red] [bold]v2")
-    assert [text.strip() for text in capfd.readouterr()] == ["model  /models/[/red] [bold]v2"] * 2
-
-
 def test_progress_can_be_read_by_programs_or_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     process = autotune_here(capfd, "--progress", "json", "probe", "--quick", "--json")
     first, *_ = (json.loads(line) for line in process.stderr.splitlines())
@@ -459,20 +264,3 @@ def test_progress_can_be_read_by_programs_or_left_out(capfd: pytest.CaptureFixtu
     assert json.loads(process.stdout)["device"]["kind"]
     assert autotune_here(capfd, "--progress", "none", "probe", "--quick").stderr == ""
     assert autotune_here(capfd, "--progress", "loud", "models").returncode == 2
-
-
-def test_errors_hints_and_warnings_are_wrapped_for_a_terminal_and_whole_in_a_log(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    message, hint = "what happened and why it did " * 5, "what to do about that " * 8
-    with pytest.raises(SystemExit):
-        _fail(message, hint, 1)
-    assert len(capfd.readouterr().err.splitlines()) == 2
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with pytest.raises(SystemExit):
-        _fail(message, hint, 1)
-    with show_events() as show:
-        show(Notice(text=message, level="warning"))
-    lines = re.sub(r"\x1b\[[?\d]*\w", "", capfd.readouterr().err).splitlines()
-    assert len(lines) > 6
-    assert max(map(len, lines)) <= 80

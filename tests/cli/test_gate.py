@@ -7,8 +7,7 @@ import pytest
 import autotune
 from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
 from tests.conftest import autotune_here
-from tests.planning.test_golden import FOLDER
-from tests.reporting.page.pages import golden_plan, run_report
+from tests.reporting.page.pages import FOLDER, golden_plan, run_report
 
 
 def verdict(**changes: object) -> AdapterVerdict:
