@@ -50,11 +50,6 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         lambda images, folder: {"data": images, "max_memory": "12 potatoes"},
         "not an amount of memory",
     ),
-    "database": (
-        lambda images, folder: {"data": images, "join": "postgresql://a@127.0.0.1:9/b"},
-        "storage|driver",
-    ),
-    "study": (lambda images, folder: {"data": images, "study": "a/b"}, "cannot name a study"),
     "processes": (
         lambda images, folder: {"data": images, "num_gpus": 3, "effective_batch_size": 4},
         "shared evenly",

@@ -145,32 +145,10 @@ def options_under(command: Any) -> set[str]:
 
 
 def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
-    others = {
-        "--help",
-        "--upgrade",
-        "--index-url",
-        "--install",
-        "--logdir",
-    }  # of pip, wsl, tensorboard
-    others |= {"--nproc-per-node", "--nnodes", "--signal"}  # of torchrun, sbatch
-    others |= {
-        "--memory",
-        "--build-arg",
-        "--ipc",
-        "--no-deps",
-        "--rm",
-        "--runtime",
-        "--target",
-        "--user",
-    }  # of docker
-    others |= {
-        "--isolation",
-        "--storage-driver",
-        "--pull-never",
-        "--variant",
-        "--include",
-    }  # of buildah, debootstrap
-    known = options_under(typer.main.get_command(app)) | others
+    others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
+        --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
+        --user --isolation --storage-driver --pull-never --variant --include"""
+    known = options_under(typer.main.get_command(app)) | {*others.split()}
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
     foreign = "trainers|jobs|page/charts"  # options of other programs, and names of colors
