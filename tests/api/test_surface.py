@@ -17,7 +17,6 @@ import autotune
 from autotune.api.amounts import image_size, memory_bytes
 from autotune.cli.options import JobOptions, WorkloadOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
-from autotune.errors import InvalidInput
 from autotune.schema.events import Event
 
 ROOT = Path(__file__).parents[2]

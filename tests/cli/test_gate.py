@@ -18,26 +18,8 @@ def verdict(**changes: object) -> AdapterVerdict:
     return AdapterVerdict.model_validate({**values, **changes})
 
 
-BAD = [
-    ({"layer_norms": {"a": 0.0, "b": 0.0}, "num_unmoved": 2}, "the adapter never moved"),
-    ({"num_not_finite": 1}, "1 of the adapter's 2 layers are not finite"),
-    ({"adapter_loss": 0.5}, "does not lower the loss"),
-    ({"adapter_loss": None}, "could not be compared"),
-]
-
-
 def failures(found: AdapterVerdict, held_out: ValidationResult | None = None) -> tuple[str, ...]:
     return run_report(golden_plan()).changed(verdict=found, validation=held_out).failures
-
-
-def test_an_adapter_that_lowers_the_loss_passes() -> None:
-    assert failures(verdict()) == ()
-
-
-@pytest.mark.parametrize(("changes", "words"), BAD)
-def test_an_adapter_that_is_worth_nothing_fails(changes: dict[str, object], words: str) -> None:
-    (failure,) = failures(verdict(**changes))
-    assert words in failure
 
 
 @pytest.mark.parametrize(("kept_step", "is_worse"), [(50, False), (100, True)])
@@ -49,12 +31,7 @@ def test_held_out_images_decide_if_there_are_any(kept_step: int, is_worse: bool)
         kept_step=kept_step,
     )  # fmt: skip
     found = failures(verdict(), held_out)
-    words = (
-        "the adapter does not lower the loss on images that it was not trained on: 0.6000 "
-        "with the "
-        "adapter, 0.5000"
-    )
-    assert (len(found) == 1 and found[0].startswith(words)) is is_worse
+    assert (len(found) == 1 and "not trained on: 0.6000" in found[0]) is is_worse
     assert failures(verdict(adapter_loss=0.6), held_out) == found
 
 
@@ -74,4 +51,3 @@ def test_only_the_gate_makes_it_fail(
     assert done.returncode == status
     assert "pytorch_lora_weights.safetensors" in done.stdout, "the report is printed all the same"
     assert ("error: " in done.stderr) is bool(status)
-    assert ("hint: look at the run: autotune report" in done.stderr) is bool(status)
