@@ -1,19 +1,26 @@
-"""`report`: one HTML page about plans, records and runs. Reading needs neither torch nor a
-machine.
-"""
+"""`report`: one HTML page about plans and runs. Reading needs neither torch nor a machine."""
 
-import re
+import io
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.api.records import find_record
-from autotune.api.run_pictures import read_comparisons, read_previews
+from autotune.data import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
-from autotune.reporting import PAGE_FILE, PlanSubject, RunSubject, Subject, build_page, has_plotly
+from autotune.reporting import (
+    PAGE_FILE,
+    Comparison,
+    Picture,
+    PreviewPicture,
+    RunSubject,
+    Subject,
+    build_page,
+    has_plotly,
+)
 from autotune.runtime import __version__, read_bounded, write_text_atomic
 from autotune.schema import (
+    MAX_PREVIEW_PROMPTS,
     RUN_PLAN_FILE,
     Event,
     Notice,
@@ -22,11 +29,16 @@ from autotune.schema import (
     RunReport,
     StepFinished,
     TrainingPlan,
-    load_variants,
     read_plan,
 )
-from autotune.sharing import MAX_RECORD_BYTES, Record, name_of, parse_record
-from autotune.training import METRICS_FILE, REPORT_FILE, read_metrics
+from autotune.training import (
+    METRICS_FILE,
+    PREVIEW_NAME,
+    PREVIEWS,
+    REPORT_FILE,
+    comparison_file,
+    read_metrics,
+)
 
 MAX_PAGE_BYTES = 8 << 20
 MAX_METRICS_BYTES = 64 << 20
@@ -40,16 +52,23 @@ PAGE_SHARE = 0.01
 """Share of a run's time that may go into pages of the run as it stands; the page at its end
 comes on top.
 """
-RECORD_NAME = re.compile(r"[0-9a-fA-F]{4,64}")
+MAX_PREVIEWS = 48
+"""Previews on a page: of more, some of each prompt, the first and the last among them."""
+MAX_FILES = 10_000
+"""Files of a folder that are looked at."""
+MAX_SIDE_PX = 320
+MAX_COMPARED_SIDE_PX = 640
+MAX_PIXELS = 1 << 24
+SMALL_SIDE_PX = 128
+"""Pictures up to this size are kept without loss."""
 
 
 def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None) -> Path:
-    """Write one HTML page about plans, runs or records: it opens from disk and asks for nothing
-    from a network.
+    """Write one HTML page about plans or runs: it opens from disk and asks for nothing from a
+    network.
 
     Args:
-        subjects: plan files or plans, output folders of runs, and files or names of shared records.
-            Several are shown side by side.
+        subjects: plan files or plans, and output folders of runs. Several are shown side by side.
         path: where to write it; by default `report.html` in the folder of a single run, else in
             this folder.
 
@@ -58,8 +77,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
 
     Raises:
         InvalidInput: the extra `report` is not installed, nothing is named, something is neither of
-            the three, or the page cannot be written, or only in place of what it shows or of
-            another file of a run.
+            the two, or the page cannot be written, or only in place of what it shows or of another
+            file of a run.
         InvalidPlan: a file is no valid plan.
 
     Example:
@@ -68,26 +87,19 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     """
     if not 1 <= len(subjects) <= MAX_SUBJECTS:
         raise InvalidInput(
-            f"a report shows 1 to {MAX_SUBJECTS} plans, runs or records, not {len(subjects)}",
-            hint="name a plan file, the output folder of a run, or a record",
+            f"a report shows 1 to {MAX_SUBJECTS} plans or runs, not {len(subjects)}",
+            hint="name a plan file, or the output folder of a run",
         )
-    only = (
-        Path(subjects[0])
-        if len(subjects) == 1 and not isinstance(subjects[0], TrainingPlan)
-        else None
-    )
-    target = (
-        Path(path) if path is not None else (only if only and only.is_dir() else Path()) / PAGE_FILE
-    )
-    _require_free(target, subjects)
-    found = [
-        one for each in subjects for one in _read_subject(each, PICTURE_BYTES // len(subjects))
-    ]
-    if len(found) > MAX_SUBJECTS:
-        raise InvalidInput(
-            f"a report shows at most {MAX_SUBJECTS} plans, and these files hold {len(found)}",
-            hint="name fewer, or make a plan with fewer --hardware",
-        )
+    files = [Path(subject) for subject in subjects if not isinstance(subject, TrainingPlan)]
+    folder = files[0] if len(subjects) == 1 and files and files[0].is_dir() else Path()
+    target = folder / PAGE_FILE if path is None else Path(path)
+    hint = "write it elsewhere: -o FILE.html"
+    for file in files:
+        if file.is_file() and target.exists() and target.samefile(file):
+            raise InvalidInput(f"the page would replace {file}, which it shows", hint=hint)
+    if target.suffix.lower() not in (".html", ".htm") and (run := _folder_of_run(target)):
+        raise InvalidInput(f"{target} is one of the files of the run in {run}", hint=hint)
+    found = [_read_subject(each, PICTURE_BYTES // len(subjects)) for each in subjects]
     try:
         page = build_page(found, __version__)
     except (ArithmeticError, ValueError) as error:
@@ -98,22 +110,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     try:
         write_text_atomic(target, page)
     except OSError as error:
-        raise InvalidInput(
-            f"cannot write {target}: {error.strerror}", hint="write it elsewhere: -o FILE"
-        ) from error
+        raise InvalidInput(f"cannot write {target}: {error.strerror}", hint=hint) from error
     return target
-
-
-def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -> None:
-    """Raise InvalidInput if the page would replace one of the subjects, or a file of a run that
-    is no page.
-    """
-    hint = "write it elsewhere: -o FILE.html"
-    for path in (Path(subject) for subject in subjects if not isinstance(subject, TrainingPlan)):
-        if path.is_file() and target.exists() and target.samefile(path):
-            raise InvalidInput(f"the page would replace {path}, which it shows", hint=hint)
-    if target.suffix.lower() not in (".html", ".htm") and (folder := _folder_of_run(target)):
-        raise InvalidInput(f"{target} is one of the files of the run in {folder}", hint=hint)
 
 
 def _folder_of_run(file: Path) -> Path | None:
@@ -123,76 +121,26 @@ def _folder_of_run(file: Path) -> Path | None:
     )
 
 
-def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> list[Subject]:
-    """What the page shows of it: of a plan file with variants each of them."""
+def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Subject:
     if isinstance(subject, TrainingPlan):
-        return [PlanSubject.of_plan("plan", subject)]
+        return Subject("plan", subject)
     path = Path(subject)
     if path.is_dir():
-        return [read_run(path, picture_bytes)]
-    if path.is_file():
-        return _read_file(path)
-    if RECORD_NAME.fullmatch(str(subject)):
-        name, record = find_record(str(subject))
-        return [_record_subject(name[:12], record)]
-    raise InvalidInput(
-        f"there is neither a plan, a run's folder nor a record at {path}",
-        hint=(
-            "name a plan file, the output folder of `autotune train`, or a record of `autotune "
-            "profiles list`"
-        ),
-    )
-
-
-def _read_file(path: Path) -> list[Subject]:
+        return read_run(path, picture_bytes)
+    if not path.is_file():
+        raise InvalidInput(
+            f"there is neither a plan nor a run's folder at {path}",
+            hint="name a plan file, or the output folder of `autotune train`",
+        )
     try:
-        if path.suffix == ".json":
-            return [_read_record_file(path)]
-        plans = load_variants(path)
+        return Subject(path.name, read_plan(path))
     except AutotuneError as error:
         if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
             raise InvalidInput(
                 f"{path} is a file inside a run, not a run",
                 hint=f"name the run's folder: autotune report {shlex.quote(str(folder))}",
             ) from error
-        if path.suffix == ".json":
-            raise InvalidInput(
-                error.message, hint="name a plan file, the output folder of a run, or a record"
-            ) from error
         raise
-    if len(plans) == 1:
-        return [PlanSubject.of_plan(path.name, plans[0])]
-    return [
-        PlanSubject.of_plan(f"{path.name}, {plan.frozen.hardware.device_name}", plan)
-        for plan in plans
-    ]
-
-
-def _read_record_file(path: Path) -> PlanSubject:
-    try:
-        content = read_bounded(path, MAX_RECORD_BYTES)
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot read {path}: {error.strerror}", hint="name the file of a record"
-        ) from error
-    name = path.stem if re.fullmatch("[0-9a-f]{64}", path.stem) else name_of(content)
-    return _record_subject(path.name[:24], parse_record(content, name))
-
-
-def _record_subject(name: str, record: Record) -> PlanSubject:
-    return PlanSubject(
-        name=name,
-        kind="record",
-        device_name=record.machine.device_name,
-        num_processes=1,
-        budget_bytes=record.machine.budget_bytes,
-        workload=record.workload,
-        settings=record.settings,
-        expected=record.expected,
-        trials=record.trials,
-        residuals=record.calibration,
-        search_seconds=record.search_seconds,
-    )
 
 
 def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
@@ -211,8 +159,8 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
             f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}", hint=hint
         ) from error
     notes: list[str] = []
-    previews = read_previews(folder, 2 * picture_bytes // 3, notes)
-    comparisons = read_comparisons(folder, plan.job.preview_prompts, picture_bytes // 3, notes)
+    previews = _read_previews(folder, 2 * picture_bytes // 3, notes)
+    comparisons = _read_comparisons(folder, plan.job.preview_prompts, picture_bytes // 3, notes)
     return RunSubject(
         name=folder.resolve().name,
         plan=plan,
@@ -230,13 +178,13 @@ def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
         return []
     steps = read_metrics(path, notes.append)
     possible = [
-        step for step in steps if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP
+        step
+        for step in steps
+        if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP and step.seconds > 0
     ]
-    possible = [step for step in possible if step.seconds > 0]
     if number := len(steps) - len(possible):
-        notes.append(
-            f"{path.name} holds {number} steps with impossible numbers, which were left out."
-        )
+        what = f"{path.name} holds {number} steps with impossible numbers"
+        notes.append(f"{what}, which were left out.")
     return possible
 
 
@@ -248,6 +196,72 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
     except (OSError, ValueError):
         notes.append(f"{path.name} cannot be read.")
         return None
+
+
+def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[PreviewPicture, ...]:
+    """The previews of a run by prompt and step; what cannot be read is named in `notes`."""
+    previews = folder / PREVIEWS
+    if not previews.is_dir():
+        return ()
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for _, path in zip(range(MAX_FILES), previews.iterdir(), strict=False):
+        if named := PREVIEW_NAME.fullmatch(path.name):
+            found.setdefault(int(named[2]), []).append((int(named[1]), path))
+    numbers = sorted(found)[:MAX_PREVIEW_PROMPTS]
+    pictures: list[PreviewPicture] = []
+    for number in numbers:
+        steps, most = sorted(found[number]), MAX_PREVIEWS // len(numbers)
+        if len(steps) > most:
+            steps = [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]
+        for step, path in steps:
+            picture = _read_picture(path, MAX_SIDE_PX, notes)
+            if picture is None:
+                continue
+            max_bytes -= len(picture.content)
+            if max_bytes < 0:
+                notes.append("Some previews were left out: together they are too large for a page.")
+                return tuple(pictures)
+            pictures.append(PreviewPicture(step, number, picture))
+    return tuple(pictures)
+
+
+def _read_comparisons(
+    folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
+) -> tuple[Comparison, ...]:
+    """Pictures of the same noise without and with the adapter, as far as the run has ended with
+    them.
+    """
+    pairs = []
+    for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
+        files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
+        if not all(file.is_file() for file in files):
+            continue
+        without, adapted = (_read_picture(file, MAX_COMPARED_SIDE_PX, notes) for file in files)
+        if without is None or adapted is None:
+            continue
+        max_bytes -= len(without.content) + len(adapted.content)
+        if max_bytes >= 0:
+            pairs.append(Comparison(prompt, without, adapted))
+    return tuple(pairs)
+
+
+def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
+    """A picture made small and encoded anew, so that no byte of a file goes into the page as it
+    is.
+    """
+    try:
+        with open_image(path) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise OSError(f"it has over {MAX_PIXELS >> 20} megapixels")
+            small = to_rgb(image)
+    except Exception as error:  # decoders raise anything for damaged files
+        notes.append(f"{path.name} cannot be shown: {first_line(error)}")
+        return None
+    small.thumbnail((max_side_px, max_side_px))
+    kind = "png" if max(small.size) <= SMALL_SIDE_PX else "jpeg"
+    content = io.BytesIO()
+    small.save(content, format=kind, **({"quality": 85} if kind == "jpeg" else {}))
+    return Picture(content.getvalue(), kind, small.width, small.height)
 
 
 class RunPage:

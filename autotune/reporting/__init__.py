@@ -7,37 +7,45 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.reporting.audit import audit_lines, audit_markdown
     from autotune.reporting.cards import model_card
-    from autotune.reporting.comparison import comparison_lines, elsewhere_lines
     from autotune.reporting.configs import export_lines, import_lines
-    from autotune.reporting.data import data_report_lines
-    from autotune.reporting.difference import difference_lines, differences
-    from autotune.reporting.estimate import estimate_text
-    from autotune.reporting.hardware import catalog_view, findings_view, profile_view
-    from autotune.reporting.models import fetched_lines, model_lines
-    from autotune.reporting.origins import origin_lines, user_values_line
-    from autotune.reporting.page.build import build_page
-    from autotune.reporting.page.html import has_plotly
-    from autotune.reporting.page.subjects import (
+    from autotune.reporting.machine import (
+        catalog_view,
+        comparison_lines,
+        data_report_lines,
+        elsewhere_lines,
+        estimate_text,
+        fetched_lines,
+        findings_view,
+        model_lines,
+        profile_view,
+        weights_lines,
+    )
+    from autotune.reporting.page import (
         Comparison,
         Picture,
-        PlanSubject,
         PreviewPicture,
         RunSubject,
         Subject,
+        build_page,
+        has_plotly,
     )
     from autotune.reporting.plan import (
         TRIAL_HEADER,
         check_lines,
+        difference_lines,
+        differences,
         explain_lines,
         full_settings_lines,
         job_line,
         knob_lines,
         note_text,
+        origin_lines,
         plan_lines,
         prediction_lines,
         records_lines,
         train_hint,
         trial_lines,
+        user_values_line,
         variant_lines,
         workload_lines,
     )
@@ -57,6 +65,5 @@ if TYPE_CHECKING:
         with_command,
         wrapped,
     )
-    from autotune.reporting.weights import weights_lines
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

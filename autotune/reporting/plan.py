@@ -1,14 +1,15 @@
-"""A plan and its trials as text for a terminal of 80 columns."""
+"""A plan and its trials as text for a terminal of 80 columns; two plans side by side."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.knobs import KNOBS, TITLES, describe_caching
+from autotune.families import VIEWS_PER_IMAGE, get_family
+from autotune.knobs import KNOBS, TITLES, describe_caching, usual_learning_rate
 from autotune.reporting.text import (
     capped,
     count_text,
-    energy_text,
     memory_text,
     printable,
     seconds_text,
@@ -208,6 +209,11 @@ def _values_text(values: Sequence[Choice]) -> str:
     return ", ".join(map(str, values))
 
 
+def process_workload(plan: TrainingPlan) -> Workload:
+    """The work of one of the plan's processes."""
+    return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
+
+
 def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
     """Every knob's title and its value in words."""
     known = {knob.name: knob for knob in KNOBS}
@@ -244,7 +250,6 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
         f"{memory_text(hardware.budget_bytes)} are left",
         *_host_line(plan),
-        *_energy_line(plan),
         job_line(plan),
         _search_line(plan),
         *_faster_line(plan),
@@ -291,20 +296,6 @@ def _host_line(plan: TrainingPlan) -> list[str]:
         f"host memory    {memory_text(number * each)} of the computer's own{together}, in the "
         "neediest phase"
     ]
-
-
-def _energy_line(plan: TrainingPlan) -> list[str]:
-    """What an image and the steps of the job take, by what trials measured; nothing if the
-    device did not tell.
-    """
-    joules, kwh = plan.frozen.expected.joules_per_image, plan.job_kwh
-    if joules is None or kwh is None:
-        return []
-    gpus = "GPUs" if plan.frozen.hardware.num_processes > 1 else "GPU"
-    whole = (
-        "" if plan.job.num_train_epochs is not None else f", {kwh:.3g} kWh for the steps of the job"
-    )
-    return [f"energy         {energy_text(joules)} an image{whole}, by the {gpus} alone"]
 
 
 def _faster_line(plan: TrainingPlan) -> list[str]:
@@ -454,8 +445,6 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
         lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
         lines += trial_lines(number, trial, plan.frozen.trials[0].candidate)
-        if trial.joules_per_image is not None:
-            lines.append(f"      {energy_text(trial.joules_per_image)} an image")
         if trial.message:
             lines += wrapped(f"      {trial.message}")
     if plan.frozen.fallbacks:
@@ -465,3 +454,194 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             line for one in plan.frozen.fallbacks for line in wrapped(f"    {one.label()}", 4)
         ]
     return lines
+
+
+DENSITIES = {
+    "logit_normal": "Stable Diffusion 3's density",
+    "uniform": "the model's own noise schedule",
+}
+
+
+def origin_lines(plan: TrainingPlan) -> list[str]:
+    """`you set` and `we set`, a value per line; a value equal to the default counts as ours,
+    whoever wrote it.
+    """
+    lines = []
+    for title, ours in (("you set", False), ("we set", True)):
+        lines += [
+            f"{'' if number else title:<9} {text}"
+            for number, text in enumerate(_user_or_default(plan, ours=ours))
+        ]
+    return lines
+
+
+def user_values_line(plan: TrainingPlan) -> list[str]:
+    """What the user set, in one line; nothing if that is nothing."""
+    values = ", ".join(_user_or_default(plan, ours=False))
+    return wrapped(f"{'you set':<15}{values}", 15) if values else []
+
+
+def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
+    """The values that are ours, with their source, or those that are the user's."""
+    job, work = plan.job, plan.frozen.workload
+    defaults = get_family(work.model.family).defaults
+    images = sum(bucket.num_items for bucket in work.buckets)
+    optimizer = work.optimizer
+    usual_alpha = defaults.lora_alpha * work.rank / defaults.rank
+    values = {
+        "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
+        "adapted layers": (work.targets, "attention", "diffusers' scripts"),
+        "blocks": (work.adapted_blocks, "all", "diffusers' scripts"),
+        "adapter": (work.adapter, "lora", "diffusers' scripts"),
+        "average": (work.ema_decay, 0.0, "diffusers' scripts"),
+        "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
+        "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
+        "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),
+        "optimizer": (
+            " ".join([optimizer.name, *(f"{n}={v}" for n, v in optimizer.options)]),
+            "adamw",
+            "AdamW in fp32",
+        ),
+        "batch": (
+            work.effective_batch_size,
+            defaults.batch_for(plan.frozen.hardware.num_processes),
+            "our choice",
+        ),
+        "steps": (
+            job.num_steps if job.num_train_epochs is None else None,
+            defaults.num_steps(images),
+            f"{VIEWS_PER_IMAGE} views of each image, 500 in all or more",
+        ),
+        "epochs": (job.num_train_epochs, None, None),
+        "learning rate": (
+            job.learning_rate,
+            usual_learning_rate(optimizer, defaults.learning_rate),
+            defaults.sources.get("learning_rate")
+            if optimizer.name == "adamw"
+            else f"usual for {optimizer.name}",
+        ),
+        "weight decay": (
+            job.weight_decay,
+            defaults.weight_decay,
+            "between diffusers' 1e-4 and torch's 1e-2",
+        ),
+        "noise levels": (
+            job.timestep_sampling,
+            defaults.timestep_sampling,
+            DENSITIES.get(defaults.timestep_sampling),
+        ),
+        "shift": (
+            job.timestep_shift,
+            defaults.timestep_shift,
+            defaults.sources.get("timestep_shift"),
+        ),
+        "guidance": (
+            job.guidance_scale,
+            defaults.training_guidance,
+            defaults.sources.get("training_guidance"),
+        ),
+    }
+    chosen = {
+        name: (v, why)
+        for name, (v, usual, why) in values.items()
+        if v is not None and (v == usual) is ours
+    }
+    shown = []
+    for name, (value, why) in chosen.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        shown.append(f"{name} {text}" + (f"  ({why})" if ours and why else ""))
+    return shown
+
+
+QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
+"""How names end whose values are compared by their ratio; others, such as a rank, are chosen,
+not measured.
+"""
+TIMES = ("step_seconds", "run_seconds")
+"""Names of values that a plan may have predicted, as uncertain as it says."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that both plans have and that is not the same; for quantities the second over
+    the first, too.
+    """
+
+    name: str
+    first: str | int | float | None
+    second: str | int | float | None
+    ratio: float | None = None
+    first_uncertainty: float | None = None
+    """Standard error of `first`, as a share of it, if it is a time that was predicted."""
+    second_uncertainty: float | None = None
+
+
+def differences(
+    first: TrainingPlan, second: TrainingPlan, *, price_per_hour: float | None = None
+) -> tuple[Difference, ...]:
+    """What differs, in the order of a plan's report. Units are in the names."""
+    ours, theirs = list(_facts(first, price_per_hour)), list(_facts(second, price_per_hour))
+    doubts = [plan.frozen.expected.time_uncertainty for plan in (first, second)]
+    return tuple(
+        Difference(
+            *(name, a, b),
+            b / a if name.endswith(QUANTITIES) and a and b is not None else None,  # type: ignore[operator]
+            *(doubts if name in TIMES else ()),
+        )
+        for (name, a), (_, b) in zip(ours, theirs, strict=True)
+        if a != b
+    )
+
+
+def _facts(
+    plan: TrainingPlan, price_per_hour: float | None
+) -> Iterator[tuple[str, str | int | float | None]]:
+    frozen, expected = plan.frozen, plan.frozen.expected
+    yield "model", frozen.workload.model.name
+    yield "device", frozen.hardware.device_name
+    for name in type(frozen.workload).model_fields:
+        if name not in ("model", "buckets"):
+            yield f"workload.{name}", getattr(frozen.workload, name)
+    largest = frozen.workload.largest_bucket
+    yield "workload.largest_bucket", f"{largest.width_px}x{largest.height_px}x{largest.num_frames}"
+    for name, value in frozen.settings:
+        yield f"settings.{name}", value
+    yield "evidence", expected.evidence
+    yield "run_memory_bytes", expected.run_memory_bytes
+    yield "step_memory_bytes", expected.peak_memory_bytes
+    yield "step_seconds", expected.step_seconds
+    yield "images_per_second", expected.images_per_second
+    yield "num_steps", plan.job.num_steps
+    yield "run_seconds", plan.job_seconds
+    if price_per_hour is not None:
+        yield "cost", plan.cost_at(price_per_hour)
+    yield "search_seconds", frozen.search_seconds
+
+
+def difference_lines(found: Sequence[Difference]) -> list[str]:
+    """Aligned for people."""
+    if not found:
+        return ["the plans do not differ"]
+    return [
+        f"{_title(item.name):<24} "
+        f"{_shown(item.name, item.first) + uncertainty_text(item.first_uncertainty):>20} -> "
+        f"{_shown(item.name, item.second) + uncertainty_text(item.second_uncertainty):<20}"
+        f"{'' if item.ratio is None else _times(item.ratio)}".rstrip()
+        for item in found
+    ]
+
+
+def _times(ratio: float) -> str:
+    return f" {ratio:.2f}x" if ratio >= 0.1 else f" {ratio:.2g}x"
+
+
+def _title(name: str) -> str:
+    return name.rpartition(".")[2].removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+
+
+def _shown(name: str, value: str | int | float | None) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return memory_text(value)
+    if name.endswith("_seconds") and isinstance(value, float):
+        return seconds_text(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

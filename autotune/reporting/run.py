@@ -1,12 +1,12 @@
 """A training run's report as text: promised against measured, and a verdict on the adapter."""
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 from autotune.reporting.text import (
     change_text,
-    energy_text,
     loss_text,
     memory_text,
     seconds_text,
@@ -19,6 +19,7 @@ from autotune.schema import (
     QuantizationError,
     RunReport,
     StepFinished,
+    TrainingPlan,
     ValidationResult,
 )
 
@@ -66,30 +67,61 @@ def _against_base(loss: float, base_loss: float) -> str:
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
     busy = "" if report.gpu_utilization is None else f", GPU busy {report.gpu_utilization:.0%}"
-    took = "" if report.training_kwh is None else f", {report.training_kwh:.3g} kWh by GPUs alone"
     change = report.measured_step_seconds / report.expected_step_seconds - 1
+    phases, error = phase_bytes(report.phases), report.quantization_error
+    expected = phase_bytes(report.expected_phases)
+    rows = [
+        ("step time", report.expected_step_seconds, report.measured_step_seconds, seconds_text),
+        (
+            "step memory",
+            report.expected_peak_memory_bytes,
+            report.measured_peak_memory_bytes,
+            memory_text,
+        ),
+        *((f"  {name}", expected.get(name), size, memory_text) for name, size in phases.items()),
+    ]
+    table = [f"{name:<14}{text(a):>12}{text(b):>12}" for name, a, b, text in rows]
+    table[0] += f"  ({change_text(change)})"
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
-        f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
-        f"{seconds_text(report.measured_step_seconds):>12}  ({change_text(change)})",
-        *_energy_line(report),
-        f"{'step memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
-        f"{memory_text(report.measured_peak_memory_bytes):>12}",
-        *_phase_lines(report),
+        *table,
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
-        f"{report.images_per_second:.2f} images/s{busy}{took}; "
+        f"{report.images_per_second:.2f} images/s{busy}; "
         f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
-        *(
-            error_lines(report.quantization_error, report.settings.quantization)
-            if report.quantization_error
-            else []
-        ),
+        *([f"limited by {report.limited_by}"] if report.limited_by else []),
+        *(error_lines(error, report.settings.quantization) if error else []),
         *(verdict_lines(report.verdict) if report.verdict else []),
         *(validation_lines(report.validation) if report.validation else []),
         *gradient_lines(report),
         *(f"warning: {warning}" for warning in report.warnings),
     ]
     return [part for line in lines for part in wrapped(line)]
+
+
+def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> str:
+    """What most of a step waits for, and how much of the probed rates the run reached.
+
+    Args:
+        plan: the run's; without a forecast only waiting for data can be told.
+        step_seconds: measured wall time of a step.
+        data_seconds: the part of it that was spent waiting for data.
+    """
+    if plan.frozen.forecast is None:
+        return f"unknown; {min(1.0, data_seconds / (step_seconds or 1.0)):.0%} of a step waits for data"
+    waits = plan.frozen.forecast.step_time.waits(data_seconds)
+    share = f"{sum(waits.values()) / step_seconds:.0%} of what this device reached in the probe"
+    return f"{max(waits, key=lambda kind: waits[kind])}, {share}"
+
+
+def phase_bytes(phases: Iterable[PhasePeak], process_bytes: int = 0) -> dict[str, int]:
+    """Largest memory of each phase: on a GPU with what the process takes besides the allocator's,
+    on a CPU that of the process, libraries included.
+    """
+    found = {
+        p.name: p.host_bytes if p.device_bytes is None else p.device_bytes + process_bytes
+        for p in phases
+    }
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def after_training_lines(
@@ -159,8 +191,6 @@ def validation_lines(held_out: ValidationResult) -> list[str]:
         lines.append(
             f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}"
         )
-    if held_out.overfitting_from is not None:
-        lines.append(f"  overfitting began after step {held_out.overfitting_from}")
     return lines
 
 
@@ -175,25 +205,3 @@ def gradient_lines(report: RunReport) -> list[str]:
     lines += [f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else []
     skipped = f"steps skipped because gradients overflowed fp16: {report.overflowed_gradients}"
     return lines + ([skipped] if report.overflowed_gradients else [])
-
-
-def _energy_line(report: RunReport) -> list[str]:
-    """Nothing if the device did not tell."""
-    if (measured := report.measured_joules_per_image) is None:
-        return []
-    return [
-        f"{'energy/image':<14}{energy_text(report.expected_joules_per_image):>12}{energy_text(measured):>12}"
-    ]
-
-
-def _phase_lines(report: RunReport) -> list[str]:
-    """Largest memory of each phase; on CPU that of the process, libraries included."""
-    expected = {peak.name: _peak_bytes(peak) for peak in report.expected_phases}
-    return [
-        f"{'  ' + peak.name:<14}{memory_text(expected.get(peak.name)):>12}{memory_text(_peak_bytes(peak)):>12}"
-        for peak in report.phases
-    ]
-
-
-def _peak_bytes(peak: PhasePeak) -> int | None:
-    return peak.host_bytes if peak.device_bytes is None else peak.device_bytes

@@ -24,15 +24,6 @@ def memory_text(num_bytes: float | None) -> str:
     return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 2**10 else f"{num_bytes:.0f} B"
 
 
-def energy_text(joules: float | None) -> str:
-    """`0.123 J`, `4,120 J`, or `-` when unknown."""
-    if joules is None:
-        return "-"
-    if joules >= BEYOND_MEASURE:
-        return f"{joules:.1e} J"
-    return f"{joules:.3g} J" if joules < 100 else f"{joules:,.0f} J"
-
-
 def count_text(number: int) -> str:
     """`3.7M` or `20.4B`."""
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"

@@ -8,6 +8,9 @@ from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 
+Limit = Literal["compute", "bandwidth", "transfer", "data", "host"]
+"""What a step waits for: the device's arithmetic or memory, bytes on their way between devices,
+the next batch, or the launching of operations."""
 MEMORY_BAND_SIGMAS = 1.8
 """Four fifths of what programs publish whose ways nobody has read, on GPUs and before any trial,
 lie within 1.79 sigma (19 readings of six, benchmarks/published.py); of all 49, within 1.37. Of
@@ -68,6 +71,21 @@ class StepTime(Frozen):
     """
     recompute_seconds: float = Field(ge=0)
     """The part of all the above that recomputes checkpointed blocks."""
+
+    def waits(self, data_seconds: float = 0.0) -> dict[Limit, float]:
+        """Seconds of a step by what they wait for, `data_seconds` of which no plan knows."""
+        return {
+            "compute": self.matmul_seconds
+            + self.adapter_seconds
+            + self.attention_seconds
+            + self.convolution_seconds,
+            "bandwidth": self.elementwise_seconds
+            + self.dequantization_seconds
+            + self.optimizer_seconds,
+            "transfer": self.transfer_seconds,
+            "data": data_seconds,
+            "host": self.overhead_seconds,
+        }
 
 
 class Prediction(Frozen):

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Limit
 from autotune.schema.trial import PhasePeak, QuantizationError
 
 
@@ -82,6 +83,8 @@ class RunReport(Frozen):
     measured_step_seconds: float
     data_seconds: float = Field(default=0.0, ge=0)
     """Mean time that a step waited for data."""
+    limited_by: Limit | None = None
+    """What most of a step waited for; None if the plan does not hold its prediction."""
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """Step memory; None if the run was too short to measure it."""

@@ -461,7 +461,9 @@ class _Run:
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
-        waits = loop.data_seconds[NUM_WARMUP_STEPS:] or loop.data_seconds or [0.0]
+        waits = statistics.fmean(loop.data_seconds[NUM_WARMUP_STEPS:] or loop.data_seconds or [0.0])
+        forecast = self.plan.frozen.forecast
+        limits = forecast.step_time.waits(waits) if forecast else {}
         expected, utilization = self.plan.frozen.expected, loop.utilization.readings
         watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
         return RunReport(
@@ -471,7 +473,8 @@ class _Run:
             total_seconds=total_seconds,
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
-            data_seconds=statistics.fmean(waits),
+            data_seconds=waits,
+            limited_by=max(limits, key=lambda kind: limits[kind]) if limits else None,
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,

@@ -1,11 +1,11 @@
 """The dataset check in 80 columns."""
 
+from autotune.reporting.data import TITLES, data_report_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.data.check import DataReport
 from autotune.data.items import Problem
-from autotune.reporting.data import TITLES, data_report_lines
 from autotune.reporting.text import WIDTH
 from autotune.schema.workload import Bucket
 

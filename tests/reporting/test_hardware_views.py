@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from autotune.reporting.hardware import catalog_view, findings_view, human_rate, profile_view
 from rich.console import Console
 
 from autotune.hardware.catalog import load_catalog
@@ -10,7 +11,6 @@ from autotune.hardware.diagnosis import findings
 from autotune.hardware.doctor_facts import read_doctor_facts
 from autotune.hardware.probing import read_profile
 from autotune.hardware.store import hardware_named
-from autotune.reporting.hardware import catalog_view, findings_view, human_rate, profile_view
 from autotune.schema.hardware import Rate
 from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem, machine
 

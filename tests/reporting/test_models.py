@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from autotune.reporting.models import UNVERIFIED, model_lines
 
 from autotune.api.models import list_models
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.planning.elsewhere import catalog_predictions
-from autotune.reporting.models import UNVERIFIED, model_lines
 from tests.conftest import autotune_here
 
 

@@ -1,8 +1,8 @@
 """What the user set and what we set, told apart by the family's defaults."""
 
 import pytest
-
 from autotune.reporting.origins import origin_lines
+
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, with_job
 from tests.schema.test_plan_file import make_plan

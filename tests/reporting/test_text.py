@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from autotune.cli.terminal import err, out
 from autotune.reporting.difference import difference_lines, differences
 from autotune.reporting.page.build import build_page
 from autotune.reporting.page.subjects import PlanSubject
+
+from autotune.cli.terminal import err, out
 from autotune.reporting.plan import (
     TRIAL_HEADER,
     full_settings_lines,

@@ -2,19 +2,14 @@
 
 from pathlib import Path
 
-from autotune.reporting.page.subjects import (
-    Comparison,
-    Picture,
-    PlanSubject,
-    PreviewPicture,
-    RunSubject,
-)
+from autotune.reporting.page import Comparison, Picture, PreviewPicture, RunSubject, Subject
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, with_job
 from autotune.schema.run import AdapterVerdict, RunReport
 from autotune.schema.trial import PhasePeak
-from tests.planning.test_golden import FOLDER
+
+FOLDER = Path(__file__).parents[2] / "planning/golden"
 
 GIB = 2**30
 PIXEL = bytes.fromhex(
@@ -29,11 +24,11 @@ HOSTILE = (
 
 
 def golden_plan(name: str = "wall") -> TrainingPlan:
-    return read_plan(Path(FOLDER) / f"{name}.yaml")
+    return read_plan(FOLDER / f"{name}.yaml")
 
 
-def plan_subject(name: str = "wall") -> PlanSubject:
-    return PlanSubject.of_plan(f"{name}.yaml", golden_plan(name))
+def plan_subject(name: str = "wall") -> Subject:
+    return Subject(f"{name}.yaml", golden_plan(name))
 
 
 def steps_of(number: int, num_steps: int = 100) -> list[StepFinished]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from autotune.reporting.page.build import build_page
 from autotune.reporting.page.charts import SYMBOLS
 from autotune.reporting.page.subjects import Subject, points_of
+
 from tests.reporting.page.pages import plan_subject, run_subject
 from tests.reporting.page.test_page import chosen_of, hostile_plan
 

@@ -12,6 +12,11 @@ from html.parser import HTMLParser
 from xml.etree.ElementTree import tostring
 
 import pytest
+from autotune.reporting.page.build import build_page
+from autotune.reporting.page.charts import SYMBOLS, axis, thinned
+from autotune.reporting.page.html import h
+from autotune.reporting.page.subjects import PlanSubject, Point, Subject, nearest_beyond, points_of
+from autotune.reporting.page.worth import find_worths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plotly.graph_objects import Figure
@@ -19,11 +24,6 @@ from plotly.offline import get_plotlyjs
 
 from autotune.errors import InvalidInput
 from autotune.reporting.page import html
-from autotune.reporting.page.build import build_page
-from autotune.reporting.page.charts import SYMBOLS, axis, thinned
-from autotune.reporting.page.html import h
-from autotune.reporting.page.subjects import PlanSubject, Point, Subject, nearest_beyond, points_of
-from autotune.reporting.page.worth import find_worths
 from autotune.schema.plan import Reason, Rejected
 from autotune.schema.run import ValidationResult
 from autotune.schema.trial import Residual

@@ -4,11 +4,10 @@ A color is the name of one of the style sheet's, such as `--blue`: its value dif
 and dark.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from xml.etree.ElementTree import Element
 
-from autotune.reporting.page.html import data_attribute, h
 from autotune.reporting.text import printable_lines
 
 WIDE_RATIO = 8.0
@@ -21,7 +20,7 @@ MAX_WRITTEN = 12
 """Readings of a chart that are written out for those who run no script."""
 
 Part = dict[str, Any]
-"""An axis, a trace or a shape of a figure."""
+"""An axis, a trace, a shape or a figure."""
 Reading = tuple[float, float, str]
 """A point, and what is read of it."""
 Rule = tuple[str, float, str]
@@ -35,51 +34,36 @@ SYMBOLS = {
     "chosen": ("diamond-open", 20, "--orange"),
 }
 """What marks look like: they differ without color, too."""
-
 STYLES: dict[str, Part] = {
     "smooth": {"color": "--blue", "width": 2},
     "raw": {"color": "--raw", "width": 1},
     "front": {"color": "--gray", "width": 1.2, "dash": "dot", "shape": "hv"},
 }
 
-_AXIS = {
-    "gridcolor": "--line",
-    "linecolor": "--gray",
-    "showline": True,
-    "zeroline": False,
-    "tickformat": ".6~g",
-}
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "--text"}
 _LAYOUT = {
     "font": _FONT,
     "paper_bgcolor": "--back",
     "plot_bgcolor": "--back",
     "hoverlabel": {"bgcolor": "--panel", "bordercolor": "--text", "font": _FONT, "align": "left"},
-    "legend": {
-        "orientation": "h",
-        "y": 1.02,
-        "yanchor": "bottom",
-        "traceorder": "reversed",
-        "itemclick": False,
-    },
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "reversed"},
     "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
     "uirevision": True,
 }
 
 
 def axis(
-    label: str,
-    values: Iterable[float],
-    *,
-    suffix: str = "",
-    can_log: bool = True,
-    from_zero: bool = False,
+    label: str, values: Iterable[float] = (), *, suffix: str = "", from_zero: bool = False
 ) -> Part:
-    """An axis for these values: logarithmic, if it may be and they are far apart."""
+    """An axis for these values: logarithmic if they are far apart."""
     known = list(values)
-    is_log = can_log and 0 < WIDE_RATIO * min(known, default=0) < max(known, default=0)
+    is_log = not from_zero and 0 < WIDE_RATIO * min(known, default=0) < max(known, default=0)
     return {
-        **_AXIS,
+        "gridcolor": "--line",
+        "linecolor": "--gray",
+        "showline": True,
+        "zeroline": False,
+        "tickformat": ".6~g",
         "title": {"text": label, "standoff": 8},
         "ticksuffix": suffix,
         "type": "log" if is_log else "linear",
@@ -107,12 +91,8 @@ def line(
     """A line through points whose `x` rises; `text` says a value in words, if it is to be read."""
     shown: Part = {"mode": "lines", "line": STYLES[style]}
     if text is None:
-        return {
-            **shown,
-            "x": [x for x, _ in points],
-            "y": [y for _, y in points],
-            "hoverinfo": "skip",
-        }
+        x, y = [x for x, _ in points], [y for _, y in points]
+        return {**shown, "x": x, "y": y, "hoverinfo": "skip"}
     return {**shown, **_readings([(x, y, f"step {x:.0f}: {text(y)}") for x, y in points])}
 
 
@@ -125,10 +105,9 @@ def _readings(points: Sequence[Reading]) -> Part:
     }
 
 
-def chart(
-    title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()
-) -> Element:
-    """A figure that is read by pointer and by keyboard, and without script by some of its readings.
+def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()) -> Part:
+    """A figure as the templates take it: its title, what plotly draws, and some of its readings for
+    those who run no script.
 
     Args:
         title: what the chart shows, in a sentence.
@@ -137,52 +116,23 @@ def chart(
         y: vertical axis.
         rules: lines across, at most two.
     """
-    named = [
-        {"type": "scatter", "showlegend": bool(trace.get("name")), **trace} for trace in traces
+    named = [{"type": "scatter", "showlegend": bool(t.get("name")), **t} for t in traces]
+    shown = {way: [value for trace in named for value in trace[way]] for way in "xy"}
+    axes = {"x": x, "y": y}
+    shapes = [
+        _rule(rule, side, axes[rule[0]], shown[rule[0]])
+        for rule, side in zip(rules, ("end", "start"), strict=False)
     ]
-    nearest = "closest" if any(trace["mode"] == "markers" for trace in named) else "x"
-    axes, shown = (
-        {"x": x, "y": y},
-        {way: [value for trace in named for value in trace[way]] for way in "xy"},
-    )
-    sides = zip(rules, ("end", "start"), strict=False)
-    shapes = [_rule(rule, side, axes[rule[0]], shown[rule[0]]) for rule, side in sides]
-    layout = {
-        **_LAYOUT,
-        "xaxis": x,
-        "yaxis": y,
-        "shapes": shapes,
-        "hovermode": nearest,
-        "hoverdistance": -1,
-    }
+    has_marks = any(trace["mode"] == "markers" for trace in named)
+    layout = _LAYOUT | {"xaxis": x, "yaxis": y, "shapes": shapes, "hoverdistance": -1}
+    layout["hovermode"] = "closest" if has_marks else "x"
+    figure = {"data": named, "layout": layout}
     tips = [tip for trace in named for tip in trace.get("customdata", ())]
-    return h(
-        "figure",
-        h("figcaption", title),
-        h(
-            "div",
-            h("div", aria_hidden="true"),
-            class_="plot",
-            tabindex=0,
-            role="group",
-            aria_label=f"{title} Move through it with the arrow keys.",
-            data_figure=data_attribute({"data": named, "layout": layout}),
-        ),
-        h(
-            "p",
-            "Point at the chart, or focus it and use the arrow keys, to read it.",
-            class_="readout",
-            role="status",
-        ),
-        h(
-            "noscript",
-            h(
-                "p",
-                "Drawn by a script. Some of it: ",
-                "; ".join(tips[:: -(-len(tips) // MAX_WRITTEN) or 1]),
-            ),
-        ),
-    )
+    return {
+        "title": title,
+        "figure": json.dumps(figure, separators=(",", ":"), allow_nan=False),
+        "readings": tips[:: -(-len(tips) // MAX_WRITTEN) or 1],
+    }
 
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
@@ -190,15 +140,13 @@ def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
     what is shown.
     """
     way, value, text = rule
-    other, has_room_below = (
-        "y" if way == "x" else "x",
-        (axis["type"], axis["rangemode"]) == ("linear", "tozero"),
-    )
-    is_lowest = value <= min(shown, default=0.0) and not has_room_below
+    other = "y" if way == "x" else "x"
+    has_room_below = (axis["type"], axis["rangemode"]) == ("linear", "tozero")
+    is_lowest = way == "y" and value <= min(shown, default=0.0) and not has_room_below
     if way == "x":
         low, high = min(*shown, value), max(*shown, value)
         middle = (low * high) ** 0.5 if axis["type"] == "log" else (low + high) / 2
-        side, is_lowest = "end" if value > middle else "start", False
+        side = "end" if value > middle else "start"
     label = {
         "text": text,
         "padding": 3,
@@ -207,26 +155,21 @@ def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
         "xanchor": {"end": "right", "start": "left"}[side],
         "yanchor": "bottom" if is_lowest else "top",
     }
-    ends = {
-        f"{way}0": value,
-        f"{way}1": value,
-        f"{other}0": 0,
-        f"{other}1": 1,
-        f"{other}ref": f"{other} domain",
-    }
     return {
         "type": "line",
-        **ends,
+        **{f"{way}0": value, f"{way}1": value, f"{other}0": 0, f"{other}1": 1},
+        f"{other}ref": f"{other} domain",
         "line": {"color": "--text", "width": 1.5, "dash": "dash"},
         "label": label,
     }
 
 
 def thinned(
-    values: Sequence[tuple[float, float]], keep: Callable[[Sequence[float]], float]
+    values: Sequence[tuple[float, float]],
+    keep: Callable[[Sequence[float]], float] = lambda values: values[-1],
 ) -> list[tuple[float, float]]:
     """At most `MAX_POINTS` points: of each run of neighbors the last `x`, and what `keep` makes
-    of their `y`.
+    of their `y`, by default the last.
     """
     size = -(-len(values) // MAX_POINTS)
     chunks = [values[start : start + size] for start in range(0, len(values), max(1, size))]
