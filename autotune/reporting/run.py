@@ -107,10 +107,11 @@ def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> 
         data_seconds: the part of it that was spent waiting for data.
     """
     if plan.frozen.forecast is None:
-        return f"unknown; {min(1.0, data_seconds / (step_seconds or 1.0)):.0%} of a step waits for data"
-    waits = plan.frozen.forecast.step_time.waits(data_seconds)
-    share = f"{sum(waits.values()) / step_seconds:.0%} of what this device reached in the probe"
-    return f"{max(waits, key=lambda kind: waits[kind])}, {share}"
+        return f"unknown; {data_seconds / (step_seconds or 1.0):.0%} of a step waits for data"
+    step_time = plan.frozen.forecast.step_time
+    share = sum(step_time.waits(data_seconds).values()) / step_seconds
+    kind = step_time.limited_by(data_seconds)
+    return f"{kind}, {share:.0%} of what this device reached in the probe"
 
 
 def phase_bytes(phases: Iterable[PhasePeak], process_bytes: int = 0) -> dict[str, int]:

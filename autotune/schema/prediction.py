@@ -87,6 +87,11 @@ class StepTime(Frozen):
             "host": self.overhead_seconds,
         }
 
+    def limited_by(self, data_seconds: float) -> Limit:
+        """What most of a step waits for."""
+        waits = self.waits(data_seconds)
+        return max(waits, key=lambda kind: waits[kind])
+
 
 class Prediction(Frozen):
     """Memory and speed of a candidate before anything has run, and how uncertain they are.

@@ -463,7 +463,6 @@ class _Run:
         tail = losses[-len(head) :]
         waits = statistics.fmean(loop.data_seconds[NUM_WARMUP_STEPS:] or loop.data_seconds or [0.0])
         forecast = self.plan.frozen.forecast
-        limits = forecast.step_time.waits(waits) if forecast else {}
         expected, utilization = self.plan.frozen.expected, loop.utilization.readings
         watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
         return RunReport(
@@ -474,7 +473,7 @@ class _Run:
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
             data_seconds=waits,
-            limited_by=max(limits, key=lambda kind: limits[kind]) if limits else None,
+            limited_by=forecast.step_time.limited_by(waits) if forecast else None,
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,

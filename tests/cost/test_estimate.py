@@ -9,7 +9,7 @@ from tiny_models import TINY, gpu, workload_of
 from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
-from autotune.reporting.estimate import estimate_text
+from autotune.reporting.machine import estimate_text
 from autotune.reporting.text import memory_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate

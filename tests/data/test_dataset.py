@@ -13,7 +13,7 @@ from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.reporting.data import data_report_lines
+from autotune.reporting.machine import data_report_lines
 from autotune.schema.plan_file import RUN_PLAN_FILE
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 

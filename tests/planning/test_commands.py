@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.planning.sealing import sealed_path
-from autotune.reporting.difference import differences
-from autotune.reporting.plan import plan_lines, train_hint
+from autotune.reporting.plan import differences, plan_lines, train_hint
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import read_plan, seal, write_plan
 from tests.conftest import Journey, autotune_here

@@ -14,7 +14,7 @@ import autotune
 from autotune.api.comparing import _gpus, _prices
 from autotune.errors import InvalidInput
 from autotune.planning.comparison import ComparedGpu, download_bytes, select_gpus
-from autotune.reporting.comparison import comparison_lines
+from autotune.reporting.machine import comparison_lines
 from tests.conftest import autotune_here
 from tests.training.small import write_model_and_images
 

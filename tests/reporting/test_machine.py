@@ -1,0 +1,138 @@
+"""What is shown of machines, models and data: no name reaches the terminal raw, and the numbers are
+the objects'.
+"""
+
+import io
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from autotune.api.models import list_models
+from autotune.data.check import DataReport
+from autotune.data.items import Problem, ProblemKind
+from autotune.errors import InvalidInput
+from autotune.families.registry import FAMILIES
+from autotune.hardware.catalog import load_catalog
+from autotune.hardware.diagnosis import findings
+from autotune.hardware.doctor_facts import read_doctor_facts
+from autotune.hardware.probing import read_profile
+from autotune.planning.elsewhere import catalog_predictions
+from autotune.reporting.machine import (
+    PROBLEMS,
+    catalog_view,
+    data_report_lines,
+    findings_view,
+    human_rate,
+    model_lines,
+    profile_view,
+)
+from autotune.schema.hardware import Rate
+from autotune.schema.workload import Bucket
+from tests.conftest import autotune_here
+from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem, machine
+
+REPORT = DataReport(
+    folder="photos",
+    resolution_px=1024,
+    num_usable=18,
+    epoch_size=18,
+    num_unverified=0,
+    num_with_controls=0,
+    problems=(),
+    buckets=(Bucket(width_px=832, height_px=1216, num_frames=1, num_items=6),),
+    num_enlarged=2,
+    cropped=("a.png", "b.png", "c.png", "d.png"),
+    caption_words=(3, 12, 40),
+)
+
+
+def test_every_kind_of_problem_is_told_and_long_lists_are_capped() -> None:
+    assert set(PROBLEMS) == set(get_args(ProblemKind))
+    problems = tuple(
+        Problem(file=f"{n}.png", kind="tiny", message="is 8 x 8 px") for n in range(500)
+    )
+    lines = data_report_lines(REPORT.model_copy(update={"problems": problems}))
+    assert lines[0].startswith("photos: 18 usable")
+    assert any("480 more" in line for line in lines)
+    assert len(lines) < 60
+
+
+@given(st.text(), st.text(), st.sampled_from(sorted(PROBLEMS)))
+def test_no_file_name_reaches_the_terminal_raw(folder: str, file: str, kind: str) -> None:
+    problem = Problem.model_validate({"file": file, "kind": kind, "message": file * 3})
+    lines = data_report_lines(REPORT.model_copy(update={"folder": folder, "problems": (problem,)}))
+    assert all(line.isprintable() for line in lines)
+
+
+def shown(view):
+    console = Console(width=80, record=True, file=io.StringIO(), color_system=None)
+    console.print(view)
+    return console.export_text()
+
+
+def rate(value, unit):
+    return Rate(name="matmul.bf16.4096x3072", value=value, unit=unit, spread=0.04, num_samples=9)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_profile_and_findings_are_shown_whole(name):
+    profile = read_profile(machine(name)).changed(
+        rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True
+    )
+    text = shown(profile_view(profile))
+    for needed in (profile.device.memory_kind, "noisy", "140.0 TFLOP/s", "a note", "torchao-int8"):
+        assert needed in text
+    assert "None" not in text
+    found = findings(read_doctor_facts(machine(name), 2**36))
+    assert shown(findings_view(found)).count("fix:") == len(found)
+
+
+def test_brackets_in_a_name_are_no_markup():
+    system = {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}
+    profile = read_profile(FakeSystem({**SOURCES["no-gpu"], "os": system}))
+    assert "CPU [/rev] [b]" in shown(profile_view(profile))
+
+
+def test_the_catalog_shows_every_name():
+    text = shown(catalog_view(load_catalog()))
+    assert all(gpu.id in text for gpu in load_catalog())
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1.5e14, "FLOP/s", "150.0 TFLOP/s"),
+        (2e9, "FLOP/s", "2.0 GFLOP/s"),
+        (2.5e10, "B/s", "25.00 GB/s"),
+        (2**20, "B", "1 MiB"),
+        (0.25, "s", "250.00 ms"),
+        (9.2e-6, "s", "9.2 us"),
+    ],
+)
+def test_rates_are_told_in_the_units_that_people_use(value, unit, text):
+    assert human_rate(rate(value, unit)) == text
+
+
+def test_every_published_model_is_listed_once_with_what_its_gpu_is_predicted_to_do():
+    models = {model.name: model for model in list_models("v100-pcie-16gb")}
+    assert len(models) == sum(len(family.models) for family in FAMILIES.values())
+    assert len(model_lines(list_models())) > len(models)
+    expected = {each.gpu: each for each in catalog_predictions("flux1-dev")}
+    assert models["flux1-dev"].prediction == expected["nvidia-v100-pcie-16gb"]
+    known = [model for model in models.values() if model.prediction]
+    lines = model_lines(known, "v100-pcie-16gb")
+    fitting = [model for model in known if model.prediction.step_seconds is not None]
+    assert sum("does not fit" in line for line in lines) == len(known) - len(fitting)
+
+
+def test_the_command_gives_json_and_refuses_an_unknown_gpu(capfd):
+    process = autotune_here(capfd, "models", "--hardware", "4090", "--json")
+    assert process.returncode == 0
+    found = {model["name"]: model for model in json.loads(process.stdout)}
+    assert found["flux1-dev"]["prediction"]["gpu"] == "nvidia-rtx-4090"
+    with pytest.raises(InvalidInput):
+        list_models("4091")
