@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
-    from autotune.api.plans import PlanNotWritten, list_choices, plan, plan_variants
+    from autotune.api.plans import PlanNotWritten, list_choices, plan
     from autotune.api.publishing import publish
     from autotune.api.records import (
         NoSuchFolder,
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
         TrialStarted,
         Workload,
         event_line,
-        load_variants,
         plan_text,
     )
     from autotune.search import SearchSpace

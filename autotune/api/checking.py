@@ -7,7 +7,6 @@ from pathlib import Path
 from autotune import training
 from autotune.api.machines import hardware_for
 from autotune.api.plan_files import load_plan
-from autotune.errors import DoesNotFit
 from autotune.hardware import probe
 from autotune.schema import CheckResult, HardwareProfile, TrainingPlan
 from autotune.training import hardware_misfits
@@ -31,13 +30,9 @@ def check(
         >>> autotune.check("plan.yaml").misfits
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
-    profile = None if hardware is None else hardware_for(hardware)
-    try:
-        chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=profile)
-    except DoesNotFit as error:
-        return CheckResult(fits=False, misfits=(error.message,))
-    if profile is not None:
-        misfits = hardware_misfits(chosen, profile)
+    chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan)
+    if hardware is not None:
+        misfits = hardware_misfits(chosen, hardware_for(hardware))
     else:
         machine = probe()
         misfits = hardware_misfits(chosen, machine) + training.card_misfits(chosen, machine)

@@ -42,7 +42,6 @@ def export_config(
     *,
     strict: bool = False,
     overwrite: bool = False,
-    hardware: str | None = None,
 ) -> ExportedConfig:
     """Turn a plan into the files of another trainer: its configuration, its data sets, and the
     script that starts it.
@@ -57,8 +56,6 @@ def export_config(
         output: folder to write the files to; None to write none.
         strict: refuse if anything would differ that changes learning or memory.
         overwrite: replace files that are there.
-        hardware: of a file with variants for several machines, whose to take; None for this
-            machine's.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
@@ -69,7 +66,7 @@ def export_config(
         >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
         >>> exported.files.keys(), exported.differences
     """
-    made = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=hardware)
+    made = plan if isinstance(plan, TrainingPlan) else load_plan(plan)
     if made.job.data is not None and is_list(made.job.data):
         raise InvalidInput(
             f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "

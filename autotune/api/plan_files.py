@@ -1,40 +1,22 @@
-"""Reading and writing plan files, which needs neither torch nor, for a file with a single plan,
-a machine.
-"""
+"""Reading and writing plan files, which needs neither torch nor a machine."""
 
 from pathlib import Path
 
-from autotune.schema import HardwareProfile, TrainingPlan, load_variants, write_plan
+from autotune.schema import TrainingPlan, read_plan, write_plan
 
 
-def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None) -> TrainingPlan:
-    """Read and validate a plan file. Says nothing about whether its only plan fits this machine:
-    `check` does.
-
-    Args:
-        path: the file.
-        hardware: of a file with variants, which machine's to take: as for `plan`; None for this
-            machine's.
+def load_plan(path: str | Path) -> TrainingPlan:
+    """Read and validate a plan file. Says nothing about whether it fits this machine: `check` does.
 
     Raises:
         InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is
             frozen.
-        DoesNotFit: none of several variants is for the machine.
 
     Example:
         >>> plan = autotune.load_plan("plan.yaml")
         >>> plan.job.num_steps, plan.frozen.settings
     """
-    plans = load_variants(path)
-    if len(plans) == 1:
-        return plans[0]
-    from autotune.api.machines import (
-        hardware_for,
-    )  # reading a single plan takes none of what a machine does
-    from autotune.hardware import probe as read_machine
-    from autotune.training import choose_variant
-
-    return choose_variant(plans, read_machine() if hardware is None else hardware_for(hardware))
+    return read_plan(Path(path))
 
 
 def save_plan(plan: TrainingPlan, path: str | Path) -> None:

@@ -1,6 +1,6 @@
 """`plan`, for one machine or several, and `list_choices`, what it could choose."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -9,7 +9,7 @@ from autotune import planning, search
 from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for, require_named
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
-from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.families import is_single_file, resolve_model
 from autotune.hardware import with_assumed_packages
 from autotune.knobs import caching_choices
@@ -26,11 +26,10 @@ from autotune.schema import (
     as_job_data,
     file_parts,
     ignore_event,
-    load_variants,
     model_reference,
+    read_plan,
     split_reference,
     write_plan,
-    write_variants,
 )
 from autotune.search import SearchSpace
 from autotune.sharing import save_record, unshareable_reason
@@ -104,55 +103,6 @@ def plan(
     return result.plan
 
 
-def plan_variants(
-    model: str | None = None,
-    data: DataPlace | None = None,
-    *,
-    hardware: Sequence[str],
-    on_event: OnEvent = ignore_event,
-    **options: Any,
-) -> tuple[TrainingPlan, ...]:
-    """Predict plans of one job for several GPUs of the catalog, and write them to one file.
-
-    `train` and `check` take the variant for the machine where they run. All variants learn the
-    same.
-
-    Args:
-        model: as for `plan`.
-        data: as for `plan`.
-        hardware: names of GPUs, as for `plan`.
-        on_event: listener to progress.
-        options: as documented in `PlanOptions`; `path` is the file for all of them.
-
-    Raises:
-        InvalidInput: an argument, the model or the data cannot be used.
-        NothingFits: no settings run on one of the GPUs.
-
-    Example:
-        >>> team = autotune.plan_variants("flux1-dev", "photos", hardware=["4090", "h100-sxm"], path="team.yaml")
-        >>> [variant.frozen.settings.micro_batch_size for variant in team]
-    """
-    path = options.pop("path", None)
-    if path is not None:
-        require_writable(Path(path))
-    if alone := next((name for name in ("storage", "study") if options.get(name)), None):
-        raise InvalidInput(
-            f"{alone} is about the search on one machine",
-            hint="leave it out, or name one --hardware",
-        )
-    profiles = {profile.device.name: profile for profile in map(hardware_for, hardware)}
-    plans = []
-    for name, profile in profiles.items():
-        on_event(Notice(text=f"planning for {name}"))
-        try:
-            plans.append(plan(model, data, on_event=on_event, **{**options, "hardware": profile}))
-        except NothingFits as error:
-            raise NothingFits(f"{name}: {error.message}", hint=error.hint) from error
-    if path is not None:
-        write_variants(Path(path), plans)
-    return tuple(plans)
-
-
 def list_choices(
     model: str | None = None,
     data: DataPlace | None = None,
@@ -173,9 +123,8 @@ def list_choices(
     return resolved.space(profile)
 
 
-def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:
-    """What was asked for is the same in all variants of a file."""
-    return plan if isinstance(plan, TrainingPlan) else load_variants(plan)[0]
+def _loaded(plan: TrainingPlan | str | Path) -> TrainingPlan:
+    return plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan))
 
 
 def _resolve_on_hardware(
@@ -221,7 +170,7 @@ def _as_assumed_earlier(
     can run.
     """
     kept = []
-    for name in _any_variant(earlier).frozen.hardware.assumed if earlier is not None else ():
+    for name in _loaded(earlier).frozen.hardware.assumed if earlier is not None else ():
         try:
             with_assumed_packages(profile, (name,))
             kept.append(name)
@@ -262,7 +211,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
             "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
         )
     require_named(options.get("hardware"), options.get("host_memory"), options.get("assume") or ())
-    base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
+    base = PlanRequest(model=str(model)) if earlier is None else request_from(_loaded(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {
         name: value

@@ -1,7 +1,6 @@
 """`train` and `sample`: run a plan, and look at what came of it."""
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -37,7 +36,6 @@ from autotune.schema import (
     TrainingPlan,
     as_job_data,
     ignore_event,
-    load_variants,
     with_job,
 )
 from autotune.training import (
@@ -103,7 +101,7 @@ def train(
     }
     if plan is None:
         plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume)
-    given, file = (plan, None) if isinstance(plan, TrainingPlan) else plan_here(Path(plan))
+    given, file = (plan, None) if isinstance(plan, TrainingPlan) else (load_plan(plan), Path(plan))
     require_optimizer(given, optimizer)
     chosen = with_job(given, **changes)
     launch = adopt_launch(chosen.frozen.hardware.num_processes)
@@ -176,17 +174,6 @@ def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool) 
     )
 
 
-def plan_here(file: Path) -> tuple[TrainingPlan, Path]:
-    """The plan of a file for this machine, and the file beside which it is written once it is
-    measured.
-    """
-    if len(load_variants(file)) == 1:
-        return load_plan(file), file
-    chosen = load_plan(file)
-    device = re.sub(r"[^a-z0-9]+", "-", chosen.frozen.hardware.device_name.lower()).strip("-")
-    return chosen, file.with_stem(f"{file.stem}-{device[:60]}")
-
-
 def measure_predicted(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
@@ -212,8 +199,7 @@ def sample(
     """Sample pictures from a trained adapter through the model's stock pipeline; returns the files.
 
     Args:
-        run: output folder of a training run; or a plan, of several variants that of this machine,
-            whose model is shown without an adapter, which makes images for prior preservation.
+        run: output folder of a training run; or a plan, whose model is shown without an adapter, which makes images for prior preservation.
         prompt: what to show.
         count: number of pictures, each from another seed.
         seed: seed of the first picture.
@@ -245,12 +231,9 @@ def sample(
     )
     machine = cache(read_machine)
 
-    def choose(plans: Sequence[TrainingPlan]) -> TrainingPlan:
-        if len(plans) > 1:
-            return training.choose_variant(plans, machine())
-        training.require_fit(training.hardware_misfits(plans[0], machine(), 1))
-        return plans[0]
+    def require(plan: TrainingPlan) -> None:
+        training.require_fit(training.hardware_misfits(plan, machine(), 1))
 
-    inputs = read_sample_inputs(Path(run), wanted, on_event, choose)
+    inputs = read_sample_inputs(Path(run), wanted, on_event, require)
     silence_progress_bars()
     return training.sample_run(inputs, machine(), cache_path(ENCODED), on_event)

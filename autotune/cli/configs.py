@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Json, PlanFile, Variant
+from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 ConfigFile = Annotated[
@@ -69,13 +69,10 @@ def export_config(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files that are there.")
     ] = False,
-    hardware: Variant = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
-    exported = autotune.export_config(
-        plan_file, to, output, strict=strict, overwrite=overwrite, hardware=hardware
-    )
+    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
     print_result(exported, as_json, reporting.export_lines)
 
 

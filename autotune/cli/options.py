@@ -47,10 +47,6 @@ def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
-Variant = Annotated[
-    str | None,
-    typer.Option("--hardware", help="Of a file with several variants, the machine whose to take."),
-]
 Data = Annotated[
     list[str] | None,
     typer.Option(

@@ -37,10 +37,7 @@ class PlanOptions:
     earlier: Path | None = option(
         "Make this plan again; other options replace what it was made for.", "--from"
     )
-    hardware: list[str] | None = option(
-        "Plan for this GPU, e.g. 4090 (see probe --list); repeat for one file with a variant for "
-        "each."
-    )
+    hardware: str | None = option("Plan for this GPU, e.g. 4090 (see probe --list).")
     path: Path = option("Where to write the plan.", "-o", "--output", default=Path("plan.yaml"))
     lora_alpha: float | None = option(
         "Alpha of the adapter; by default in proportion to the rank.", "--alpha", min=1e-3, max=1e6
@@ -110,15 +107,6 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     }
     arguments: dict[str, Any] = given(options, but=("as_json", "list_knobs")) | given(pairs)
     arguments |= work.values() | job.values()
-    if len(options.hardware or ()) > 1 and not options.list_knobs:
-        with show_events() as show:
-            variants = autotune.plan_variants(on_event=show, **arguments)
-        print_result(
-            variants, options.as_json, lambda _: reporting.variant_lines(variants, options.path)
-        )
-        return
-    if options.hardware:
-        arguments["hardware"] = options.hardware[0]
     if options.list_knobs:
         with show_events() as show:
             space = autotune.list_choices(on_event=show, **arguments)

@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Json, PlanFile, Variant
+from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_remark, print_result
 
 
@@ -25,9 +25,7 @@ def check(
 ) -> None:
     """Check whether a plan fits this machine, or others, without training."""
     if file_only:
-        plans = autotune.load_variants(plan_file)
-        digests = {plan.frozen.hardware.device_name: plan.digest for plan in plans}
-        found = {"digest": plans[0].digest} if len(plans) == 1 else {"digests": digests}
+        found = {"digest": autotune.load_plan(plan_file).digest}
         print_result(
             found, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at"
         )
@@ -50,9 +48,9 @@ def check(
         raise typer.Exit(4)
 
 
-def explain(plan_file: PlanFile, hardware: Variant = None, as_json: Json = False) -> None:
+def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
-    plan = autotune.load_plan(plan_file, hardware=hardware)
+    plan = autotune.load_plan(plan_file)
     lines = reporting.explain_lines, reporting.origin_lines
     print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
 
@@ -88,14 +86,10 @@ def diff(
         float | None,
         typer.Option(min=0, max=1e6, help="Price of an hour of one GPU, to compare costs."),
     ] = None,
-    hardware: Variant = None,
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""
-    plans = (
-        autotune.load_plan(first, hardware=hardware),
-        autotune.load_plan(second, hardware=hardware),
-    )
+    plans = autotune.load_plan(first), autotune.load_plan(second)
     print_result(
         reporting.differences(*plans, price_per_hour=price), as_json, reporting.difference_lines
     )

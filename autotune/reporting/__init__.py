@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         train_hint,
         trial_lines,
         user_values_line,
-        variant_lines,
         workload_lines,
     )
     from autotune.reporting.records import record_list_lines

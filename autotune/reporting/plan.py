@@ -342,25 +342,6 @@ def _written_lines(file: Path, words: str, command: Sequence[str]) -> list[str]:
     )
 
 
-def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
-    """What differs between the variants of several machines, and the command that trains them."""
-    lines = []
-    for plan in plans:
-        expected = plan.frozen.expected
-        lines += [
-            plan.frozen.hardware.device_name,
-            *wrapped(f"  {plan.frozen.settings.label()}", 4),
-            f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} "
-            "per step, "
-            f"run memory {memory_text(expected.run_memory_bytes)}",
-            *wrapped(f"  {' '.join(job_line(plan).split())}", 4),
-        ]
-    return [
-        *lines,
-        *_written_lines(file, "train it on any of them with:", _train_words(plans[0], file)),
-    ]
-
-
 def _train_words(plan: TrainingPlan, file: Path) -> list[str]:
     job, words = plan.job, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if job.data is None else []

@@ -108,14 +108,12 @@ if TYPE_CHECKING:
         TEXT_TAG,
         BoundedLoader,
         job_from,
-        load_variants,
         parse_plan,
         plan_text,
         read_plan,
         seal,
         with_job,
         write_plan,
-        write_variants,
     )
     from autotune.schema.prediction import (
         Estimate,

@@ -9,7 +9,7 @@ names is ever executed.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from autotune.schema.plan import FrozenPart, TrainingPlan
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
-MAX_VARIANTS = 64
-
 MAX_NODES = 100_000
 """Maximum number of nodes in a document, far above any real plan: reading so many takes some
 seconds.
@@ -36,11 +34,6 @@ seconds.
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
 # `frozen`, measured or predicted, is covered by `digest`; to change it, run `autotune plan` again.
-"""
-
-VARIANTS_HEADER = """\
-# A training plan with a variant for each of several machines, made by autotune. `job` is yours: edit it, or override it
-# on the command line. `frozen` is covered by `digest`. `autotune train` takes the variant for where it runs.
 """
 
 RUN_PLAN_FILE = "run-plan.yaml"
@@ -161,16 +154,6 @@ def _yaml(data: object) -> str:
     return yaml.dump(data, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
 
 
-def write_variants(path: Path, plans: Sequence[TrainingPlan]) -> None:
-    """Write plans of one job for several machines to one file, whole or not at all."""
-    variants = [
-        {"digest": plan.digest, "frozen": _frozen_data(plan.frozen.model_dump(mode="json"))}
-        for plan in plans
-    ]
-    job = plans[0].job.model_dump(mode="json")
-    write_text_atomic(path, VARIANTS_HEADER + _yaml({"job": job, "variants": variants}))
-
-
 def write_plan(path: Path, plan: TrainingPlan) -> None:
     """Write the plan whole or not at all."""
     write_text_atomic(path, plan_text(plan))
@@ -186,45 +169,7 @@ def read_plan(path: Path) -> TrainingPlan:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited
             where it is frozen.
     """
-    plans = load_variants(path)
-    if len(plans) > 1:
-        names = ", ".join(plan.frozen.hardware.device_name for plan in plans)
-        raise InvalidPlan(
-            f"{path} holds plans for several machines: {names}", hint="take a file with one plan"
-        )
-    return plans[0]
-
-
-def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
-    """Read and validate a plan file: all plans that it holds for several machines, or its only one.
-
-    Raises:
-        InvalidPlan: as `load_plan`, or the variants are not of one job.
-
-    Example:
-        >>> {plan.frozen.hardware.device_name: plan.frozen.settings for plan in autotune.load_variants("team.yaml")}
-    """
-    path = Path(path)
-    written = _parse(path, _read_text(path))
-    if "variants" not in written:
-        return (_load(str(path), written),)
-    variants, others = written["variants"], written.keys() - {"job", "variants"}
-    if not isinstance(variants, list) or not 0 < len(variants) <= MAX_VARIANTS or others:
-        problem = (
-            f"keys that no plan has: {', '.join(sorted(others))}"
-            if others
-            else f"no list of 1 to {MAX_VARIANTS}"
-        )
-        raise InvalidPlan(f"{path} is not a valid plan: variants: {problem}", hint=PLAN_AGAIN)
-    plans = []
-    for number, variant in enumerate(variants, 1):
-        of = f"variant {number} of {path}"
-        if not isinstance(variant, dict):
-            raise InvalidPlan(f"{of} is {type(variant).__name__}, not a plan", hint=PLAN_AGAIN)
-        plans.append(_load(of, {**variant, "job": written.get("job")}))
-    if any(plan.frozen.workload != plans[0].frozen.workload for plan in plans):
-        raise InvalidPlan(f"the variants of {path} are not of one job", hint=PLAN_AGAIN)
-    return tuple(plans)
+    return _load(str(path), _parse(path, _read_text(path)))
 
 
 def parse_plan(text: str) -> TrainingPlan:

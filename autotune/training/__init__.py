@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from autotune.training.fit import (
         KEY_NAMES,
-        choose_variant,
         hardware_misfits,
         key_misfits,
         model_misfits,

@@ -2,7 +2,7 @@
 sentence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
@@ -42,31 +42,6 @@ def hardware_misfits(
         *memory_misfits(plan, hardware, num_processes),
     )
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
-
-
-def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> TrainingPlan:
-    """The plan for this machine among those for several: made for such a device, or else the first
-    that fits.
-
-    Raises:
-        DoesNotFit: none of them fits.
-    """
-    misfits = [hardware_misfits(plan, hardware) for plan in plans]
-    fitting = [plan for plan, why in zip(plans, misfits, strict=True) if not why]
-    own = [plan for plan in fitting if plan.frozen.hardware.device_name == hardware.device.name]
-    if chosen := (*own, *fitting):
-        return chosen[0]
-    reasons = "; ".join(
-        f"{plan.frozen.hardware.device_name}: {why[0]}"
-        for plan, why in zip(plans, misfits, strict=True)
-    )
-    raise DoesNotFit(
-        f"none of the plan's variants is for {hardware.device.name} ({reasons})",
-        hint=(
-            "choose another machine's with --hardware NAME, or make one for this one: autotune "
-            "plan --from PLAN"
-        ),
-    )
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 torch is imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from autotune.schema import (
     OnEvent,
     TrainingPlan,
     ignore_event,
-    load_variants,
     read_plan,
 )
 from autotune.training.files import ADAPTER_FILE
@@ -61,11 +60,10 @@ def read_sample_inputs(
     run: Path,
     request: SampleRequest,
     on_event: OnEvent = ignore_event,
-    choose: Callable[[Sequence[TrainingPlan]], TrainingPlan] = lambda plans: plans[0],
+    require: Callable[[TrainingPlan], None] = lambda plan: None,
 ) -> SampleInputs:
     """Read what sampling from the adapter in a run's folder takes, or from the model of a plan
-    file; a model of the hub is fetched, a plan's if `choose` finds one for the machine among those
-    in the file.
+    file; a model of the hub is fetched, a plan's once `require` has found nothing against it.
 
     Raises:
         InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is
@@ -86,15 +84,16 @@ def read_sample_inputs(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     if adapter:
         read_header(adapter)
-    plans = (read_plan(run / RUN_PLAN_FILE),) if adapter else load_variants(run)
-    bucket = plans[0].frozen.workload.largest_bucket
+    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
+    bucket = plan.frozen.workload.largest_bucket
     file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
         raise InvalidInput(
             "an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO
         )
-    plan = plans[0] if adapter else choose(plans)
+    if not adapter:
+        require(plan)
     model = fetch_model(plan.job.pinned_model)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     return SampleInputs(request, plan, model, adapter, file)

@@ -157,7 +157,7 @@ def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
     kept: str | None,
 ) -> None:
     earlier = PlanRequest(model=model_reference("wan-2.2-14b", {"expert": "low-noise"}))
-    monkeypatch.setattr(plans, "_any_variant", lambda plan: plan)
+    monkeypatch.setattr(plans, "_loaded", lambda plan: plan)
     monkeypatch.setattr(plans, "request_from", lambda plan: plan)
     folder = small_pipelines(other).folder
     request = plans.request_for(str(folder), None, {"earlier": earlier, **asked})  # type: ignore[typeddict-item]
