@@ -153,6 +153,7 @@ def _resolve_on_hardware(
     def require(facts: HardwareProfile) -> None:
         if tries:
             planning.require_devices(resolved, facts)
+            resolved.space(facts)  # what is pinned is refused before rates are measured
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
     budget = memory_budget_for(

@@ -160,7 +160,9 @@ def make_plan(
     # Killed by a signal, it would seem to have been taken down by what it tried.
     with interrupt_on_signal(), _keep_study(problem, backend.autotune_version, on_note) as study:
         published = published_plan(study) if problem.request.study else None
-        if published is None:
+        if published is not None:
+            plan = parse_plan(published)
+        else:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
             try:
                 trials = _search(problem, backend, warm_start, study, on_event)
@@ -177,12 +179,10 @@ def make_plan(
                 raise
             for line in warm_start.contradictions(trials):
                 on_event(Notice(text=line, topic="records"))
-            own = freeze_plan(
-                problem, backend.autotune_version, (), trials, warm_start
-            ).model_dump_json()
-            first = publish_plan(study, own)
-            published = first if problem.request.study else own
-    plan = parse_plan(published)
+            plan = freeze_plan(problem, backend.autotune_version, (), trials, warm_start)
+            first = publish_plan(study, plan.model_dump_json())
+            if problem.request.study:
+                plan = parse_plan(first)
     residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
     return PlanningResult(plan, problem.hardware, matches, residuals)
 

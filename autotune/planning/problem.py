@@ -68,11 +68,19 @@ class PlanningProblem:
             require_devices(asked, hardware)
         workload = global_workload.share(request.num_processes)
         budget = request.memory_budget or hardware.device.budget
+        parallel = Parallel("ddp", request.num_processes)
+        context = TuningContext(
+            hardware, model.family, workload, parallel.budget_of_one(budget, hardware)
+        )
+        space = request.space(context)
         if request.is_local:
-            context = TuningContext(hardware, model.family, workload, budget)
-            choices = request.space(context).choices
-            hardware = backend.check_parity(context, choices, model)
-        cost, space = _choose_strategy(request, model, workload, hardware, budget)
+            checked = backend.check_parity(context, space.choices, model)
+            if any(
+                not each.available for each in checked.capabilities[len(hardware.capabilities) :]
+            ):
+                space = request.space(replace(context, hardware=checked))
+            hardware = checked
+        cost, space = _choose_strategy(request, model, workload, hardware, budget, space)
         _require_host_memory(space, cost)
         return cls(
             replace(request, model=job.pinned_model),
@@ -155,8 +163,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     Raises:
         NothingFits: a published model asks for a GPU, or more processes for more GPUs than there
             are.
-        InvalidInput: a knob or a value that is pinned or excluded does not exist, or nothing tells
-            the energy that is the objective.
+        InvalidInput: nothing tells the energy that is the objective.
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
@@ -173,7 +180,6 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
         raise InvalidInput(
             f"the energy of {hardware.device.name} cannot be measured: {reason}", hint=ENERGY_HINT
         )
-    request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
 def _choose_strategy(
@@ -182,8 +188,10 @@ def _choose_strategy(
     workload: Workload,
     hardware: HardwareProfile,
     budget: MemoryBudget,
+    space: SearchSpace,
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what may be tried; `budget` is of all processes.
+    """The cost model of one process, and what of `space` may be tried; `budget` is of all
+    processes.
 
     The weights are sharded only if no device is predicted to hold them all.
     """
@@ -201,7 +209,6 @@ def _choose_strategy(
         overheads=request.overheads,
         parallel=together if number > 1 else ONE_PROCESS,
     )
-    space = request.space(cost.context)
     if number == 1:
         return cost, drop_beyond_host(
             with_mixtures(_drop_too_heavy(request, space, cost), cost), cost
