@@ -2,15 +2,9 @@
 these tables.
 
 Entries are data: functions that need torch are named, as `package.module:function`, and looked up
-when first used. So this module imports no torch, and neither should a module that defines an entry.
-Other distributions add entries by entry points, which every process of autotune finds, a trial's
-too:
+when first used. So this module imports no torch.
 
-    [project.entry-points."autotune.backends"]
-    my-attention = "my_package.entries:MY_ATTENTION"
-
-Plans name entries by plain strings, so a plan from a machine with more entries than this one has
-still parses.
+Plans name entries by plain strings, so a plan of an autotune with more entries still parses.
 """
 
 from autotune.backends.attention import (
@@ -25,11 +19,9 @@ from autotune.backends.entries import (
     Entry,
     Kernel,
     Library,
-    Registry,
     Requirements,
     WeightFormat,
     load_entry_points,
-    register,
 )
 from autotune.backends.weight_formats import WEIGHT_FORMATS
 
@@ -40,13 +32,11 @@ __all__ = [
     "Entry",
     "Kernel",
     "Library",
-    "Registry",
     "Requirements",
     "WeightFormat",
     "assumed_efficiency",
     "cuda_kernel",
     "load_entry_points",
     "prefers_cudnn",
-    "register",
     "token_multiple",
 ]

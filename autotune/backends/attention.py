@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from autotune.backends.entries import AttentionBackend, Kernel, Library, Registry, Requirements
+from autotune.backends.entries import AttentionBackend, Kernel, Library, Requirements, by_name
 from autotune.schema import is_at_least
 
 CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
@@ -118,8 +118,7 @@ gradients on some cards.
 """
 XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
-ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
-    AttentionBackend,
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
     AttentionBackend("native", "PyTorch chooses the kernel"),
     AttentionBackend(
         "_native_flash",

@@ -1,9 +1,7 @@
-"""What an entry of a table holds, and the tables' mechanism: entries of our own, then those of
-other distributions.
-"""
+"""What an entry of a table holds."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -15,8 +13,6 @@ from autotune.schema import DeviceKind, HardwareProfile, Quality
 if TYPE_CHECKING:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-ENTRY_POINTS = "autotune.backends"
-"""Group of the entry points that name an `AttentionBackend` or a `WeightFormat` each."""
 Kernel = Literal["fused", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
 Library = Literal[
     "torchao",
@@ -188,43 +184,9 @@ class WeightFormat(Entry):
 E = TypeVar("E", bound=Entry)
 
 
-class Registry(Mapping[str, E]):
-    """Entries by name: autotune's own, then those of other distributions."""
-
-    _all: ClassVar[list["Registry[Any]"]] = []
-    _extensions: ClassVar[dict[str, str] | None] = None
-
-    def __init__(self, kind: type[E], *entries: E) -> None:
-        self.kind = kind
-        self._entries: dict[str, E] = {entry.name: entry for entry in entries}
-        Registry._all.append(self)
-
-    def __getitem__(self, name: str) -> E:
-        self.load_extensions()
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        self.load_extensions()
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        self.load_extensions()
-        return len(self._entries)
-
-    def add(self, entry: E) -> None:
-        """Add an entry. Raises ValueError if there is another of its name."""
-        if self._entries.setdefault(entry.name, entry) is not entry:
-            raise ValueError(f"there is already an entry called {entry.name}")
-
-    @staticmethod
-    def load_extensions() -> Mapping[str, str]:
-        """Add the entries of other distributions, once; returns the version of each distribution
-        that has any.
-        """
-        if Registry._extensions is None:
-            Registry._extensions = {}  # before an entry's own module reads a registry
-            Registry._extensions |= load_entry_points(ENTRY_POINTS, register)
-        return Registry._extensions
+def by_name(*entries: E) -> Mapping[str, E]:
+    """A table of entries."""
+    return {entry.name: entry for entry in entries}
 
 
 def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
@@ -243,17 +205,3 @@ def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
         else:
             found |= {point.dist.name: point.dist.version} if point.dist else {}
     return found
-
-
-def register(entry: AttentionBackend | WeightFormat) -> None:
-    """Add an entry to this process. Trials run in others: what a plan is to choose needs an entry
-    point.
-
-    Raises:
-        TypeError: it is no entry.
-        ValueError: there is another entry of its name.
-    """
-    table = next((table for table in Registry._all if isinstance(entry, table.kind)), None)
-    if table is None:
-        raise TypeError(f"neither an AttentionBackend nor a WeightFormat: {entry!r}")
-    table.add(entry)

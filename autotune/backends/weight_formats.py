@@ -1,8 +1,9 @@
 """The formats of frozen weights, and what is known of each."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from autotune.backends.entries import Registry, Requirements, WeightFormat
+from autotune.backends.entries import Requirements, WeightFormat, by_name
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
 """Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
@@ -41,8 +42,7 @@ def _multiplied(
     )
 
 
-WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
-    WeightFormat,
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
     WeightFormat("none", "weights stay as they are", quality="exact", bytes_per_parameter=2.0),
     WeightFormat(
         "torchao-int8",

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import (
     KNOBS,
@@ -195,7 +194,6 @@ def _verdict_file(
         "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
-        "extensions": dict(Registry.load_extensions()),
         "family": context.family.name,
         "config": json.loads(json.dumps(tiny_config, default=list)),
         "work": work,

@@ -13,7 +13,19 @@ from tests.conftest import autotune
 from tests.families.contract import PROMISES
 from tests.families.sixth_family import AuraFlow
 from tests.families.small import make_small
-from tests.knobs.test_third_party_backends import install
+
+
+def install(folder: Path, name: str, entry_points: str, group: str, **modules: str) -> Path:
+    """A distribution as pip would leave it in `folder`, which then belongs on PYTHONPATH."""
+    package, info = folder / name, folder / f"{name}-1.0.dist-info"
+    for made in (package, info):
+        made.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for module, text in modules.items():
+        (package / f"{module}.py").write_text(text)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
