@@ -59,7 +59,7 @@ def report(
     subjects: Annotated[
         list[str],
         typer.Argument(
-            help="Plan files, folders of runs, or records; several side by side.", metavar="WHAT..."
+            help="Plan files or folders of runs; several side by side.", metavar="WHAT..."
         ),
     ],
     output: Annotated[
@@ -72,7 +72,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page about plans, runs or shared records."""
+    """Write one HTML page about plans or runs."""
     written = autotune.report(*subjects, path=output)
     print_result(
         {"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser"

@@ -1,7 +1,6 @@
 """Numbers in the units that people use, plans side by side, and whose each value is."""
 
 import os
-import shlex
 import subprocess
 import sys
 
@@ -11,14 +10,11 @@ from autotune.cli.terminal import err, out
 from autotune.reporting.plan import differences, origin_lines
 from autotune.reporting.run import report_lines
 from autotune.reporting.text import (
-    WIDTH,
     change_text,
     loss_text,
     memory_text,
     seconds_text,
     time_left_text,
-    titled_command,
-    with_command,
 )
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import with_job
@@ -70,16 +66,6 @@ def test_no_control_character_of_a_stranger_reaches_the_terminal(
         console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
     printed = capfd.readouterr()
     assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
-
-
-def test_commands_can_be_copied_from_their_lines() -> None:
-    command = "autotune train " + "long/" * 20
-    assert with_command("train it with:", command)[-1].strip() == command
-    words = ["autotune weights convert", "a/" * 30, "b/" * 30, "--format comfyui"]
-    lines = titled_command("for ComfyUI", words)
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= WIDTH
-    assert shlex.split("\n".join(lines)[15:].replace("\\\n", "")) == shlex.split(" ".join(words))
 
 
 def test_a_predicted_plan_beside_another_is_as_uncertain_as_it_says() -> None:

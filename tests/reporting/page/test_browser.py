@@ -15,7 +15,7 @@ import pytest
 from autotune.reporting.candidates import points_of
 from autotune.reporting.page import build_page
 from tests.reporting.page.pages import golden_plan, plan_subject, run_subject
-from tests.reporting.page.test_page import chosen_of, hostile_plan
+from tests.reporting.page.test_page import hostile_plan
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -72,6 +72,11 @@ def test_it_draws_fits_and_asks_for_nothing(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     back = page.evaluate("document.querySelector('.main-svg').style.background")
     assert back == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
+    page = opened(name, color_scheme=scheme, bypass_csp=True)  # axe is a script of its own
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    found = axe.Axe().run(page).response["violations"]
+    assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
 
 
 def test_charts_and_sliders_are_used_by_keyboard(opened: Any) -> None:
@@ -83,22 +88,10 @@ def test_charts_and_sliders_are_used_by_keyboard(opened: Any) -> None:
     page.keyboard.press("ArrowRight")
     assert readout.inner_text() != first
     page.keyboard.press("End")
-    points = points_of(golden_plan())
-    largest = max(point.run_memory_bytes for point in points)
+    largest = max(point.run_memory_bytes for point in points_of(golden_plan()))
     assert f"{largest / 2**30:.2f} GiB" in readout.inner_text()
-    assert chosen_of(points).run_memory_bytes <= largest
     page = opened("both")
     page.locator(".slider input").focus()
     page.keyboard.press("End")
     share = "each => each.style.getPropertyValue('--share')"
     assert page.locator(".both").evaluate(share) == "100%"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_barrier(opened: Any, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
-    page = opened("both", color_scheme=scheme, bypass_csp=True)  # axe is a script of its own
-    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-    found = axe.Axe().run(page).response["violations"]
-    serious = [each for each in found if each["impact"] in ("serious", "critical")]
-    assert [(each["id"], each["nodes"][0]["html"][:200]) for each in serious] == []
