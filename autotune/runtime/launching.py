@@ -57,9 +57,9 @@ class Launch:
         Raises:
             InvalidInput: torchrun's variables are incomplete or contradict each other.
         """
-        number = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
-        if "LOCAL_RANK" not in environment and number == ("1", "0"):
-            return None
+        size = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
+        if "TORCHELASTIC_RUN_ID" not in environment and size == ("1", "0"):
+            return None  # accelerate sets these for a process alone
         names = (*TORCH_RANKS, "MASTER_PORT")
         values = {name: environment.get(name, "") for name in (*names, "MASTER_ADDR")}
         if all(values[name].isdecimal() and len(values[name]) < 10 for name in names):

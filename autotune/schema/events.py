@@ -179,6 +179,10 @@ class StepFinished(Event):
     images_per_second: float
     memory_bytes: int
     """Memory that the process holds between steps."""
+    reserved_bytes: int | None = None
+    """What the GPU's allocator holds, for tensors or in reserve."""
+    allocator_retries: int | None = None
+    """How often so far the allocator ran out of memory and started over."""
     epoch: int | None = None
     """Number of the epoch that the step begins in, counted from 1; None in files of an older
     autotune.

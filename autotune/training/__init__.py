@@ -6,7 +6,6 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.training.adapter_file import save_trained
-    from autotune.training.card_memory import SPILL_FACTOR, allocator_retries
     from autotune.training.describe import (
         WorkloadOverrides,
         check_job,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         load_model,
     )
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
-    from autotune.training.monitor import PhaseWatch
+    from autotune.training.monitor import SPILL_FACTOR, Monitor, allocator_retries
     from autotune.training.optimizer import AdapterOptimizer
     from autotune.training.preparation import fetch_weights, prepare
     from autotune.training.preview import Preview, PreviewSampler

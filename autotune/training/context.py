@@ -1,14 +1,13 @@
 """What a run's loop works with besides the model and the data."""
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.schema import OnEvent
-from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.metrics import Metrics
+from autotune.training.monitor import Monitor
 from autotune.training.processes import Processes
 
 
@@ -21,16 +20,10 @@ class RunContext:
     metrics: Metrics | None
     """None on all processes but the first."""
     on_event: OnEvent
+    monitor: Monitor
     preview: Callable[[int], None]
     """Called on processes that sample, with the number of steps taken."""
-    budget_bytes: int
     stop_reason: Callable[[], str | None] = lambda: None
     """Why no further step may be taken, besides a signal; None while any may."""
-    phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: (
-        contextlib.nullcontext()
-    )
-    """Measures what a phase within training takes."""
-    card: CardMemoryWatch = field(default_factory=CardMemoryWatch)
-    """Warns of a card that runs short of memory without an error."""
     trace: Path | None = None
     """File to write a torch.profiler trace to; None for no trace."""

@@ -16,9 +16,7 @@ from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
 from autotune.knobs import reload_key
 from autotune.runtime import (
-    allocated_bytes,
     catch_stop_signals,
-    device_peak_bytes,
     is_out_of_memory,
     measure_peak_memory,
     release_memory,
@@ -37,9 +35,6 @@ from autotune.training.modulation import make_windows
 from autotune.training.monitor import (
     NUM_WARMUP_STEPS,
     EnergyWatch,
-    GpuUtilization,
-    GradientWatch,
-    MemoryWatch,
     profile_steps,
 )
 from autotune.training.optimizer import AdapterOptimizer
@@ -104,25 +99,19 @@ class TrainingLoop:
         """Windows of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         known = checkpoint.state if checkpoint else {}
-        self.gradients = GradientWatch(known.get("gradients"))
+        self.monitor = context.monitor
+        if checkpoint:
+            self.monitor.load_gradient_state(known["gradients"])
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
         self.validation = Validation(
             meter, job, self.num_steps, self.optimizer, context, self._warn, known.get("validation")
         )
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
-        expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
-        planned_bytes = (
-            expected.run_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
-        )
-        self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
-        self.utilization = GpuUtilization(model.device)
         self.energy = EnergyWatch(model.device)
         self.measured_step = self.first_step + 1
         """Index of the step that measures memory: the second with the settings in use."""
         self.peak_bytes = 0
-        self.seconds: list[float] = []
-        self.data_seconds: list[float] = []
         self.warnings: list[str] = []
         self._first_finish: tuple[float, int] | None = None
         """When the first step of this start was finished, and its number."""
@@ -154,7 +143,7 @@ class TrainingLoop:
             profile_steps(self.context.trace) as trace,
             self.energy.training(),
         ):
-            self.context.card.start()
+            self.monitor.start()
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -178,9 +167,9 @@ class TrainingLoop:
             for step in range(self.done, self.num_steps):
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
-                if len(self.seconds) == NUM_WARMUP_STEPS:
-                    self.energy.warmed_up()
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
+                if len(self.monitor.seconds) == NUM_WARMUP_STEPS:
+                    self.energy.warmed_up()
                 if trace:
                     trace.step()
                 reason = signal_name() or self.context.stop_reason()
@@ -215,14 +204,8 @@ class TrainingLoop:
         if self.context.metrics:
             self.context.metrics.add(event)
         self.context.on_event(event)
-        peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
-        computing = event.seconds - event.data_seconds
-        for warning in (
-            self.watch.check(event.memory_bytes, peak),
-            self.context.card.check(computing),
-        ):
-            if warning:
-                self._warn(warning)
+        for warning in self.monitor.check(self.reading, event.seconds, event.data_seconds):
+            self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
@@ -247,14 +230,14 @@ class TrainingLoop:
         """Take the step again with another attention backend: cuDNN's has returned such
         gradients at some lengths.
         """
-        self.gradients.num_nonfinite += 1
+        self.monitor.num_nonfinite += 1
         sure = self.settings.changed(attention=sure_attention(self.model.device.type))
         self._change_settings(sure, "a gradient was not finite")
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
         release_memory()
-        self.context.card.restart()
+        self.monitor.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
@@ -274,7 +257,7 @@ class TrainingLoop:
 
     def _state(self) -> dict[str, Any]:
         """What goes on with the run besides tensors, as JSON."""
-        own = {"gradients": self.gradients.state(), "validation": self.validation.state()}
+        own = {"gradients": self.monitor.gradient_state(), "validation": self.validation.state()}
         return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
 
     def _preview_if_due(self) -> None:
@@ -302,9 +285,8 @@ class TrainingLoop:
         require_finite(outcome, step + 1, can_change_attention=can_change)
         self.rate.step(outcome.loss)
         norm = None if outcome.overflowed else outcome.gradient_norm
-        self.gradients.add(norm)
-        self.seconds.append(seconds)
-        self.data_seconds.append(waited)
+        monitor, self.reading = self.monitor, self.monitor.read()
+        monitor.add_gradient(norm)
         return StepFinished(
             step=step + 1,
             num_steps=self.num_steps,
@@ -315,11 +297,13 @@ class TrainingLoop:
             seconds=seconds,
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,
-            memory_bytes=allocated_bytes(self.model.device),
-            gpu_utilization=self.utilization.read(),
-            gradient_spikes=self.gradients.num_spikes,
-            nonfinite_gradients=self.gradients.num_nonfinite,
-            overflowed_gradients=self.gradients.num_overflows,
+            memory_bytes=self.reading.held_bytes,
+            reserved_bytes=self.reading.reserved_bytes,
+            allocator_retries=self.reading.allocator_retries,
+            gpu_utilization=monitor.gpu_utilization(),
+            gradient_spikes=monitor.num_spikes,
+            nonfinite_gradients=monitor.num_nonfinite,
+            overflowed_gradients=monitor.num_overflows,
             loss_scale=outcome.loss_scale,
             remaining_seconds=self._remaining_seconds(step + 1),
         )

@@ -39,7 +39,6 @@ from autotune.schema import (
     ignore_event,
 )
 from autotune.training.adapter_file import export_trained, judge_adapter, save_trained
-from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints, require_same_run
 from autotune.training.context import RunContext
 from autotune.training.files import (
@@ -55,7 +54,7 @@ from autotune.training.inputs import RunInputs
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
-from autotune.training.monitor import NUM_WARMUP_STEPS, PhaseWatch
+from autotune.training.monitor import NUM_WARMUP_STEPS, Monitor
 from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
@@ -140,10 +139,8 @@ class _Run:
         guard: MemoryGuard,
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
-        self.budget_bytes = hardware.device.budget_bytes
         self.processes, self.on_event, self.guard = processes, on_event, guard
-        self.watch = PhaseWatch(self.processes.device)
-        self.card = CardMemoryWatch.of_device(processes.device, hardware, plan.frozen)
+        self.monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
         self.warnings: list[str] = []
         self.adapter_file = ADAPTER_FILE
         self.metrics: Metrics | None = None
@@ -160,7 +157,7 @@ class _Run:
         plan, job, processes = self.plan, self.plan.job, self.processes
         if resume:
             processes.share(self._require_same_run)
-        with self.watch.phase("caching"):
+        with self.monitor.phase("caching"):
             encoded, held_out = self._encode()
         run_key, epoch_size = (
             compute_run_key(plan, encoded.items, encoded.entries),
@@ -181,7 +178,7 @@ class _Run:
             )
             first_step = checkpoint.step if checkpoint else 0
             self._require_steps(first_step, encoded)
-            with self.watch.phase("loading"):
+            with self.monitor.phase("loading"):
                 trained = self._load()
                 processes.wait()
             self.on_event(
@@ -201,15 +198,13 @@ class _Run:
                 metrics=metrics,
                 on_event=self.on_event,
                 preview=self._sample_previews,
-                budget_bytes=self.budget_bytes,
                 stop_reason=lambda: self.guard.stop_reason,
-                phase=self.watch.phase,
-                card=self.card,
+                monitor=self.monitor,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with (
                 contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
-                self.watch.phase("training"),
+                self.monitor.phase("training"),
             ):
                 loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
                 with self.guard.finishing_steps():
@@ -334,7 +329,7 @@ class _Run:
         written = []
         with self._drop_failing_previews():
             for number, preview in enumerate(self.previews):
-                with self.watch.phase("previews"), eager_eval(self.sampler.transformer):
+                with self.monitor.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
                     path = self.output / preview_file(step, number)
@@ -390,7 +385,7 @@ class _Run:
         loop.optimizer.turn_to_average()
         kept_step = loop.validation.keep_best()
         if self.processes.is_first:  # before anything that may still fail
-            with self.watch.phase("saving"):
+            with self.monitor.phase("saving"):
                 workload = self.plan.frozen.workload
                 dtype = torch_dtype(self.plan.job.save_dtype)
                 save_trained(
@@ -431,7 +426,7 @@ class _Run:
     def _sample_comparison(self, adapter: Path) -> None:
         self.on_event(PhaseStarted(name="sampling with and without the adapter"))
         pairs: list[tuple[Image, Image]] = []
-        with self._drop_failing_previews(), self.watch.phase("previews"):
+        with self._drop_failing_previews(), self.monitor.phase("previews"):
             pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
         if not self.processes.is_first or not pairs:
             return
@@ -454,16 +449,18 @@ class _Run:
     ) -> RunReport:
         metrics = loop.context.metrics
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
-        steady = sorted(loop.seconds[NUM_WARMUP_STEPS:] or loop.seconds or earlier) or [0.0]
+        seconds = self.monitor.seconds
+        steady = sorted(seconds[NUM_WARMUP_STEPS:] or seconds or earlier) or [0.0]
         rare = (
             len(steady) // 20
         )  # outliers are left out, while steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
-        waits = statistics.fmean(loop.data_seconds[NUM_WARMUP_STEPS:] or loop.data_seconds or [0.0])
+        waited = self.monitor.data_seconds
+        waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
         forecast = self.plan.frozen.forecast
-        expected, utilization = self.plan.frozen.expected, loop.utilization.readings
+        expected, utilization = self.plan.frozen.expected, self.monitor.utilization
         watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
         return RunReport(
             plan_digest=self.plan.digest,
@@ -477,7 +474,7 @@ class _Run:
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,
-            phases=tuple(self.watch.peaks.values()),
+            phases=tuple(self.monitor.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds
             if step_seconds
             else 0.0,
@@ -491,9 +488,9 @@ class _Run:
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=(*loop.warnings, *self.warnings),
             settings=loop.settings,
-            gradient_spikes=loop.gradients.num_spikes,
-            nonfinite_gradients=loop.gradients.num_nonfinite,
-            overflowed_gradients=loop.gradients.num_overflows,
+            gradient_spikes=self.monitor.num_spikes,
+            nonfinite_gradients=self.monitor.num_nonfinite,
+            overflowed_gradients=self.monitor.num_overflows,
             quantization_error=loop.model.quantization_error,
             validation=loop.validation.result(kept_step),
             adapter=self.adapter_file,

@@ -210,7 +210,7 @@ class Validation:
             yield None
             return
         try:
-            with self.context.phase("validation"):
+            with self.context.monitor.phase("validation"):
                 yield self.meter if processes.is_sampler else None
         except Exception as error:
             if processes.num_shards > 1 or not is_out_of_memory(error):

@@ -17,7 +17,7 @@ from autotune.runtime import map_large_buffers, release_memory
 from autotune.schema import TrialResult
 from autotune.training import (
     ADAPTER_FILE,
-    PhaseWatch,
+    Monitor,
     Preview,
     PreviewSampler,
     eager_eval,
@@ -46,14 +46,14 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
     device, model = torch.device(request.device), resolve_model(request.model)
-    watch = PhaseWatch(device)
+    monitor = Monitor(device)
     trained: TrialResult | None = None
     caching_error = ""
 
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
         try:
-            with watch.phase(name):
+            with monitor.phase(name):
                 yield
         except BaseException as error:
             error.add_note(f"in the {name} phase")
@@ -64,7 +64,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
     def with_phases(result: TrialResult) -> TrialResult:
         phases = tuple(
             peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
-            for peak in watch.peaks.values()
+            for peak in monitor.peaks.values()
         )
         host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
         message = result.message or caching_error
@@ -85,7 +85,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
                 traceback.print_exc()
                 caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
             if caching_error:  # outside of the handler: the error held what had been loaded
-                del watch.peaks["caching"]
+                del monitor.peaks["caching"]
                 release_memory()
         with phase("loading"):
             loaded = load_for_trial(request)

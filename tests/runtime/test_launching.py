@@ -30,7 +30,7 @@ def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
             Launch(0, 0, 1, 1, "127.0.0.1:29500"),
         ),
         ({}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
     ],
 )
 def test_torchruns_variables_are_understood(

@@ -18,13 +18,13 @@ from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
-from autotune.training.card_memory import CardMemoryWatch
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.context import RunContext
 from autotune.training.folder import compute_run_key
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
+from autotune.training.monitor import Monitor
 from autotune.training.processes import Processes
 from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
@@ -59,10 +59,9 @@ class Bench:
         *,
         kill_after: int | None = None,
         on_step: Callable[[StepFinished], None] = lambda event: None,
-        budget_bytes: int = 2**60,
         preview: Callable[[int], None] = lambda step: None,
         held_out: int = 0,
-        card: CardMemoryWatch | None = None,
+        monitor: Monitor | None = None,
     ) -> TrainingLoop:
         """Run until the end, or until the process would have been killed in the given step; resumes
         what is there.
@@ -96,8 +95,8 @@ class Bench:
                 folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none"
             )
             context = RunContext(
-                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes,
-                card=card or CardMemoryWatch(),
+                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step),
+                monitor or Monitor(CPU), preview,
             )  # fmt: skip
             loop = TrainingLoop(plan, self.trained, training, checkpoint, context, validation)
             with contextlib.closing(metrics), contextlib.suppress(Killed):

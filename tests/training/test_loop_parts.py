@@ -65,7 +65,7 @@ def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memo
     changed = {"data_workers": workers, "batch_memory": memory}
     settings = Candidate.model_validate({**dict(plan.frozen.settings), **changed})
     plan = seal(plan.job, FrozenPart.model_validate({**dict(plan.frozen), "settings": settings}))
-    context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), budget_bytes=1)
+    context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), monitor=None)
     loader = TrainingLoop(plan, bench.trained, bench.encoded, None, context)._make_loader()  # type: ignore[arg-type]
     assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
 

@@ -23,7 +23,7 @@ from autotune.training.files import ADAPTER_FILE
 from autotune.training.folder import read_report
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
-from autotune.training.monitor import MIN_SPIKE_STEPS, GradientWatch
+from autotune.training.monitor import MIN_SPIKE_STEPS, Monitor
 from autotune.training.overfitting import ValidationHistory
 from autotune.training.run import train
 from autotune.training.step import Noising, live_tensors
@@ -31,7 +31,7 @@ from autotune.training.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
 from autotune.weights.loaders import load_file
 from tests.events import steps_to
-from tests.training.conftest import Bench
+from tests.training.conftest import CPU, Bench
 from tests.training.test_modulation import AHEAD, family_bench, loop_of  # noqa: F401
 from tests.training.test_resume import same
 
@@ -313,14 +313,15 @@ def test_what_a_job_needs_held_out_images_for_is_refused_without(bench: Bench) -
 
 
 def test_spikes_of_the_gradient_are_counted() -> None:
-    watch = GradientWatch()
+    monitor = Monitor(CPU)
     for _ in range(MIN_SPIKE_STEPS - 1):
-        watch.add(1.0)
-    watch.add(50.0)  # too early to tell
-    assert watch.num_spikes == 0
-    watch.add(9.0)
-    watch.add(11.0)
-    assert watch.num_spikes == 1
-    again = GradientWatch(json.loads(json.dumps(watch.state())))
-    again.add(11.0)
+        monitor.add_gradient(1.0)
+    monitor.add_gradient(50.0)  # too early to tell
+    assert monitor.num_spikes == 0
+    monitor.add_gradient(9.0)
+    monitor.add_gradient(11.0)
+    assert monitor.num_spikes == 1
+    again = Monitor(CPU)
+    again.load_gradient_state(json.loads(json.dumps(monitor.gradient_state())))
+    again.add_gradient(11.0)
     assert again.num_spikes == 2
