@@ -19,16 +19,14 @@ from autotune.schema import (
     DataPlace,
     HardwareProfile,
     JobOverrides,
+    ModelRef,
     Notice,
     OnEvent,
     StatusChanged,
     TrainingPlan,
     as_job_data,
-    file_parts,
     ignore_event,
-    model_reference,
     read_plan,
-    split_reference,
     write_plan,
 )
 from autotune.search import SearchSpace
@@ -220,23 +218,28 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     storage = options.get("storage")
-    name, parts = split_reference(base.model if model is None else str(model))
-    added = file_parts(asked.get("vae"), asked.get("text_encoders", ()))
-    if "base" in asked:
-        added["base"] = str(asked["base"])
-    if added and not is_single_file(name):
-        message = f"{name} is not a single file, so it takes no base, VAE or text encoders"
+    earlier_ref = ModelRef.of(base.model)
+    ref = earlier_ref if model is None else ModelRef(name=str(model))
+    added: dict[str, Any] = {name: str(asked[name]) for name in ("base", "vae") if name in asked}
+    if asked.get("text_encoders"):
+        added["text_encoders"] = tuple(map(str, asked["text_encoders"]))
+    if added and not is_single_file(ref):
+        message = f"{ref.name} is not a single file, so it takes no base, VAE or text encoders"
         raise InvalidInput(message, hint="leave them out: a folder has them all")
-    parts |= added | ({"expert": str(asked["expert"])} if "expert" in asked else {})
-    earlier_expert = split_reference(base.model)[1].get("expert")
+    if "base" in added:
+        added["revision"] = None
+    if "expert" in asked:
+        added["expert"] = str(asked["expert"])
+    ref = ref.changed(**added)
     if (
-        earlier_expert
-        and earlier_expert in resolve_model(model_reference(name, parts)).family.experts
+        not ref.expert
+        and earlier_ref.expert
+        and earlier_ref.expert in resolve_model(ref).family.experts
     ):
-        parts.setdefault("expert", earlier_expert)
+        ref = ref.changed(expert=earlier_ref.expert)
     request = replace(
         base,
-        model=model_reference(name, parts),
+        model=ref,
         workload_overrides=_overrides(base.workload_overrides, asked),
         job_overrides=job if data is None else {**job, "data": as_job_data(data)},
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,

@@ -15,23 +15,32 @@ if TYPE_CHECKING:
         find_dropout_layers,
         target_matcher,
     )
-    from autotune.families.architecture import build_on_meta
-    from autotune.families.base import Batch, Family, Sample, unwrap_model
-    from autotune.families.fetching import FetchedModel, fetch
+    from autotune.families.base import (
+        VIEWS_PER_IMAGE,
+        Batch,
+        Defaults,
+        Family,
+        ModulationLayers,
+        Parts,
+        PublishedModel,
+        Sample,
+        build_on_meta,
+        unwrap_model,
+    )
     from autotune.families.levers import LEVERS, missing_levers
     from autotune.families.loss import denoising_loss, image_losses
-    from autotune.families.modulation import ModulationLayers
     from autotune.families.noise import (
         FLOW_MATCHING,
         MIN_SNR_GAMMA,
         DiscreteDiffusion,
         NoiseProcess,
     )
-    from autotune.families.published import VIEWS_PER_IMAGE, Defaults, Parts, PublishedModel
     from autotune.families.registry import FAMILIES, find_published, get_family
     from autotune.families.resolve import (
+        FetchedModel,
         ResolvedModel,
         check_weights,
+        fetch,
         fetch_model,
         is_fetchable,
         is_on_hub,

@@ -11,20 +11,21 @@ Every command imports families, so torch and diffusers are imported inside metho
 
 import inspect
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from autotune import weights
 from autotune.attention import AttentionLayout
-from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families.modulation import ModulationLayers
+from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.runtime import lazy_module
-from autotune.schema import Bucket, TextPadding, pad_text
+from autotune.schema import Bucket, TextPadding, TimestepSampling, pad_text
 
 if TYPE_CHECKING:
     import diffusers
@@ -32,9 +33,263 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 else:
+    nn = lazy_module("torch.nn")
     diffusers = lazy_module("diffusers")
     torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
+
+
+Config = Mapping[str, Any]
+"""Constructor arguments of a transformer."""
+
+VIEWS_PER_IMAGE = 100
+"""Times that an image is seen: 20 images make 2,000 views, the 2,000 steps at batch size 1 of
+ai-toolkit's examples.
+"""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Values that a job of this family uses unless the user sets them; `sources` says where they
+    come from.
+    """
+
+    learning_rate: float
+    resolution_px: int
+    text_tokens: int
+    """Assumed length of an encoded caption if there is no data yet."""
+    preview_steps: int
+    sampling_guidance: float
+    """Guidance scale of the model's card or pipeline."""
+    timestep_shift: float = 1.0
+    timestep_sampling: TimestepSampling = "logit_normal"
+    rank: int = 16
+    lora_alpha: float = 16.0
+    weight_decay: float = 1e-3
+    """Between diffusers' 1e-4 and torch's 1e-2."""
+    effective_batch_size: int = 4
+    preview_calls: int = 2
+    """Calls of the transformer per denoising step: with and without the prompt, unless guidance
+    is an input of it.
+    """
+    num_frames: int = 1
+    """Frames of a clip if there is no data yet."""
+    frames_per_second: float = 24.0
+    """Rate of the clips that the model makes."""
+    training_guidance: float | None = None
+    """Guidance that the transformer gets as an input in training; None if it has no such input."""
+    shift_by_tokens: tuple[tuple[int, float], tuple[int, float]] | None = None
+    """Two points (tokens of an image, logarithm of the shift) of the straight line that the
+    pipeline's scheduler follows; None if its shift does not depend on the resolution."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where values come from, by field."""
+
+    def shift_at(self, tokens: int) -> float:
+        """The shift for so many tokens, if it depends on the resolution: `calculate_shift` in
+        diffusers.
+        """
+        assert self.shift_by_tokens is not None  # checked with the job
+        (low, start), (high, end) = self.shift_by_tokens
+        return math.exp(start + (end - start) * (tokens - low) / (high - low))
+
+    def batch_for(self, num_processes: int) -> int:
+        """The effective batch, made larger where so many processes could not share it evenly."""
+        return -(-self.effective_batch_size // num_processes) * num_processes
+
+    def num_steps(self, num_images: int) -> int:
+        """Optimizer steps for a data set of this size: each image is seen about a hundred times.
+
+        At least 500 images are seen and at most 4,000 steps made: the ends of what ai-toolkit's
+        example configurations call a good range, with the upper one in steps of our effective
+        batch, since it is images that a large set is short of.
+        """
+        views = max(500, VIEWS_PER_IMAGE * num_images)
+        return min(4000, math.ceil(views / self.effective_batch_size))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The models around the transformer: they decide what caching and previews take."""
+
+    text_encoder_parameters: tuple[int, ...] = ()
+    """Number of parameters of each text encoder."""
+    vae_class: str = ""
+    """Class name in diffusers; empty if it is unknown."""
+    vae_config: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor arguments of the published autoencoder."""
+    decoder_parameters: int = 0
+    """Number of parameters of all other models that decode, which are on the device while a
+    preview is sampled.
+    """
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model of a family, as it is published."""
+
+    hub_id: str
+    config: Config
+    """Arguments that build its transformer without downloading anything."""
+    parts: Parts
+    """The other models of its pipeline."""
+    name: str = ""
+    """What it may be called instead of its hub id; the family's first model is called as the
+    family.
+    """
+    num_parameters: int = 0
+    """Number of parameters of the transformer that `config` builds; 0 if it is not stated."""
+    license: str = ""
+    """License that its card names."""
+    source: str = ""
+    """Where its size is published, if the transformer that `config` builds was compared with it."""
+    note: str = ""
+    """What whoever trains it should know."""
+
+    def variant(
+        self, hub_id: str, name: str, *, note: str = "", source: str = ""
+    ) -> "PublishedModel":
+        """Another model of the same architecture and license."""
+        return replace(self, hub_id=hub_id, name=name, note=note, source=source)
+
+
+FLUX_VAE: Mapping[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+"""The autoencoder of FLUX.1, which Chroma and Kandinsky 5.0 Image use, too."""
+
+
+@dataclass(frozen=True)
+class ModulationLayers:
+    """Where a transformer turns what an item is conditioned on as a whole (its noise level, a
+    pooled prompt, guidance) into the shifts, scales and gates of its blocks (AdaLN; Peebles and
+    Xie 2023)."""
+
+    owners: str
+    """Regular expression for the names of modules that each have one `SiLU` and one `Linear`:
+    the Linear, applied to the activated conditioning, is a modulation layer. Nothing else may
+    use the conditioning."""
+    embedders: tuple[str, ...]
+    """Modules whose outputs (items, features) add up to the conditioning, in the order that they
+    are called.
+    """
+    inputs: tuple[str, ...] = ()
+    """Tensors of a sample that it depends on, besides noise level and guidance."""
+
+    def layer_names(self, owner: str, module: "nn.Module") -> tuple[str, str]:
+        """Names of the owner's activation and of its modulation layer."""
+        kinds = {type(child): f"{owner}.{name}" for name, child in module.named_children()}
+        return kinds[nn.SiLU], kinds[nn.Linear]
+
+    def find(self, transformer: "nn.Module") -> list[tuple[str, str]]:
+        """Names of every activation and its modulation layer."""
+        owners = (
+            (name, module)
+            for name, module in transformer.named_modules()
+            if re.fullmatch(self.owners, name)
+        )
+        return [self.layer_names(name, module) for name, module in owners]
+
+
+def encode_standardized(vae: Any, pixels: "Tensor") -> "Tensor":
+    """Latents (channels, frames, height, width), each channel with the mean and the deviation
+    that the VAE states.
+    """
+    mean = pixels.new_tensor(vae.config.latents_mean).view(-1, 1, 1, 1)
+    std = pixels.new_tensor(vae.config.latents_std).view(-1, 1, 1, 1)
+    latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
+    return (latents.to(pixels.dtype) - mean) / std
+
+
+class ImageLatents:
+    """The latents of families whose autoencoder is one of images alone, and knows no frames."""
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        """Latents (channels, 1, height, width) of the first frame of `pixels`, shifted and
+        scaled as the VAE says.
+        """
+        vae = pipeline.vae
+        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
+            0, :, None
+        ]
+        shift, scale = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
+        return (latents.to(pixels.dtype) - shift) * scale
+
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        return latents[:, :, 0]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+
+
+def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Length of each text in tokens, by the tokenizer in a model's folder."""
+    return [len(ids) for ids in load_tokenizer(folder)(list(texts))["input_ids"]]
+
+
+def count_chat_tokens(folder: Path, captions: Sequence[str], *, enable_thinking: bool) -> list[int]:
+    """Length of each caption as a user's message in the chat template of a model's tokenizer."""
+    tokenizer = load_tokenizer(folder)
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable_thinking}
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": caption}], **options)
+        for caption in captions
+    ]
+    return [len(ids) for ids in tokenizer(chats)["input_ids"]]
+
+
+VAE_FACTOR = 8
+"""Pixels per latent, along each side."""
+PATCH = 2
+"""Latents per token, along each side."""
+ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+"""Attention layers of a double-stream block: the image's, then the text's."""
+CONTROL = "control_latents_"
+"""Prefix of control images in a sample, before a number from 1; nine at most, so that names sort
+in order.
+"""
+
+
+def with_controls(noisy: "Tensor", batch: "Mapping[str, Tensor]") -> "list[Tensor]":
+    """What tokens are made of: the noisy latents, then those of a batch's control images in
+    their dtype.
+    """
+    return [
+        noisy,
+        *(batch[name].to(noisy.dtype) for name in sorted(batch) if name.startswith(CONTROL)),
+    ]
+
+
+def pack(latents: "Tensor") -> "Tensor":
+    """One token per 2x2 patch: (batch, channels, 1, height, width) -> (batch, height/2 * width/2,
+    channels * 4).
+
+    A token holds its channels outermost, then rows, then columns: the order of `_pack_latents` in
+    diffusers' FLUX and Qwen-Image pipelines.
+    """
+    size, channels, _, height, width = latents.shape
+    rows, columns = height // PATCH, width // PATCH
+    patches = latents.view(size, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(size, rows * columns, channels * PATCH**2)
+
+
+def unpack(tokens: "Tensor", shape: Sequence[int]) -> "Tensor":
+    """The inverse of `pack`; `shape` is that of the latents."""
+    size, channels, _, height, width = shape
+    patches = tokens.view(size, height // PATCH, width // PATCH, channels, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(*shape)
+
 
 Sample = dict[str, "Tensor"]
 """One training item: `latents` and whatever the transformer is conditioned on, no batch
@@ -491,3 +746,33 @@ class Family(ABC):
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         """Whether attention gets a mask at this batch size, which some backends refuse."""
         return self.masks_padding and micro_batch_size > 1 and text_padding == "masked"
+
+
+CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a constructor, without what diffusers notes about itself."""
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
+    """Build the transformer with all parameters and buffers on the meta device.
+
+    Raises InvalidInput if the class refuses the configuration.
+    """
+    from diffusers.models.modeling_utils import no_init_weights
+
+    getattr(
+        diffusers, family.transformer_class
+    )  # an error of this import would not be the configuration's
+    try:
+        with torch.device("meta"), weights.limit_tensors(), no_init_weights():
+            return family.build_transformer(config)
+    except Exception as error:  # classes raise anything for a configuration that makes no sense
+        reason = first_line(error)
+        raise InvalidInput(
+            f"the transformer's configuration does not build a {family.transformer_class}: "
+            f"{reason}",
+            hint=CHECK_CONFIG,
+        ) from error

@@ -11,11 +11,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from autotune.families.base import Batch, Sample, Shapes, Sizes
+from autotune.families.base import (
+    ATTENTION,
+    FLUX_VAE,
+    Batch,
+    Config,
+    Defaults,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    count_tokens,
+)
 from autotune.families.flux1_dev import BLOCK, MLP, TEXT_TOKENS, Flux1Dev
-from autotune.families.packing import ATTENTION
-from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
-from autotune.families.tokens import count_tokens
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

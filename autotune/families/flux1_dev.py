@@ -7,19 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import ImageLatents
-from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import (
+from autotune.families.base import (
     ATTENTION,
     CONTROL,
+    FLUX_VAE,
     PATCH,
     VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ImageLatents,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
     pack,
     unpack,
     with_controls,
 )
-from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

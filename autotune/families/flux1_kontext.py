@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autotune.families.base import PublishedModel
 from autotune.families.flux1_dev import DEV, DEV_LICENSE, DEV_PARTS, Flux1Dev
-from autotune.families.published import PublishedModel
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

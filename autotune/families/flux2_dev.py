@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune.families.base import Parts, PublishedModel, load_tokenizer
 from autotune.families.flux2_klein import Flux2Klein
-from autotune.families.published import Parts, PublishedModel
-from autotune.families.tokens import load_tokenizer
 
 
 class Flux2Dev(Flux2Klein):

@@ -11,9 +11,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.packing import ATTENTION
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.families.base import (
+    ATTENTION,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+)
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

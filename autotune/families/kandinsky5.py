@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
 from autotune.families.base import (
+    FLUX_VAE,
+    PATCH,
+    VAE_FACTOR,
     Batch,
+    Config,
+    Defaults,
     Family,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
     Sample,
     Shapes,
     Sizes,
     build_empty_pipeline,
+    count_tokens,
     unwrap_model,
 )
-from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import PATCH, VAE_FACTOR
-from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
-from autotune.families.tokens import count_tokens
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

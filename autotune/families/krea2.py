@@ -10,11 +10,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline
-from autotune.families.latents import encode_standardized
-from autotune.families.packing import PATCH, VAE_FACTOR, pack, unpack
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
-from autotune.families.tokens import load_tokenizer
+from autotune.families.base import (
+    PATCH,
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    build_empty_pipeline,
+    encode_standardized,
+    load_tokenizer,
+    pack,
+    unpack,
+)
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

@@ -11,8 +11,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, unwrap_model
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
+from autotune.families.base import (
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    unwrap_model,
+)
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

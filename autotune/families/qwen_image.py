@@ -7,20 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import ADDED_TEXT, AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline
-from autotune.families.latents import encode_standardized
-from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import (
+from autotune.families.base import (
     ATTENTION,
     CONTROL,
     PATCH,
     VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    build_empty_pipeline,
+    count_tokens,
+    encode_standardized,
     pack,
     unpack,
     with_controls,
 )
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
-from autotune.families.tokens import count_tokens
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from autotune.families.base import Sample, Sizes, build_empty_pipeline
-from autotune.families.published import PublishedModel
+from autotune.families.base import PublishedModel, Sample, Sizes, build_empty_pipeline
 from autotune.families.qwen_image import QWEN_PARTS, QWEN_SOURCE, QwenImage
 from autotune.schema import Bucket
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from autotune.backends import load_entry_points
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families.base import Family
+from autotune.families.base import Family, PublishedModel
 from autotune.families.chroma import Chroma
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.flux1_kontext import Flux1Kontext
@@ -15,7 +15,6 @@ from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
 from autotune.families.ltx2 import LTX2
-from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_21 import QwenImage21
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus

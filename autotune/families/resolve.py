@@ -4,6 +4,8 @@ its files.
 What is wrong with a name or a folder is told before torch is imported; building the model takes it.
 """
 
+import functools
+import json
 import math
 import os
 import re
@@ -15,33 +17,50 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import weights
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families.architecture import build_on_meta, build_spec, public_config
-from autotune.families.base import Family
+from autotune.families.base import (
+    CHECK_CONFIG,
+    Family,
+    Parts,
+    PublishedModel,
+    build_on_meta,
+    public_config,
+)
 from autotune.families.noise import NoiseProcess
-from autotune.families.part_files import find_parts, named_parts, where_usually
-from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
 from autotune.families.single_file import (
     SUFFIXES,
     find_config,
+    find_parts,
     named_expert,
+    named_parts,
     open_single_file,
     recognize,
+    where_usually,
 )
 from autotune.runtime import lazy_module
-from autotune.schema import ModelSpec, split_reference
+from autotune.schema import (
+    Frozen,
+    ModelRef,
+    ModelSpec,
+    NaturalInt,
+    OnEvent,
+    StatusChanged,
+    digest_of,
+    ignore_event,
+)
 from autotune.weights import (
     BadWeights,
     MissingWeights,
     WeightSource,
     component_class,
-    fetch,
     missing_files,
     open_weights,
     read_config,
     read_model_index,
     snapshot_in_cache,
+    verify,
 )
+from autotune.weights import fetch as fetch_files
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +75,33 @@ NAME_BASE = (
     "transformer's weights are not needed there"
 )
 REVISION = re.compile(r"\w[\w./-]*")
+
+
+def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
+    """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or
+    if it has no blocks.
+    """
+    return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
+
+
+@functools.lru_cache(maxsize=64)
+def _build_spec(family: Family, config: str) -> ModelSpec:
+    """Cached because it takes tenths of a second, and a command asks for it several times."""
+    transformer = build_on_meta(family, json.loads(config))
+    num_blocks = len(family.blocks(transformer))
+    if not num_blocks:
+        message = (
+            f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        )
+        raise InvalidInput(message, hint=CHECK_CONFIG)
+    full = json.loads(json.dumps(public_config(transformer.config)))
+    return ModelSpec(
+        family=family.name,
+        architecture=digest_of({"class": family.transformer_class, "config": full}),
+        num_parameters=sum(parameter.numel() for parameter in transformer.parameters()),
+        num_blocks=num_blocks,
+        name=family.name,
+    )
 
 
 @dataclass(frozen=True)
@@ -136,37 +182,36 @@ class ResolvedModel:
         )
 
 
-def resolve_model(model: str) -> ResolvedModel:
+def resolve_model(model: ModelRef | str) -> ResolvedModel:
     """Find out what `model` is, from what is on this machine, without the network.
 
     It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with
     `@REVISION` for a certain commit, whose files are then taken from the hub's cache. Or a single
-    file, see `model_reference`.
+    file.
 
     Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known
     family.
     """
-    if is_single_file(model):
-        return _resolve_single_file(model, lambda base, _: _locate(base))
-    name, expert = _split_expert(model)
-    if not is_on_hub(model):
-        folder = _expand(name)
-        return _resolve_folder(folder, Path(os.path.realpath(folder)).name, expert=expert)
-    family, repo, revision = _parse_name(model)
-    is_cached = bool(revision or not family) and REPO.fullmatch(repo)
+    ref = ModelRef.of(model)
+    if is_single_file(ref):
+        return _resolve_single_file(ref, lambda base, _: _locate(base))
+    if not is_on_hub(ref):
+        folder = _expand(ref.name)
+        return _resolve_folder(folder, Path(os.path.realpath(folder)).name, expert=ref.expert)
+    found, repo, revision = _parse_name(ref)
+    is_cached = bool(revision or not found) and REPO.fullmatch(repo)
     snapshot = snapshot_in_cache(repo, revision or "main") if is_cached else None
     if snapshot is not None:
-        return _resolve_folder(snapshot, repo, snapshot.name, expert)
-    found = find_published(name.partition("@")[0], expert)
+        return _resolve_folder(snapshot, repo, snapshot.name, ref.expert)
     if found is None:
         names = [each.name or family.name for family in FAMILIES.values() for each in family.models]
-        hint = f"{suggest_nearest(name, names)}; or a hub id, owner/name"
-        raise InvalidInput(f"{name!r} is neither a folder nor a known model", hint=hint)
+        hint = f"{suggest_nearest(ref.name, names)}; or a hub id, owner/name"
+        raise InvalidInput(f"{ref.name!r} is neither a folder nor a known model", hint=hint)
     family, published = found
     return ResolvedModel(family, published.config, repo, None)
 
 
-def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
+def fetch_model(model: ModelRef | str, *, weights: bool = True) -> ResolvedModel:
     """`resolve_model` after downloading the model's files from the hub, unless it is a folder.
 
     Without `weights`, configurations and tokenizers alone: some megabytes.
@@ -176,52 +221,116 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
         HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the
             local cache.
     """
-    if not is_on_hub(model):
-        return resolve_model(model)
-    if is_single_file(model):
+    ref = ModelRef.of(model)
+    if not is_on_hub(ref):
+        return resolve_model(ref)
+    if is_single_file(ref):
         return _resolve_single_file(
-            model, lambda base, find: _fetch_base(base, find if weights else None)
+            ref, lambda base, find: _fetch_base(base, find if weights else None)
         )
-    family, repo, revision = _parse_name(model)
+    _, repo, _ = _parse_name(ref)
     if not REPO.fullmatch(repo):
-        return resolve_model(model)
-    if family is None:  # the repository itself says what its parts are
-        index = fetch(repo, revision=revision or "main", components=())
-        family, revision = _detect_family(index), index.name
-    folder = fetch(repo, revision=revision or "main", components=family.components, weights=weights)
-    return _resolve_folder(folder, repo, folder.name, _split_expert(model)[1])
+        return resolve_model(ref)
+    family, revision = _fetch_index(ref)
+    folder = fetch_files(repo, revision=revision, components=family.components, weights=weights)
+    return _resolve_folder(folder, repo, folder.name, ref.expert)
 
 
-def is_on_hub(model: str) -> bool:
+def _fetch_index(ref: ModelRef) -> tuple[Family, str]:
+    """The family of a repository on the hub, which says itself what its parts are unless it is
+    known, and its revision.
+    """
+    found, repo, revision = _parse_name(ref)
+    if found:
+        return found[0], revision or "main"
+    index = fetch_files(repo, revision=revision or "main", components=())
+    return _detect_family(index), index.name
+
+
+class FetchedModel(Frozen):
+    """A model of the hub that is on this machine.
+
+    Example:
+        >>> model = autotune.fetch("qwen-image")
+        >>> plan = autotune.plan(str(model.folder), "photos")
+    """
+
+    name: str
+    """Hub id of the model."""
+    family: str
+    revision: str
+    """Commit on the hub; `NAME@REVISION` means exactly these files."""
+    folder: Path
+    """Where the hub's cache keeps it."""
+    size_bytes: int = NaturalInt
+    num_verified: int | None
+    """Number of files that have the hub's checksums; None if the hub was out of reach."""
+
+
+def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+    """Download all files of a model that training needs, and compare them with the hub's checksums.
+
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked
+    first; files that arrived whole are not downloaded again.
+
+    Args:
+        model: a known name or a hub id, with `@REVISION` for a certain commit.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the
+            message says what.
+
+    Example:
+        >>> autotune.fetch("qwen-image").folder
+    """
+    if not is_on_hub(model):
+        raise InvalidInput(
+            f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub"
+        )
+    on_event(StatusChanged(text=f"fetching {model}"))
+    found = fetch_model(model)
+    if found.revision is None:  # neither known nor a repository's name
+        raise InvalidInput(f"{model} is not on the hub", hint="name a model of the hub: owner/name")
+    on_event(StatusChanged(text="comparing checksums"))
+    files = [path for path in found.weights.rglob("*") if path.is_file()]
+    return FetchedModel(
+        name=found.spec.name,
+        family=found.family.name,
+        revision=found.revision,
+        folder=found.weights,
+        size_bytes=sum(path.stat().st_size for path in files),
+        num_verified=verify(found.spec.name, found.weights),
+    )
+
+
+def is_on_hub(model: ModelRef | str) -> bool:
     """Whether `model`, or the base of a single file, names something on the hub rather than a
     folder.
     """
-    if is_single_file(model):
-        base = split_reference(model)[1].get("base")
-        return base is None or is_on_hub(base)
-    return not _expand(_split_expert(model)[0]).is_dir()
+    ref = ModelRef.of(model)
+    if is_single_file(ref):
+        return ref.base is None or is_on_hub(ref.base)
+    return not _expand(ref.name).is_dir()
 
 
-def is_fetchable(model: str) -> bool:
+def is_fetchable(model: ModelRef) -> bool:
     """Whether `model`, or the base of a single file, is on the hub as far as its name tells:
     known, or `owner/name`.
     """
-    name = split_reference(model)[1].get("base", "") if is_single_file(model) else model
-    return is_on_hub(model) and (not name or REPO.fullmatch(_parse_name(name)[1]) is not None)
+    origin = _base_of(model) if is_single_file(model) else model
+    return is_on_hub(model) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
 
 
-def is_single_file(model: str) -> bool:
+def is_single_file(model: ModelRef | str) -> bool:
     """Whether `model` names a file rather than a folder or something on the hub."""
-    path = _expand(split_reference(model)[0])
+    path = _expand(ModelRef.of(model).name)
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
-def _split_expert(model: str) -> tuple[str, str | None]:
-    """A model that is no single file, and the expert that is to be trained if the reference
-    names one.
-    """
-    name, parts = split_reference(model)
-    return name, parts.get("expert")
+def _base_of(ref: ModelRef) -> ModelRef | None:
+    return ModelRef(name=ref.base, revision=ref.revision) if ref.base else None
 
 
 FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
@@ -229,31 +338,28 @@ FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
 
 
 def _resolve_single_file(
-    model: str, locate: Callable[[str, FindParts], Path | None]
+    ref: ModelRef, locate: Callable[[ModelRef, FindParts], Path | None]
 ) -> ResolvedModel:
     """The model in a file, with its other parts in the folder that `locate` finds for its base,
     if it does.
     """
-    name, parts = split_reference(model)
-    expert = parts.pop("expert", None)
-    file = Path(os.path.realpath(_expand(name)))
-    source = open_single_file(_expand(name))
-    given = named_parts(source.path, parts)
-    base = parts.get("base")
-    if base is None:
-        base = recognize(source)[0][1].hub_id
-    find: FindParts = lambda family, folder: find_parts(source, family, given, folder)  # noqa: E731
-    folder = locate(base, find)
-    known, revision = (
-        find_published(base.partition("@")[0]),
-        folder.name if folder and is_on_hub(base) else None,
-    )
-    if folder is None and known is None:
+    file = Path(os.path.realpath(_expand(ref.name)))
+    source = open_single_file(_expand(ref.name))
+    given = named_parts(source.path, ref)
+    base = _base_of(ref) or ModelRef(name=recognize(source)[0][1].hub_id, revision=ref.revision)
+    find: FindParts = lambda family, folder: find_parts(source, family, *given, folder)  # noqa: E731
+    folder, on_hub = locate(base, find), is_on_hub(base)
+    revision = folder.name if folder and on_hub else None
+    known = find_published(base.name.partition("@")[0])
+    if folder:
+        family = _detect_family(folder)
+    elif known:
+        family = known[0]
+    else:
         raise InvalidInput(
-            f"the base {base} is neither a folder nor on this machine", hint=NAME_BASE
+            f"the base {base.name} is neither a folder nor on this machine", hint=NAME_BASE
         )
-    family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
-    family = family.with_expert(expert or named_expert(file.stem, family))
+    family = family.with_expert(ref.expert or named_expert(file.stem, family))
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():
         configs.insert(0, public_config(read_config(path)))
@@ -271,20 +377,20 @@ def _resolve_single_file(
     return ResolvedModel(
         family,
         config,
-        Path(name).stem,
+        Path(ref.name).stem,
         folder if is_complete else None,
         config_folder=None if lacking else folder,
         revision=revision,
         file=file,
-        base=base.partition("@")[0] if is_on_hub(base) else base,
+        base=base.name.partition("@")[0] if on_hub else base.name,
         part_files=part_files,
     )
 
 
-def _locate(base: str) -> Path | None:
+def _locate(base: ModelRef) -> Path | None:
     """The folder of a base on this machine, complete or not."""
     if not is_on_hub(base):
-        return _expand(base)
+        return _expand(base.name)
     _, repo, revision = _parse_name(base)
     return snapshot_in_cache(repo, revision or "main") if REPO.fullmatch(repo) else None
 
@@ -296,24 +402,19 @@ def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
     ]
 
 
-def _fetch_base(base: str, find: FindParts | None) -> Path | None:
+def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
     """The folder of a base after fetching it from the hub: configurations, and with `find` the
     weights of what it does not find.
 
     Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
     """
-    family, repo, revision = _parse_name(base)
+    repo = _parse_name(base)[1]
     try:
-        if family is None:
-            index = fetch(repo, revision=revision or "main", components=())
-            family, revision = _detect_family(index), index.name
-        folder = fetch(
-            repo, revision=revision or "main", components=family.components, weights=False
-        )
+        family, revision = _fetch_index(base)
+        folder = fetch_files(repo, revision=revision, components=family.components, weights=False)
         if find:
-            folder = fetch(
-                repo, revision=folder.name, components=_in_base(family, find(family, folder))
-            )
+            components = _in_base(family, find(family, folder))
+            folder = fetch_files(repo, revision=folder.name, components=components)
     except BadWeights as error:
         raise type(error)(
             f"{error.message}; the file's other parts come from there",
@@ -326,21 +427,19 @@ def _expand(model: str) -> Path:
     return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that does not exist
 
 
-def _parse_name(model: str) -> tuple[Family | None, str, str]:
-    """Family, repository and revision; None if no family has that name, an empty string without
-    a revision.
-    """
-    model, expert = _split_expert(model)
-    name, at, revision = model.partition("@")
-    if at and (
+def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, str, str]:
+    """The published model, if it is one; repository and revision, empty without one."""
+    name, at, revision = ref.name.partition("@")
+    revision = ref.revision or revision
+    if (at or revision) and (
         not REVISION.fullmatch(revision) or ".." in revision
     ):  # joined to the cache's folder it might leave it
         raise InvalidInput(
             f"{revision!r} is not a revision of {name}",
             hint="name a commit, branch or tag after the @",
         )
-    found = find_published(name, expert)
-    return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
+    found = find_published(name, ref.expert)
+    return found, found[1].hub_id if found else name, revision
 
 
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:

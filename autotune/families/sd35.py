@@ -10,11 +10,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import ImageLatents
-from autotune.families.modulation import ModulationLayers
-from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR
-from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
+from autotune.families.base import (
+    ATTENTION,
+    FLUX_VAE,
+    PATCH,
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ImageLatents,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+)
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

@@ -10,11 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import ImageLatents
+from autotune.families.base import (
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ImageLatents,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+)
 from autotune.families.noise import DiscreteDiffusion, NoiseProcess
-from autotune.families.packing import VAE_FACTOR
-from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

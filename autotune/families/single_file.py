@@ -1,5 +1,8 @@
-"""What a single file holds: of which family its DiT or UNet is, and of which configuration."""
+"""What a single file holds: of which family its DiT or UNet is, and of which configuration; and where
+its VAE and text encoders are: in files of their own, in it, or in its base.
+"""
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -8,11 +11,10 @@ from typing import Any
 
 from autotune import weights
 from autotune.errors import InvalidInput
-from autotune.families.architecture import build_on_meta
-from autotune.families.base import Family
-from autotune.families.published import PublishedModel
+from autotune.families.base import Family, PublishedModel, build_on_meta
 from autotune.families.registry import FAMILIES
-from autotune.weights import BadWeights, WeightSource, open_weights
+from autotune.schema import ModelRef
+from autotune.weights import BadWeights, MissingWeights, WeightSource, open_weights
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
@@ -160,3 +162,90 @@ def _view(
 ) -> tuple[Any, WeightSource]:
     transformer = build_on_meta(family, config)
     return transformer, weights.view_as(source, transformer)
+
+
+OPTIONS = {"vae": ("--vae", "vae"), "text_encoder": ("--text-encoder", "text_encoders")}
+"""By component: the option that names its file, and its folder below ComfyUI's `models`."""
+
+
+def named_parts(file: Path, ref: ModelRef) -> tuple[Path | None, list[Path]]:
+    """Files or folders of the VAE and of the text encoders that the user named beside a single
+    `file`.
+
+    Raises MissingWeights if one is absent.
+    """
+
+    def find(name: str, path: str) -> Path:
+        found = Path(os.path.expanduser(path))  # noqa: PTH111
+        if not found.exists():
+            raise MissingWeights(f"{found} does not exist", hint=where_usually(file, name))
+        return found
+
+    vae = find("vae", ref.vae) if ref.vae else None
+    return vae, [find("text_encoder", path) for path in ref.text_encoders]
+
+
+def find_parts(
+    source: WeightSource,
+    family: Family,
+    vae: Path | None,
+    encoders: Sequence[Path],
+    folder: Path | None,
+) -> dict[str, Path]:
+    """Files and folders of weights of VAE and text encoders, by component; those that are in the
+    base are left out.
+
+    Args:
+        source: the file of the DiT or UNet, which may be a checkpoint that holds them too.
+        vae, encoders: from `named_parts`.
+        folder: the base, whose configurations tell which of several text encoders a file is; None
+            if it is not here.
+
+    Raises InvalidInput or BadWeights if a file is no text encoder of the family.
+    """
+    names = family.text_encoders
+    found = {name: source.path for name in ("vae", *names) if weights.has_part(source, name)}
+    if len(encoders) > len(names):
+        hint = f"give --text-encoder at most {len(names)} time(s)"
+        raise InvalidInput(
+            f"{family.name} has {len(names)} text encoder(s), not {len(encoders)}", hint=hint
+        )
+    found |= {"vae": vae} if vae else {}
+    return found | (
+        _assign(encoders, names, folder)
+        if folder and len(names) > 1
+        else dict(zip(names, encoders, strict=False))
+    )
+
+
+def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[str, Path]:
+    """Each file with the text encoder that it suits."""
+    found: dict[str, Path] = {}
+    for path in files:
+        fitting: list[str] = []
+        refusals: list[BadWeights] = []
+        for name in names:
+            try:
+                weights.check_part(folder, name, path)
+            except BadWeights as error:
+                refusals.append(error)
+            else:
+                fitting.append(name)
+        if not fitting:
+            raise refusals[0]
+        free = [name for name in fitting if name not in found]
+        if not free:
+            raise InvalidInput(f"{path} is the same text encoder as another", hint="name each once")
+        found[free[0]] = path
+    return found
+
+
+def where_usually(file: Path, name: str) -> str:
+    """The option that names a component's file, and where such a file usually lies beside
+    `file`, in ComfyUI.
+    """
+    option, place = OPTIONS["vae" if name == "vae" else "text_encoder"]
+    models = next(
+        (parent for parent in file.absolute().parents if parent.name == "models"), Path("models")
+    )
+    return f"name its file: {option} FILE; in a ComfyUI folder it usually lies in {models / place}"

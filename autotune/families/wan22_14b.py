@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
-from autotune.families.base import Family
+from autotune.families.base import Config, Family, Parts, PublishedModel
 from autotune.families.noise import FlowMatching, NoiseProcess
-from autotune.families.published import Config, Parts, PublishedModel
 from autotune.families.wan import UMT5, Wan, Wan21
 from autotune.schema import Bucket
 

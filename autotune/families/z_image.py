@@ -8,11 +8,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.attention import AttentionLayout
-from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
-from autotune.families.latents import ImageLatents
-from autotune.families.packing import VAE_FACTOR
-from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
-from autotune.families.tokens import count_chat_tokens
+from autotune.families.base import (
+    FLUX_VAE,
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ImageLatents,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    count_chat_tokens,
+)
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
 

@@ -8,13 +8,13 @@ from autotune.cost import CostModel
 from autotune.families import ResolvedModel
 from autotune.knobs import TuningContext
 from autotune.runtime import __version__
-from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.schema import Candidate, Choice, HardwareProfile, ModelRef, TrialResult, Workload
 from autotune.search import TrialFunction
 from autotune.sharing import StoreMatches, find_matches
 from autotune.trials import ProcessTrialRunner, check_parity
 
 
-def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
+def _trial_runner(model: ModelRef | str, cost: CostModel) -> ProcessTrialRunner:
     return ProcessTrialRunner(
         cost.hardware,
         model,
@@ -26,14 +26,14 @@ def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
 
 
 @contextmanager
-def run_in_child_processes(model: str, cost: CostModel) -> Iterator[TrialFunction]:
+def run_in_child_processes(model: ModelRef | str, cost: CostModel) -> Iterator[TrialFunction]:
     """Trials in child processes of this machine."""
     with _trial_runner(model, cost) as runner:
         yield runner.run
 
 
 def rehearse_in_child_process(
-    model: str, cost: CostModel, candidate: Candidate, max_seconds: float
+    model: ModelRef | str, cost: CostModel, candidate: Candidate, max_seconds: float
 ) -> TrialResult:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a
     run.
@@ -46,7 +46,7 @@ def rehearse_in_child_process(
 class PlannerBackend:
     """The side effects of planning, as functions: a test passes its own."""
 
-    trials: Callable[[str, CostModel], AbstractContextManager[TrialFunction]] = (
+    trials: Callable[[ModelRef | str, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
     )
     """Starts trials of the model that is named."""
@@ -59,7 +59,7 @@ class PlannerBackend:
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
     ] = check_parity
     """Adds to the machine's profile which choices compute right on it."""
-    rehearse: Callable[[str, CostModel, Candidate, float], TrialResult | None] = (
+    rehearse: Callable[[ModelRef | str, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
     )
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""

@@ -18,7 +18,15 @@ from autotune.planning.alternatives import (
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.elsewhere import NoGpu
 from autotune.planning.request import PlanRequest, ResolvedRequest
-from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
+from autotune.schema import (
+    Choice,
+    HardwareProfile,
+    Job,
+    MemoryBudget,
+    ModelRef,
+    Workload,
+    digest_of,
+)
 from autotune.search import ENERGY_HINT, SearchLimits, SearchSpace, drop_values, with_mixtures
 from autotune.training import KEY_NAMES, device_misfits
 
@@ -83,7 +91,7 @@ class PlanningProblem:
         cost, space = _choose_strategy(request, model, workload, hardware, budget, space)
         _require_host_memory(space, cost)
         return cls(
-            replace(request, model=job.pinned_model),
+            replace(request, model=job.model_ref),
             hardware,
             budget,
             global_workload,
@@ -167,7 +175,10 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
-        _, published = find_published(request.model) or (model.family, model.family.models[0])
+        _, published = find_published(ModelRef.of(request.model).name) or (
+            model.family,
+            model.family.models[0],
+        )
         raise NoGpu.build(model.family, published)
     if not request.is_local:
         return

@@ -21,12 +21,12 @@ from autotune.schema import (
     HardwareProfile,
     Job,
     MemoryBudget,
+    ModelRef,
     OptimizerChoice,
     Overheads,
     TrainingPlan,
     Workload,
     job_from,
-    split_reference,
 )
 from autotune.search import SearchSpace, build_search_space
 from autotune.training import (
@@ -48,7 +48,7 @@ PLAN_THERE = "plan on the machine itself, or leave --objective energy out"
 class PlanRequest:
     """What the user asks for; None takes the family's default."""
 
-    model: str
+    model: ModelRef | str
     workload_overrides: WorkloadOverrides = field(default_factory=WorkloadOverrides)
     job_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values of the job, by the names of its fields."""
@@ -139,7 +139,7 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
     """The request that `plan` answered."""
     frozen, job = plan.frozen, plan.job
     return PlanRequest(
-        model=job.pinned_model,
+        model=job.model_ref,
         workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
         num_processes=frozen.hardware.num_processes,
         price_per_hour=frozen.expected.price_per_hour,
@@ -190,7 +190,7 @@ def build_job(
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    name = split_reference(request.model)[0]
+    name = ModelRef.of(request.model).name
     resolved = {
         "model": name.partition("@")[0] if model.revision and not model.file else name,
         "base": model.base,
@@ -295,7 +295,7 @@ def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[st
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown
     architectures.
     """
-    known = find_published(split_reference(request.model)[0]) is not None
+    known = find_published(ModelRef.of(request.model).name) is not None
     if not is_on_hub(request.model) or (known and not (request.is_local and request.data)):
         return resolve_model(request.model), ()
     try:

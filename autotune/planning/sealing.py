@@ -116,7 +116,7 @@ def seal_on_arrival(
         DoesNotFit: neither its settings nor its fallbacks run here.
     """
     require_fit(key_misfits(plan, hardware))
-    backend, model = backend or PlannerBackend(), resolve_model(plan.job.pinned_model)
+    backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
@@ -148,7 +148,7 @@ def seal_on_arrival(
             f"{against[candidates[-1]]}",
             hint=PLAN_AGAIN,
         )
-    with backend.trials(plan.job.pinned_model, cost) as run:
+    with backend.trials(plan.job.model_ref, cost) as run:
         trials = _until_one_runs(usable, run)
     return seal(
         plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against)

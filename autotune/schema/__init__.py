@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
-        TEXT_ENCODER,
         VALIDATION_DRAWS,
         AdapterFormat,
         ClipChoice,
@@ -72,15 +71,13 @@ if TYPE_CHECKING:
         Job,
         JobOverrides,
         LossMask,
+        ModelRef,
         Place,
         TimestepSampling,
         Weighting,
         as_job_data,
         each_place,
-        file_parts,
-        model_reference,
         num_previews,
-        split_reference,
     )
     from autotune.schema.listing import read_listing
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate

@@ -1,10 +1,9 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
-from urllib.parse import parse_qsl, urlencode
 
 from pydantic import AfterValidator, Field
 
@@ -67,38 +66,23 @@ mean of.
 """
 
 
-SINGLE_FILE = ".safetensors"
-"""What the name of a model in one file ends with."""
-TEXT_ENCODER = "text_encoder"
-"""What the names of its text encoders begin with in a reference."""
+class ModelRef(Frozen):
+    """A model as the user names it, and where what a single file lacks comes from."""
 
+    name: str
+    """A folder, a single file, a known name or a hub id; the last two may end in `@REVISION`."""
+    revision: str | None = None
+    """Commit of the files on the hub; it goes before one in the name or in `base`."""
+    base: str | None = None
+    """Folder or hub id of the parts that a single file lacks."""
+    vae: str | None = None
+    text_encoders: tuple[str, ...] = ()
+    expert: str | None = None
 
-def model_reference(model: str, parts: Mapping[str, str]) -> str:
-    """One text for a model in a single file and where its other parts are: `FILE?base=...`. Of
-    another model the text tells the expert alone, if `parts` name one."""
-    told = (
-        parts
-        if model.endswith(SINGLE_FILE)
-        else {name: value for name, value in parts.items() if name == "expert"}
-    )
-    return f"{model}?{urlencode(told, safe='/@:')}" if told else model
-
-
-def file_parts(vae: str | None, text_encoders: Sequence[str]) -> dict[str, str]:
-    """Where a single file's VAE and text encoders are, by names for `model_reference`."""
-    parts = {"vae": vae} if vae else {}
-    return parts | {
-        f"{TEXT_ENCODER}_{number}": path for number, path in enumerate(text_encoders, start=1)
-    }
-
-
-def split_reference(reference: str) -> tuple[str, dict[str, str]]:
-    """The inverse of `model_reference`."""
-    file, mark, query = reference.rpartition(f"{SINGLE_FILE}?")
-    if mark:
-        return file + SINGLE_FILE, dict(parse_qsl(query))
-    model, mark, expert = reference.rpartition("?expert=")
-    return (model, {"expert": expert}) if mark else (reference, {})
+    @classmethod
+    def of(cls, model: "ModelRef | str") -> "ModelRef":
+        """The model that is named by its name alone, or as it is."""
+        return cls(name=model) if isinstance(model, str) else model
 
 
 def each_place(data: DataPlace) -> tuple[str, ...]:
@@ -252,16 +236,16 @@ class Job(Frozen):
         return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)
 
     @property
-    def pinned_model(self) -> str:
-        """The model at its revision, or a file with its base at its revision, as `resolve_model`
-        takes it.
-        """
-        at = "" if self.revision is None else f"@{self.revision}"
-        parts = {"expert": str(self.expert)} if self.expert else {}
-        if self.model.endswith(SINGLE_FILE):
-            parts |= {"base": self.base + at} if self.base else {}
-            return model_reference(self.model, parts | file_parts(self.vae, self.text_encoders))
-        return model_reference(self.model + at, parts)
+    def model_ref(self) -> ModelRef:
+        """The model at its revision."""
+        return ModelRef(
+            name=self.model,
+            revision=self.revision,
+            base=self.base,
+            vae=self.vae,
+            text_encoders=self.text_encoders,
+            expert=self.expert,
+        )
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Number of optimizer steps if an epoch has so many images: by its epochs if it names any,

@@ -45,7 +45,7 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     check_folder(plan, resume=resume)
     if job.from_adapter is not None:
         read_header(Path(job.from_adapter))
-    model = None if is_fetchable(job.pinned_model) else read_model(plan)
+    model = None if is_fetchable(job.model_ref) else read_model(plan)
     data = read_split(
         job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed
     )
@@ -57,6 +57,6 @@ def read_model(plan: TrainingPlan) -> ResolvedModel:
     """The plan's model, whose files are on this machine: the headers of all weights are read.
     Errors as in `train`.
     """
-    model = resolve_model(plan.job.pinned_model)
+    model = resolve_model(plan.job.model_ref)
     check_weights(model)
     return model

@@ -118,11 +118,11 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
             missing.
     """
     job = plan.job
-    if not is_on_hub(job.pinned_model):
+    if not is_on_hub(job.model_ref):
         return plan
     may_change = plan.frozen.expected.evidence == "predicted"  # to settings that fit
     _require_machine(plan, hardware, by_keys=may_change)
-    return with_job(plan, revision=fetch_model(job.pinned_model).revision)
+    return with_job(plan, revision=fetch_model(job.model_ref).revision)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:

@@ -68,7 +68,7 @@ class Preview:
         made_by = {
             "software": f"autotune {__version__}",
             "plan": plan.identity,
-            "model": plan.job.pinned_model,
+            "model": plan.job.model,
         }
         return {
             "prompt": self.prompt,

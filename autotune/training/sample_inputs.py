@@ -94,7 +94,7 @@ def read_sample_inputs(
         )
     if not adapter:
         require(plan)
-    model = fetch_model(plan.job.pinned_model)
+    model = fetch_model(plan.job.model_ref)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     return SampleInputs(request, plan, model, adapter, file)
 

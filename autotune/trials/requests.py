@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.schema import CachingSettings, Candidate, Outcome, Workload
+from autotune.schema import CachingSettings, Candidate, ModelRef, Outcome, Workload
 
 MAX_SPREAD = 0.1
 """Relative to the median: steps whose middle half differs by more are repeated, as on a machine
@@ -39,8 +39,7 @@ class TrialRequest:
     Gives a TrialResult.
     """
 
-    model: str
-    """Folder, family name or hub id of the model, as the user wrote it."""
+    model: ModelRef | str
     workload: Workload
     candidate: Candidate
     device: str

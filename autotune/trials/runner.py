@@ -31,6 +31,7 @@ from autotune.schema import (
     Choice,
     HardwareProfile,
     MemoryBudget,
+    ModelRef,
     Outcome,
     Prediction,
     TrialResult,
@@ -87,7 +88,7 @@ class ProcessTrialRunner:
     def __init__(
         self,
         hardware: HardwareProfile,
-        model: str,
+        model: ModelRef | str,
         workload: Workload,
         *,
         budget: MemoryBudget | None = None,

@@ -10,7 +10,7 @@ from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace.passes import choose_traced
-from autotune.families.published import Parts
+from autotune.families.base import Parts
 from autotune.families.registry import FAMILIES
 
 DEPTHS = {

@@ -8,7 +8,7 @@ import pytest
 from autotune.cost.memory import HOST_PROCESS_BYTES
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
 from autotune.cost.predict import CostModel
-from autotune.families.published import Parts
+from autotune.families.base import Parts
 from autotune.planning.expectation import build_expectation
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.job import Job

@@ -11,7 +11,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.memory import library_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
-from autotune.families.published import Parts
+from autotune.families.base import Parts
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import ELEMENTWISE
 from autotune.knobs.modulation import window_steps

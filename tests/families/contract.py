@@ -10,7 +10,7 @@ from diffusers import pipelines
 from torch import nn
 
 from autotune.families.adapter import add_adapter
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.loss import denoising_loss
 from autotune.families.resolve import resolve_model
 from autotune.schema.workload import Bucket

@@ -20,7 +20,7 @@ from autotune.families.registry import FAMILIES, find_published
 from autotune.families.resolve import resolve_model
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import CachingSettings, Candidate
-from autotune.schema.job import Job, model_reference, split_reference
+from autotune.schema.job import Job, ModelRef
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.step import Noising
 from autotune.weights.adapters import AdapterInfo, save_adapter
@@ -72,8 +72,7 @@ def test_the_job_tells_the_expert_and_the_folder_its_boundary(
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
     found = {
-        name: resolve_model(job_of(folder, name).pinned_model)
-        for name in ("high-noise", "low-noise")
+        name: resolve_model(job_of(folder, name).model_ref) for name in ("high-noise", "low-noise")
     }
     assert [each.noise for each in found.values()] == [
         FlowMatching(0.75, 1.0),
@@ -94,13 +93,11 @@ def test_the_job_tells_the_expert_and_the_folder_its_boundary(
 
 
 def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:
-    reference = model_reference("team/model@main", {"expert": "low-noise", "base": "x"})
-    assert split_reference(reference) == ("team/model@main", {"expert": "low-noise"})
     found = find_published(NAME, "low-noise")
     assert found is not None
     assert found[0].denoiser == "transformer_2"
     with pytest.raises(InvalidInput, match="no low-noise expert") as caught:
-        resolve_model(model_reference("wan-2.1", {"expert": "low-noise"}))
+        resolve_model(ModelRef(name="wan-2.1", expert="low-noise"))
     assert caught.value.hint == "leave --expert out"
 
 
@@ -110,7 +107,7 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
     small_pipelines: Any, tmp_path: Path, expert: str
 ) -> None:
     small: Small = small_pipelines(NAME)
-    model = resolve_model(model_reference(str(small.folder), {"expert": expert}))
+    model = resolve_model(ModelRef(name=str(small.folder), expert=expert))
     family = model.family
     transformer = type(small.transformer).from_pretrained(model.transformer_file)
     parameters = add_adapter(family, transformer, small.workload(), torch.float32, seed=1)
@@ -156,12 +153,12 @@ def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
     asked: dict[str, str],
     kept: str | None,
 ) -> None:
-    earlier = PlanRequest(model=model_reference("wan-2.2-14b", {"expert": "low-noise"}))
+    earlier = PlanRequest(model=ModelRef(name="wan-2.2-14b", expert="low-noise"))
     monkeypatch.setattr(plans, "_loaded", lambda plan: plan)
     monkeypatch.setattr(plans, "request_from", lambda plan: plan)
     folder = small_pipelines(other).folder
     request = plans.request_for(str(folder), None, {"earlier": earlier, **asked})  # type: ignore[typeddict-item]
-    assert split_reference(request.model) == (str(folder), {"expert": kept} if kept else {})
+    assert request.model == ModelRef(name=str(folder), expert=kept)
 
 
 def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(
@@ -169,7 +166,7 @@ def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained
 ) -> None:
     """In fp16 the pipeline around them stays in fp32."""
     small: Small = small_pipelines(NAME)
-    model = resolve_model(model_reference(str(small.folder), {"expert": "high-noise"}))
+    model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
     encoders = Encoders(
         model, CachingSettings(), SETTINGS.changed(precision="fp16"), torch.device("cpu")
     )

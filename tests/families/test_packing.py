@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.families.packing import pack, unpack
+from autotune.families.base import pack, unpack
 from autotune.families.registry import FAMILIES
 
 collate = FAMILIES["qwen-image"].collate

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel, check_weights, read_parts, resolve_model
-from autotune.schema.job import Job, file_parts, model_reference
+from autotune.schema.job import ModelRef
 from autotune.weights.components import load_component
 from autotune.weights.errors import BadWeights, MissingWeights
 from tests.families.test_single_file import in_one_file
@@ -69,7 +69,7 @@ def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone
         state |= layout(take(base, part))
     checkpoint = write(state, tmp_path / "checkpoint.safetensors")
     assert not list(base.rglob("*.safetensors"))
-    model = resolve_model(model_reference(str(checkpoint), {"base": str(base)}))
+    model = resolve_model(ModelRef(name=str(checkpoint), base=str(base)))
     assert set(model.part_files) == {"vae", "text_encoder", "text_encoder_2"}
     check_same(model, whole)
 
@@ -92,8 +92,10 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
         write(t5, tmp_path / "t5xxl.safetensors"),
         write(clip, tmp_path / "clip_l.safetensors"),
     ]
-    parts = {"base": str(base), **file_parts(str(vae), [str(path) for path in encoders])}
-    model = resolve_model(model_reference(str(file), parts))
+    ref = ModelRef(
+        name=str(file), base=str(base), vae=str(vae), text_encoders=tuple(map(str, encoders))
+    )
+    model = resolve_model(ref)
     assert model.part_files == {
         "vae": vae,
         "text_encoder_2": encoders[0],
@@ -101,9 +103,9 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
     }
     check_same(model, whole)
     with pytest.raises(InvalidInput, match="the same text encoder"):
-        resolve_model(model_reference(str(file), parts | file_parts(None, [str(encoders[0])] * 2)))
+        resolve_model(ref.changed(text_encoders=(str(encoders[0]),) * 2))
     with pytest.raises(BadWeights):
-        resolve_model(model_reference(str(file), parts | file_parts(None, [str(vae)])))
+        resolve_model(ref.changed(text_encoders=(str(vae),)))
 
 
 def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(
@@ -117,8 +119,13 @@ def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(
     shutil.move(base / "text_encoder", tmp_path / "encoder")
     (base / "text_encoder").mkdir()
     shutil.copy(tmp_path / "encoder" / "config.json", base / "text_encoder")
-    parts = {"base": str(base), **file_parts(str(vae), [str(tmp_path / "encoder")])}
-    check_same(resolve_model(model_reference(str(file), parts)), whole)
+    ref = ModelRef(
+        name=str(file),
+        base=str(base),
+        vae=str(vae),
+        text_encoders=(str(tmp_path / "encoder"),),
+    )
+    check_same(resolve_model(ref), whole)
 
 
 def flat(state: State) -> State:
@@ -177,38 +184,11 @@ def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(
     file = in_one_file("flux2-klein", base, models / "diffusion_models" / "flux2.safetensors")
     take(base, "vae")
     with pytest.raises(MissingWeights, match="weights of the vae are missing") as caught:
-        check_weights(resolve_model(model_reference(str(file), {"base": str(base)})))
+        check_weights(resolve_model(ModelRef(name=str(file), base=str(base))))
     assert "--vae FILE" in caught.value.hint
     assert str(models / "vae") in caught.value.hint
     with pytest.raises(MissingWeights, match="does not exist") as caught:
-        resolve_model(
-            model_reference(
-                str(file), {"base": str(base), **file_parts(None, ["gone.safetensors"])}
-            )
-        )
+        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=("gone.safetensors",)))
     assert str(models / "text_encoders") in caught.value.hint
     with pytest.raises(InvalidInput, match=r"has 1 text encoder\(s\), not 2"):
-        resolve_model(
-            model_reference(str(file), {"base": str(base), **file_parts(None, [str(file)] * 2)})
-        )
-
-
-def test_a_job_names_its_files_as_the_reference_does() -> None:
-    given = {
-        "model": "a.safetensors",
-        "base": "b",
-        "vae": "v.safetensors",
-        "text_encoders": ("t", "u"),
-    }
-    usual = {
-        "data": None,
-        "num_steps": 1,
-        "learning_rate": 1e-4,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-    }
-    job = Job.model_validate(
-        {**usual, **given, "timestep_shift": 1.0, "seed": 0, "preview_steps": 1}
-    )
-    parts = {"base": "b", "vae": "v.safetensors", "text_encoder_1": "t", "text_encoder_2": "u"}
-    assert job.pinned_model == model_reference("a.safetensors", parts)
+        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=(str(file),) * 2))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import check_weights, read_parts, resolve_model
 from autotune.schema.workload import Bucket

@@ -8,9 +8,9 @@ import torch
 from autotune.cost.predict import CostModel
 from autotune.data.encoders import Encoders
 from autotune.errors import InvalidInput
+from autotune.families.base import count_tokens
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import check_weights, fetch_model, read_parts, resolve_model
-from autotune.families.tokens import count_tokens
 from autotune.schema.candidate import CachingSettings
 from autotune.weights.components import build_empty_component
 from autotune.weights.configs import read_config

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES, find_published, get_family
 from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
 from autotune.families.single_file import (
@@ -25,7 +25,7 @@ from autotune.families.single_file import (
     open_single_file,
     recognize,
 )
-from autotune.schema.job import model_reference, split_reference
+from autotune.schema.job import ModelRef
 from autotune.training.model import load_transformer
 from autotune.weights.errors import BadWeights, HubError, PickledWeights
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
@@ -85,7 +85,7 @@ def test_a_file_and_a_base_are_the_model_that_the_folder_was(
     shutil.copytree(small.folder, tmp_path / "base")
     file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
     model, whole = (
-        resolve_model(model_reference(str(file), {"base": str(tmp_path / "base")})),
+        resolve_model(ModelRef(name=str(file), base=str(tmp_path / "base"))),
         resolve_model(str(small.folder)),
     )
     assert (model.family, model.spec.architecture, model.spec.name) == (
@@ -124,8 +124,7 @@ def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
     folder, images = write_model_and_images(tmp_path, "z-image")
     file = in_one_file("z-image", folder, tmp_path / "my model?.safetensors")
     plan = make_plan(folder, images, machine()).job.changed(model=str(file), base=str(folder))
-    assert split_reference(plan.pinned_model) == (str(file), {"base": str(folder)})
-    assert resolve_model(plan.pinned_model).base == str(folder)
+    assert resolve_model(plan.model_ref).base == str(folder)
     with pytest.raises(InvalidInput, match="is not a single file"):
         autotune.plan(str(folder), str(images), base=str(folder))
 
@@ -263,16 +262,16 @@ def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(
     small = small_pipelines("flux1-dev")
     shutil.copytree(small.folder, tmp_path / "repo")
     file = in_one_file("flux1-dev", tmp_path / "repo", tmp_path / "model.safetensors")
-    reference = model_reference(str(file), {"base": "team/small"})
+    reference = ModelRef(name=str(file), base="team/small")
     with hub_in_this_process(tmp_path / "cache") as hub:
         hub.repos["team/small"] = small.folder
         assert is_on_hub(reference)
         planned = fetch_model(reference, weights=False)
         assert (planned.folder, planned.revision, planned.base) == (None, COMMIT, "team/small")
-        model = fetch_model(model_reference(str(file), {"base": f"team/small@{COMMIT}"}))
+        model = fetch_model(ModelRef(name=str(file), base=f"team/small@{COMMIT}"))
         assert model.folder is not None
         assert "transformer/diffusion_pytorch_model.safetensors" not in hub.downloads
-        assert resolve_model(model_reference(str(file), {"base": f"team/small@{COMMIT}"})) == model
+        assert resolve_model(ModelRef(name=str(file), base=f"team/small@{COMMIT}")) == model
         with pytest.raises(HubError) as caught:
-            fetch_model(model_reference(str(file), {"base": "team/absent"}))
+            fetch_model(ModelRef(name=str(file), base="team/absent"))
         assert "--base" in caught.value.hint

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
 from autotune.knobs.base import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES
 from autotune.trainers.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.trainers.registry import trainers

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from autotune.errors import InvalidInput
 from autotune.families.adapter import adapter_shapes, add_adapter, block_numbers, choose_layers
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.registry import get_family
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import autotune
 from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
-from autotune.families.architecture import build_on_meta
+from autotune.families.base import build_on_meta
 from autotune.families.resolve import resolve_model
 from autotune.schema.job import Job
 from autotune.training.adapter_file import update_norm

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
-from autotune.families.architecture import build_on_meta
-from autotune.families.base import Family
+from autotune.families.base import Family, build_on_meta
 from autotune.families.registry import FAMILIES
 from autotune.schema.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families.fetching import fetch as fetch_whole
+from autotune.families.resolve import fetch as fetch_whole
 from autotune.families.resolve import fetch_model, resolve_model
 from autotune.weights.errors import HubError, MissingWeights
 from autotune.weights.hub import fetch
