@@ -43,6 +43,7 @@ from autotune.schema import (
     CandidatesPredicted,
     FrozenPart,
     HardwareProfile,
+    ModelRef,
     Notice,
     OnEvent,
     Prediction,
@@ -198,7 +199,7 @@ def _keep_study(
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,  # what another version measured is measured again
-        "model": request.model,  # random weights and real ones fail in other ways
+        "model": str(ModelRef.of(request.model)),  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": budget.num_bytes if budget.is_set_by_user else None,
     }
