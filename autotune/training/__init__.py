@@ -55,5 +55,6 @@ if TYPE_CHECKING:
     from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
     from autotune.training.several import train_in_processes
     from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
+    from autotune.training.watchdog import POLL_SECONDS, Watchdog
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -49,7 +49,6 @@ from autotune.training.files import (
     preview_file,
 )
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
-from autotune.training.guard import MemoryGuard
 from autotune.training.inputs import RunInputs
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
@@ -60,6 +59,7 @@ from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
 from autotune.training.start import start_from
+from autotune.training.watchdog import Watchdog
 
 TRACE_FILE = "trace.json"
 
@@ -98,7 +98,7 @@ def train(
             processes = join_processes(
                 plan.frozen.hardware, torch.device(hardware.device.torch_name)
             )
-            with explain_lost_peer(), MemoryGuard(hardware.device.memory_kind) as guard:
+            with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:
                 on_event = on_event if processes.is_first else ignore_event
                 common = {**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume}
                 processes.require_same(
@@ -117,7 +117,7 @@ def train(
                 cache = (
                     MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
                 )
-                run = _Run(plan, prepared, hardware, cache, on_event, processes, guard)
+                run = _Run(plan, prepared, hardware, cache, on_event, processes, watchdog)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -136,10 +136,10 @@ class _Run:
         cache: Cache,
         on_event: OnEvent,
         processes: Processes,
-        guard: MemoryGuard,
+        watchdog: Watchdog,
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
-        self.processes, self.on_event, self.guard = processes, on_event, guard
+        self.processes, self.on_event, self.watchdog = processes, on_event, watchdog
         self.monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
         self.warnings: list[str] = []
         self.adapter_file = ADAPTER_FILE
@@ -198,7 +198,7 @@ class _Run:
                 metrics=metrics,
                 on_event=self.on_event,
                 preview=self._sample_previews,
-                stop_reason=lambda: self.guard.stop_reason,
+                stop_reason=lambda: self.watchdog.stop_reason,
                 monitor=self.monitor,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
@@ -207,7 +207,7 @@ class _Run:
                 self.monitor.phase("training"),
             ):
                 loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
-                with self.guard.finishing_steps():
+                with self.watchdog.finishing_steps():
                     loop.run()
         with (
             eager_eval(trained.transformer),

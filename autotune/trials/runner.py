@@ -37,10 +37,10 @@ from autotune.schema import (
     TrialResult,
     Workload,
 )
+from autotune.training import POLL_SECONDS, Watchdog
 from autotune.trials.fork_server import fork_server_context
 from autotune.trials.outcomes import TimedTrial, find_spill, pruning_threshold
 from autotune.trials.requests import Failure, RehearsalRequest, TrialRequest
-from autotune.trials.watchdog import POLL_SECONDS, Watchdog, default_watchdog
 from autotune.trials.worker import MemoryLimits, serve
 
 NUM_STEADY_STEPS = 3
@@ -121,7 +121,7 @@ class ProcessTrialRunner:
         """Part of a card's free memory that is left alone when a child starts."""
         self.budget_set_by_user = budget.is_set_by_user
         """If true, results carry the cap: they are no evidence for devices of this size."""
-        self.watchdog = watchdog or default_watchdog(device.memory_kind)
+        self.watchdog = watchdog or Watchdog.of_device(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))
         self.timeout_seconds = TRIAL_TIMEOUT_SECONDS
         self.num_steps = NUM_STEADY_STEPS

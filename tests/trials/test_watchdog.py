@@ -14,9 +14,9 @@ import pytest
 
 from autotune.hardware import sources
 from autotune.schema.hardware import MemoryKind
+from autotune.training import Watchdog
 from autotune.trials.requests import ChildState, Failure
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.watchdog import Watchdog, default_watchdog
 from autotune.trials.worker import TASKS
 from tests import builders
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
@@ -91,8 +91,8 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
 
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
-    assert 0 < default_watchdog("host").floor_bytes <= 2 * GIB
-    assert default_watchdog("discrete").floor_bytes <= sources.available_bytes() // 4 + 64 * MIB
+    assert 0 < Watchdog.of_device("host").floor_bytes <= 2 * GIB
+    assert Watchdog.of_device("discrete").floor_bytes <= sources.available_bytes() // 4 + 64 * MIB
 
 
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
@@ -103,7 +103,7 @@ def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     )
     monkeypatch.setattr(sources, "_is_limited", lambda: True)
     for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):
-        watchdog = default_watchdog(kind)  # type: ignore[arg-type]
+        watchdog = Watchdog.of_device(kind)  # type: ignore[arg-type]
         assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (
             bool(left),
             bool(left),

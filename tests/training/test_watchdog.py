@@ -12,21 +12,20 @@ from pathlib import Path
 import pytest
 
 from autotune.schema.events import Event, StepFinished
-from autotune.training import guard
+from autotune.training import watchdog
 from autotune.training.files import checkpoints_of
-from autotune.training.guard import HostMemoryShort, MemoryGuard
 from autotune.training.run import train
+from autotune.training.watchdog import HostMemoryShort, Watchdog
 from tests.training.conftest import Bench
 
 PLENTY, SHORT, NONE_LEFT = 100, 9, 1
-LIMITS = 10, 5
+LIMIT = 10
 
 READER = """
 import sys
 from pathlib import Path
-from autotune.training import guard_process
-guard_process.available_bytes = lambda: int(Path({path!r}).read_text() or 100)
-guard_process.main(int(sys.argv[1]), int(sys.argv[2]), False)
+from autotune.training.watchdog import watch_parent
+watch_parent(int(sys.argv[1]), int(sys.argv[2]), lambda: int(Path({path!r}).read_text() or 100))
 """
 
 
@@ -35,8 +34,8 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the guard takes for the memory that is available, in bytes."""
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
-    monkeypatch.setattr(guard, "COMMAND", (sys.executable, "-c", READER.format(path=str(path))))
-    monkeypatch.setattr(MemoryGuard, "limits", lambda self: LIMITS)
+    monkeypatch.setattr(watchdog, "COMMAND", (sys.executable, "-c", READER.format(path=str(path))))
+    monkeypatch.setattr(Watchdog, "of_device", lambda kind: Watchdog(LIMIT, has_run=kind == "host"))
     return path
 
 
@@ -82,16 +81,15 @@ def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortag
         except Exception as error:
             raise OSError("unreadable") from error
 
-    with pytest.raises(HostMemoryShort, match="training was ended"), MemoryGuard("host"):
+    with pytest.raises(HostMemoryShort, match="training was ended"), Watchdog.of_device("host"):
         read()
 
 
 STUCK = """
 import json, sys, time
-from autotune.training import guard
-guard.COMMAND = json.loads(sys.argv[1])
-guard.MemoryGuard.limits = lambda self: (10, 5)
-with guard.MemoryGuard("host") as watched, watched.finishing_steps():
+from autotune.training import watchdog
+watchdog.COMMAND = json.loads(sys.argv[1])
+with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
     time.sleep(1)
     open(sys.argv[2], "w").write("1")
     while True:
@@ -101,23 +99,16 @@ with guard.MemoryGuard("host") as watched, watched.finishing_steps():
 
 def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
     stuck = subprocess.run(
-        [sys.executable, "-c", STUCK, json.dumps(guard.COMMAND), str(available)],
+        [sys.executable, "-c", STUCK, json.dumps(watchdog.COMMAND), str(available)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert stuck.returncode == -signal.SIGKILL
     assert stuck.stderr.startswith(
-        "error: the host had 0 MiB left, so training was ended at once\nhint: go on from"
+        "error: the host had 0 MiB left, so training was ended at once\nhint: close other"
     )
 
 
 def test_a_device_with_memory_of_its_own_needs_no_guard() -> None:
-    with MemoryGuard("discrete") as watched:
+    with Watchdog.of_device("discrete") as watched:
         assert watched._process is None
         assert watched.stop_reason is None
-
-
-@pytest.mark.parametrize("kind", ["host", "integrated"])
-def test_a_run_is_told_long_before_it_is_killed(kind: str) -> None:
-    notice, floor = MemoryGuard(kind).limits()  # type: ignore[arg-type]
-    assert 0 < 2 * floor <= notice + 1
-    assert notice <= 8 * 2**30
