@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     )
     from autotune.families import FetchedModel, fetch
     from autotune.hardware import CatalogGpu, Finding, doctor
+    from autotune.interop import Audit, ConfigLine, ExportedConfig, ImportedConfig
     from autotune.planning import (
         CatalogPrediction,
         ComparedGpu,
@@ -96,7 +97,6 @@ if TYPE_CHECKING:
     )
     from autotune.search import SearchSpace
     from autotune.sharing import Record, RecordSummary, Transfer
-    from autotune.trainers import Audit, ConfigLine, ExportedConfig, ImportedConfig
     from autotune.trials import warm_up
     from autotune.weights import FileSummary, require_hub
 else:

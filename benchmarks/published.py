@@ -62,11 +62,11 @@ from autotune.cost.predict import CostModel
 from autotune.cost.timing import STEP_OVER_KERNELS
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.interop import get_trainer
 from autotune.schema import Overheads
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Prediction
 from autotune.schema.workload import Bucket, Workload
-from autotune.trainers import get_trainer
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",

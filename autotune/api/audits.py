@@ -12,6 +12,7 @@ from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import read_parts
+from autotune.interop import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
 from autotune.knobs import (
     KNOBS,
     NAMES,
@@ -33,7 +34,6 @@ from autotune.schema import (
     StatusChanged,
     ignore_event,
 )
-from autotune.trainers import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
 
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
 """Settings that files seldom name."""

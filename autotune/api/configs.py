@@ -5,9 +5,9 @@ from pathlib import Path
 from autotune.api.plan_files import load_plan
 from autotune.data import data_text, is_list
 from autotune.errors import InvalidInput
+from autotune.interop import ExportedConfig, ImportedConfig, export_plan, get_trainer, read_config
 from autotune.runtime import write_text_atomic
 from autotune.schema import TrainingPlan, with_job
-from autotune.trainers import ExportedConfig, ImportedConfig, export_plan, get_trainer, read_config
 
 
 def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:

@@ -9,9 +9,9 @@ from autotune.api.options import PlanOptions
 from autotune.api.plans import list_choices, plan
 from autotune.errors import InvalidInput
 from autotune.families import resolve_model
+from autotune.interop import BLOCKS, ImportedConfig, count_blocks
 from autotune.schema import OnEvent, TrainingPlan, ignore_event
 from autotune.search import SearchSpace
-from autotune.trainers import BLOCKS, ImportedConfig, count_blocks
 
 
 @dataclass(frozen=True)

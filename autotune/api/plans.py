@@ -12,6 +12,7 @@ from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families import is_single_file, resolve_model
 from autotune.hardware import with_assumed_packages
+from autotune.interop import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.knobs import caching_choices
 from autotune.planning import PlanRequest, ResolvedRequest, request_from
 from autotune.runtime import require_writable
@@ -31,7 +32,6 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace
 from autotune.sharing import save_record, unshareable_reason
-from autotune.trainers import expressible_targets, get_trainer, inexpressible, overheads_for
 from autotune.training import WorkloadOverrides
 from autotune.trials import warm_up
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from autotune.interop import Audit
 from autotune.reporting.text import memory_text, seconds_text, uncertainty_text, wrapped
 from autotune.schema import Estimate, TrialResult
-from autotune.trainers import Audit
 
 BROKEN = "not as in the file, because it does not run there"
 PREDICTED = "Predicted by autotune's cost model; nothing has run."

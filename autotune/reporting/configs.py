@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from autotune.interop import DIFFERENCE_KINDS, ConfigLine, ExportedConfig, ImportedConfig
 from autotune.reporting.text import wrapped
-from autotune.trainers import DIFFERENCE_KINDS, ConfigLine, ExportedConfig, ImportedConfig
 
 MAX_VALUE = 40
 """Characters of a value that are shown."""

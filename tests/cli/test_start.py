@@ -19,7 +19,7 @@ PLACES = {
     "PLAN": SCHEMA_1 / "plan-measured.yaml",
     "FINISHED": SCHEMA_1 / "run-finished",
     "STORE": SCHEMA_1 / "store",
-    "CONFIG": Path(__file__).parents[1] / "trainers" / "configs" / "ai_toolkit.yaml",
+    "CONFIG": Path(__file__).parents[1] / "interop" / "configs" / "ai_toolkit.yaml",
     "ADAPTER": SCHEMA_1 / "run-finished" / "pytorch_lora_weights.safetensors",
     **{name.upper(): Path(name) for name in ("model", "images", "bare", "half", "cut")},
 }

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
+from autotune.interop.exporting import LOADING, compare, export_plan, inexpressible, values_of
+from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.rules import Context, count_blocks
+from autotune.interop.trainer import get_trainer, trainers
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import write_plan
-from autotune.trainers.blocks import count_blocks
-from autotune.trainers.exporting import LOADING, compare, export_plan, inexpressible, values_of
-from autotune.trainers.importing import ImportedConfig, read_config
-from autotune.trainers.registry import get_trainer, trainers
-from autotune.trainers.rules import Context
 from tests.conftest import autotune_here
-from tests.trainers.plans import plan_of
+from tests.interop.plans import plan_of
 
 PAIRS = [
     (trainer.name, name)
@@ -283,7 +282,12 @@ def test_strict_refuses_what_would_learn_otherwise_or_take_other_memory() -> Non
         ),
         ("musubi", "qwen-image", {"norm_rope": "fused"}, "norm_rope would be stock, not fused"),
         ("musubi", "qwen-image", {"quantization": "bnb-nf4"}, "nothing like quantization bnb-nf4"),
-        ("diffusers", "flux1-dev", {"quantization": "bnb-nf4"}, "no quantization"),
+        (
+            "diffusers",
+            "flux1-dev",
+            {"quantization": "bnb-nf4"},
+            "nothing like quantization bnb-nf4",
+        ),
         ("sd-scripts", "flux1-dev", {"targets": "attention"}, "one layer"),
     ],
 )

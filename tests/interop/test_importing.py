@@ -3,10 +3,6 @@ trainer means by it.
 """
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +13,10 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.trainers.document import ConfigValue, read_document
-from autotune.trainers.importing import ConfigLine, ImportedConfig, read_config, read_settings
-from autotune.trainers.registry import get_trainer, trainers
-from autotune.trainers.rules import Context
-from autotune.trainers.trainer import Trainer
+from autotune.interop.documents import ConfigValue, read_document
+from autotune.interop.importing import ConfigLine, ImportedConfig, read_config, read_settings
+from autotune.interop.rules import Context
+from autotune.interop.trainer import Trainer, get_trainer, trainers
 
 CONFIGS = Path(__file__).parent / "configs"
 MAIN_FILES = {
@@ -215,7 +210,7 @@ def test_odd_values_are_refused_by_name_or_accounted_for(
 ) -> None:
     document = read_document(CONFIGS / name)
     trainer = get_trainer(MAIN_FILES[name])
-    context = Context(FAMILIES[trainer.models[0].family])
+    context = Context(trainer.models[0].family)
     own = document.below(trainer.root).settings
     written = {one.key.rpartition(".")[2] if trainer.sections_kept else one.key: one for one in own}
     for value in odd:
@@ -290,52 +285,11 @@ def test_another_section_of_data_is_not_dropped_silently(tmp_path: Path) -> None
 @pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)
 def test_a_table_relates_names_that_autotune_has(trainer: Trainer) -> None:
     keys = [key for rule in trainer.rules for key in rule.keys]
-    assert {known.family for known in trainer.models} <= FAMILIES.keys()
+    assert {known.family.name for known in trainer.models} <= FAMILIES.keys()
     undecided = [key for key in trainer.fixed if not _is_known(trainer, key, keys)]
     assert undecided == []  # what export writes, import understands
 
 
 def _is_known(trainer: Trainer, key: str, keys: list[str]) -> bool:
-    known = (
-        key in keys
-        or trainer.find_decided(key) is not None
-        or trainer.find_unlearned(key, None) is not None
-    )
+    known = key in keys or trainer.account(key, None) is not None
     return known or key in trainer.references or key.startswith("backends[1]")
-
-
-EXTENSION = """
-from dataclasses import replace
-from autotune.trainers.ai_toolkit import AI_TOOLKIT
-
-ACME = replace(AI_TOOLKIT, name="acme", title="Acme", detect=lambda document: document.value("acme") is not None)
-"""
-
-
-def test_another_distribution_s_trainer_is_found_by_its_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[autotune.trainers]\nacme = acme_trainer:ACME\nbad = acme_trainer:EXTENSION\n"
-    )
-    (tmp_path / "acme_trainer.py").write_text(EXTENSION)
-    text = (CONFIGS / "ai_toolkit.yaml").read_text().replace("diffusion_trainer", "acme_trainer")
-    (tmp_path / "config.yaml").write_text("acme: 1\n" + text.removeprefix("---\n"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    script = (
-        "import json, sys; from pathlib import Path; from autotune import import_config; "
-        f"one = import_config({str(tmp_path / 'config.yaml')!r}); "
-        "print(json.dumps([one.trainer, one.options['rank'], 'torch' in sys.modules, 'diffusers' "
-        "in sys.modules]))"
-    )
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == ["acme", 32, False, False]
-    assert "adds nothing to autotune" in done.stderr

@@ -5,10 +5,10 @@ import torch
 
 from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES
-from autotune.trainers.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
-from autotune.trainers.registry import trainers
+from autotune.interop.targets import LISTS, convolutions, find_target_set, layers_of, linear_layers
+from autotune.interop.trainer import trainers
 
-KNOWN = sorted({known.family for trainer in trainers().values() for known in trainer.models})
+KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})
 
 
 def general_name(layer: str) -> str:

@@ -10,10 +10,10 @@ import pytest
 
 from autotune.api.plans import list_choices
 from autotune.errors import InvalidInput
+from autotune.interop.exporting import SPARING
 from autotune.schema.plan_file import read_plan
-from autotune.trainers.exporting import SPARING
 from tests.conftest import autotune_here
-from tests.trainers.test_importing import CONFIGS, MAIN_FILES
+from tests.interop.test_importing import CONFIGS, MAIN_FILES
 from tests.training.small import write_model_and_images
 
 

@@ -14,16 +14,16 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
 from autotune.cost.trace.recorder import Segment
 from autotune.families.registry import FAMILIES
+from autotune.interop.exporting import export_plan, known_model, overheads_for
+from autotune.interop.trainer import get_trainer
 from autotune.reporting.plan import plan_lines
 from autotune.schema.candidate import Candidate
 from autotune.schema.overheads import Overheads
 from autotune.schema.prediction import MemoryBreakdown, Prediction
 from autotune.schema.workload import Bucket
 from autotune.search.winner import Score, refuse_beyond
-from autotune.trainers.exporting import export_plan, known_model, overheads_for
-from autotune.trainers.registry import get_trainer
 from tests.cost.tiny_models import TINY, gpu, workload_of
-from tests.trainers.plans import plan_of
+from tests.interop.plans import plan_of
 from tests.training.small import write_model_and_images
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)

@@ -10,12 +10,10 @@ from typing import Any
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
-from autotune.families import FAMILIES
+from autotune.interop.documents import ConfigValue, Document, read_document, with_references
+from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
+from autotune.interop.trainer import FILL_IN, KnownModel, Trainer, get_trainer, trainers
 from autotune.schema import Frozen, Overheads
-from autotune.trainers.document import ConfigValue, Document, read_document, with_references
-from autotune.trainers.registry import get_trainer, trainers
-from autotune.trainers.rules import LOST, Context, Rule, Values, is_knob
-from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 
 class ConfigLine(Frozen):
@@ -64,20 +62,21 @@ class ImportedConfig(Frozen):
     """What changes learning or is not understood, and is not in `options` or `pins`."""
     notes: tuple[str, ...]
     """What this trainer computes differently whatever its settings are."""
-    overheads: Overheads | None = None
-    """What it takes of a device otherwise than autotune's executor, with these settings; None if
-    nobody has looked.
-    """
+    overheads: Overheads
+    """What it takes of a device otherwise than autotune's executor, with these settings."""
+
+
+Line = tuple[str, ConfigLine]
+"""An account of a setting, with its list: carried, pinned, decided or not_carried."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ImportResult:
     """What rules make of settings."""
 
     values: Values
     """By autotune's names."""
-    lines: tuple[tuple[str, ConfigLine], ...]
-    """Each with its list: carried, pinned or not_carried."""
+    lines: tuple[Line, ...]
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
@@ -89,69 +88,58 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
             does not know, or has a value that its trainer would refuse.
     """
     document = read_document(path)
-    table = detect_trainer(document) if trainer is None else get_trainer(trainer)
+    found = (one for one in trainers().values() if one.detects(document))
+    table = next(found, None) if trainer is None else get_trainer(trainer)
+    if table is None:
+        names = ", ".join(one.title for one in trainers().values())
+        raise InvalidInput(
+            f"{path} is not a configuration of a known trainer", hint=f"known: {names}"
+        )
     document, missing = with_references(document.below(table.root), table.references)
-    document = _gathered(_without_sections(document, table), table.gathered)
-    settings = {
-        table.aliases.get(setting.key, setting.key): setting for setting in document.settings
-    }
+    settings = {table.aliases.get(s.key, s.key): s for s in _flattened(document, table)}
     known = _find_model(table, settings, path)
     table = table.for_model(known)
     pointless = _without_pointless(settings, known)
-    reading = read_settings(table, settings, Context(FAMILIES[known.family]))
-    model, model_lines = _model_of(table, known, settings)
-    lines = [*model_lines, *reading.lines, *_other_lines(table, known, settings, missing)]
+    result = read_settings(table, settings, Context(known.family))
+    model, lines = _model_of(table, known, settings)
+    lines += [*result.lines, *_other_lines(table, known, settings, missing)]
     lines += [
-        ("decided", line_for(one, f"{table.title} ignores it with this model")) for one in pointless
+        line_for("decided", one, f"{table.title} ignores it with this model") for one in pointless
     ]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
-    values = dict(reading.values)
+    values = dict(result.values)
     data = values.pop("data", None)
     pins = {name: str(value) for name, value in values.items() if is_knob(name)}
     options = {name: value for name, value in values.items() if not is_knob(name)}
     chosen = pins.get("quantization", "none")
     if chosen in WEIGHT_FORMATS and WEIGHT_FORMATS[chosen].quality == "compact":
         options["quality"] = "compact"
-    listed = {kind: tuple(line for its, line in lines if its == kind) for kind in KINDS}
+    kinds = ("carried", "pinned", "decided", "not_carried")
     return ImportedConfig(
         path=str(path),
         trainer=table.name,
         version=table.version,
-        family=known.family,
+        family=known.family.name,
         model=model,
         data=None if data == FILL_IN else data,
         options=options,
         pins=pins,
         notes=table.notes,
         overheads=table.overheads_of({key: one.value for key, one in settings.items()}, known),
-        **listed,
+        **{kind: tuple(line for its, line in lines if its == kind) for kind in kinds},
     )
-
-
-KINDS = ("carried", "pinned", "decided", "not_carried")
-
-
-def detect_trainer(document: Document) -> Trainer:
-    """The trainer that a file belongs to. Raises InvalidInput if none knows it."""
-    found = next((one for one in trainers().values() if one.detect(document)), None)
-    if found is None:
-        names = ", ".join(one.title for one in trainers().values())
-        raise InvalidInput(
-            f"{document.path} is not a configuration of a known trainer", hint=f"known: {names}"
-        )
-    return found
 
 
 def read_settings(
     trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context
-) -> Reading:
+) -> ImportResult:
     """Apply a trainer's rules to settings, with its defaults for those that are absent.
 
     Raises:
         InvalidInput: the trainer would refuse a value.
     """
-    values: dict[str, Any] = {}
-    lines: list[tuple[str, ConfigLine]] = []
+    values: dict[str, Any] = dict(trainer.constants)
+    lines: list[Line] = []
     for rule in trainer.rules:
         by_key = _with_defaults(rule, settings, trainer.defaults)
         present = tuple(by_key.values())
@@ -168,56 +156,45 @@ def read_settings(
             re.error,
         ) as error:
             where = next((one for one in present if one.line), present[0])
-            value = _value_text(where.value)
             raise InvalidInput(
                 f"{where.file}, line {where.line}: {trainer.title}'s {where.key} cannot be "
-                f"{value}: {error}",
+                f"{_value_text(where.value)}: {error}",
                 hint="correct it in that file",
             ) from error
         lost = found.pop(LOST, None)
-        if (
-            found.get("timestep_shift") == "by_resolution"
-            and context.family.defaults.shift_by_tokens is None
-        ):
+        by_resolution = found.get("timestep_shift") == "by_resolution"
+        if by_resolution and context.family.defaults.shift_by_tokens is None:
             del found["timestep_shift"]
             lost = "the shift follows the resolution there; autotune takes the family's usual"
         values |= found
-        told = [one for one in present if one.line] or present[:1]
+        told = [one for one in present if one.line] or list(present[:1])
         if lost:
-            lines.append(("not_carried", line_for(told[-1], lost)))
-        if not lost and not rule.names:
-            lines += [("carried", line_for(one, "as in autotune")) for one in told if one.line]
-        for setting in told:
-            for kind, is_wanted in (("carried", False), ("pinned", True)):
-                named = [
-                    f"{name} {_value_text(own)}"
-                    for name, own in found.items()
-                    if is_knob(name) is is_wanted
-                ]
-                if named and setting.value is not None:
-                    lines.append((kind, line_for(setting, ", ".join(named))))
-    return Reading(values, tuple(lines))
+            lines.append(line_for("not_carried", told[-1], lost))
+        elif not rule.names:
+            lines += [line_for("carried", one, "as in autotune") for one in told if one.line]
+        for kind, is_wanted in (("carried", False), ("pinned", True)):
+            own = [(name, value) for name, value in found.items() if is_knob(name) is is_wanted]
+            meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
+            lines += [
+                line_for(kind, one, meaning) for one in told if meaning and one.value is not None
+            ]
+    return ImportResult(values, tuple(lines))
 
 
 def _with_defaults(
     rule: Rule, settings: Mapping[str, ConfigValue], defaults: Values
 ) -> dict[str, ConfigValue]:
-    present = {
-        key: settings[key]
-        for key in rule.keys
-        if key in settings and settings[key].value is not None
-    }
-    settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else present.keys()
-    absent = [
-        key for key in rule.keys if key in defaults and key not in settled and key not in present
-    ]
+    own = {key: settings[key] for key in rule.keys if key in settings}
+    present = {key: one for key, one in own.items() if one.value is not None}
+    settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else set()
+    absent = [key for key in rule.keys if key in defaults and key not in {*settled, *present}]
     return present | {key: ConfigValue(key, defaults[key]) for key in absent}
 
 
-def line_for(setting: ConfigValue, meaning: str) -> ConfigLine:
+def line_for(kind: str, setting: ConfigValue, meaning: str) -> Line:
     """The account of one setting."""
     value = _value_text(setting.value)
-    return ConfigLine(
+    return kind, ConfigLine(
         key=setting.key, value=value, line=setting.line, file=setting.file, meaning=meaning
     )
 
@@ -232,60 +209,42 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-def _without_sections(document: Document, trainer: Trainer) -> Document:
-    """The document with the names of sections taken away, if they mean nothing to this trainer."""
-    kept = trainer.sections_kept
-    if kept is None:
-        return document
-    flat = (
-        s if s.key.startswith(kept) else replace(s, key=s.key.rpartition(".")[2])
-        for s in document.settings
-    )
-    return replace(document, settings=tuple(flat))
-
-
-def _gathered(document: Document, keys: tuple[str, ...]) -> Document:
-    """The document with each of the keys once, with the list of what all of its sections say."""
+def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
+    """The settings without the names of sections if they mean nothing to this trainer, and keys
+    that it gathers once, with the list of what all of its sections say.
+    """
     settings: list[ConfigValue] = []
     for setting in document.settings:
-        general = "[]".join(
-            part.partition("]")[2] if i else part for i, part in enumerate(setting.key.split("["))
-        )
-        if general not in keys:
-            settings.append(setting)
+        key = setting.key
+        if trainer.sections_kept is not None and not key.startswith(trainer.sections_kept):
+            key = key.rpartition(".")[2]
+        general = re.sub(r"\[\d*\]", "[]", key)
+        if general not in trainer.gathered:
+            settings.append(replace(setting, key=key))
         elif first := next((one for one in settings if one.key == general), None):
             settings[settings.index(first)] = replace(first, value=[*first.value, setting.value])
         else:
             settings.append(replace(setting, key=general, value=[setting.value]))
-    return replace(document, settings=tuple(settings))
+    return settings
 
 
 def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Path) -> KnownModel:
     """The known model whose keys are all as written, that with most keys first."""
+    written = {key: one.value for key, one in settings.items()}
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
-        if all(
-            (settings[key].value if key in settings else None) == value
-            for key, value in known.keys.items()
-        ):
+        if all(written.get(key) == value for key, value in known.keys.items()):
             return known
-    keys = dict.fromkeys(key for known in trainer.models for key in known.keys)
-    written = [
-        f"{key} {_value_text(settings[key].value)}, line {settings[key].line}"
-        for key in keys
-        if key in settings
-    ]
+    keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
+    told = [f"{key} {_value_text(written[key])}, line {settings[key].line}" for key in keys]
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
-    what = (
-        f"trains a model that autotune does not know ({'; '.join(written)})"
-        if written
-        else "names no known model"
-    )
+    is_named = f"trains a model that autotune does not know ({'; '.join(told)})"
+    what = is_named if told else "names no known model"
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
 
 
 def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
     """Take from the settings what does nothing for a model, and call the others as the rules do."""
-    own, usual = known.part or ("", "")
+    own, usual = known.prefix or ("", "")
     of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
     found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
     for key in (*settings,):
@@ -296,30 +255,26 @@ def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> l
 
 def _model_of(
     trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
-) -> tuple[str, list[tuple[str, ConfigLine]]]:
+) -> tuple[str, list[Line]]:
     """What to plan for, and the lines that say so: the weights as written if `plan` can take
     them, else the model.
     """
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
-    lines = [("carried", line_for(settings[key], meaning)) for key in known.keys if key in settings]
-    weights = next(
-        (settings[key] for key in trainer.weights_keys if key in settings and settings[key].value),
-        None,
-    )
+    lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
+    named = (settings[key] for key in trainer.weights_keys if key in settings)
+    weights = next((one for one in named if one.value), None)
     if weights is None or weights.value == FILL_IN:
         return known.name, lines
     name = str(weights.value)
-    hub_id = next(
-        (m.hub_id for m in FAMILIES[known.family].models if m.hub_id.lower() == name.lower()), None
-    )
+    hub_ids = (one.hub_id for one in known.family.models if one.hub_id.lower() == name.lower())
+    hub_id = next(hub_ids, None)
     if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
-        return hub_id or name, [*lines, ("carried", line_for(weights, f"model {hub_id or name}"))]
+        return hub_id or name, [*lines, line_for("carried", weights, f"model {hub_id or name}")]
     meaning = (
-        f"planned as {known.name}; to train these weights, name their diffusers folder as "
-        "the "
-        "job's model"
+        f"planned as {known.name}; to train these weights, name their diffusers folder as the job's "
+        "model"
     )
-    return known.name, [*lines, ("not_carried", line_for(weights, meaning))]
+    return known.name, [*lines, line_for("not_carried", weights, meaning)]
 
 
 def _other_lines(
@@ -327,36 +282,22 @@ def _other_lines(
     known: KnownModel,
     settings: Mapping[str, ConfigValue],
     missing: tuple[ConfigValue, ...],
-) -> list[tuple[str, ConfigLine]]:
+) -> list[Line]:
     """The account of the keys that no rule reads."""
-    read = {key for rule in trainer.rules for key in rule.keys} | {
-        *known.keys,
-        *trainer.weights_keys,
-    }
-    absent = {one.key for one in missing}
-    lines = [
-        ("not_carried", line_for(one, "that file is not here, so what it says is not known"))
-        for one in missing
-    ]
+    read = {*(key for rule in trainer.rules for key in rule.keys), *known.keys}
+    read |= {*trainer.weights_keys, *(one.key for one in missing)}
+    words = "that file is not here, so what it says is not known"
+    lines = [line_for("not_carried", one, words) for one in missing]
     for key, setting in settings.items():
-        if key in read or key in absent or setting.value in (None, ""):
+        if key in read or setting.value in (None, ""):
             continue
-        lines.append(_other_line(trainer, setting))
+        if account := trainer.account(setting.key, setting.value):
+            lines.append(line_for(account[0], setting, account[1]))
+        elif trainer.fixed.get(key) == setting.value or key in trainer.references:
+            lines.append(line_for("decided", setting, "as autotune does it"))
+        elif "[" in key and "[]" not in key:
+            words = "of several sections autotune reads the first"
+            lines.append(line_for("not_carried", setting, words))
+        else:
+            lines.append(line_for("not_carried", setting, "not understood"))
     return lines
-
-
-def _other_line(trainer: Trainer, setting: ConfigValue) -> tuple[str, ConfigLine]:
-    if (unlearned := trainer.find_unlearned(setting.key, setting.value)) is not None:
-        words, is_on = unlearned
-        return (
-            ("not_carried", line_for(setting, words))
-            if is_on
-            else ("carried", line_for(setting, "as in autotune"))
-        )
-    if (decided := trainer.find_decided(setting.key)) is not None:
-        return "decided", line_for(setting, decided)
-    if trainer.fixed.get(setting.key) == setting.value or setting.key in trainer.references:
-        return "decided", line_for(setting, "as autotune does it")
-    if "[" in setting.key and "[]" not in setting.key:
-        return "not_carried", line_for(setting, "of several sections autotune reads the first")
-    return "not_carried", line_for(setting, "not understood")

@@ -2,8 +2,8 @@
 fastest there.
 """
 
+from autotune.interop.importing import ImportedConfig
 from autotune.schema import Choice, Estimate, Frozen, TrialResult
-from autotune.trainers.importing import ImportedConfig
 
 
 class SettingWorth(Frozen):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autotune.api.audits import audit
+from autotune.interop.auditing import Audit
 from autotune.reporting.audit import audit_lines, audit_markdown
-from autotune.trainers.auditing import Audit
 from tests.conftest import autotune_here
-from tests.trainers.test_importing import CONFIGS
+from tests.interop.test_importing import CONFIGS
 from tests.training.small import write_model_and_images
 
 

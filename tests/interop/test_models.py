@@ -12,11 +12,11 @@ import pytest
 from autotune.api.plans import request_for
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.trainers.exporting import export_plan
-from autotune.trainers.importing import ImportedConfig, read_config
-from autotune.trainers.layers import layers_of, original_name, peft_names
-from autotune.trainers.registry import get_trainer
-from tests.trainers.plans import plan_of
+from autotune.interop.exporting import export_plan
+from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.targets import layers_of, original_name, peft_names
+from autotune.interop.trainer import get_trainer
+from tests.interop.plans import plan_of
 
 TOML = """
 pretrained_model_name_or_path = "pony.safetensors"
@@ -191,7 +191,7 @@ def test_a_name_that_other_layers_share_is_written_for_each_block() -> None:
             "no weight format like quantization torchao-int8",
         ),
         ("ai-toolkit", "flux1-dev", {"swapped_blocks": 8}, "swapped_blocks would be 0, not 8"),
-        ("diffusers", "sdxl", {"quantization": "bnb-nf4"}, "no quantization"),
+        ("diffusers", "sdxl", {"quantization": "bnb-nf4"}, "nothing like quantization bnb-nf4"),
         ("musubi", "krea-2", {"swapped_blocks": 27}, "swaps no more than 26 blocks"),
         ("onetrainer", "wan-2.1", {}, "has no training of wan-2.1"),
     ],

@@ -10,6 +10,12 @@ from typing import Any, Literal
 
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES, Family, find_published
+from autotune.interop.documents import ConfigValue
+from autotune.interop.files import write_files
+from autotune.interop.importing import ImportResult, read_settings
+from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
+from autotune.interop.targets import layers_of
+from autotune.interop.trainer import FILL_IN, KnownModel, Trainer
 from autotune.knobs import PIN, EncoderSize, describe_caching
 from autotune.schema import (
     CachingSettings,
@@ -21,43 +27,17 @@ from autotune.schema import (
     TrainingPlan,
     Workload,
 )
-from autotune.trainers.blocks import count_blocks
-from autotune.trainers.document import ConfigValue
-from autotune.trainers.importing import Reading, read_settings
-from autotune.trainers.layers import layers_of
-from autotune.trainers.rules import CannotExpress, Context, Rule, Values, is_knob
-from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
+OF_WORKLOAD = (
+    *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay"),
+    "effective_batch_size",
+)
 LEARNING = (
-    *(
-        "resolution",
-        "num_frames",
-        "clips",
-        "rank",
-        "lora_alpha",
-        "lora_dropout",
-        "targets",
-        "effective_batch_size",
-    ),
-    *("adapted_blocks", "adapter", "ema_decay"),
-    *(
-        "control",
-        "caption",
-        "trigger",
-        "num_steps",
-        "learning_rate",
-        "lr_scheduler",
-        "lr_warmup_steps",
-    ),
-    *(
-        "weight_decay",
-        "max_grad_norm",
-        "timestep_sampling",
-        "timestep_shift",
-        "guidance_scale",
-        "weighting_scheme",
-    ),
-    *("caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor"),
+    *("resolution", "num_frames", "clips", *OF_WORKLOAD, "control", "caption", "trigger"),
+    *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
+    *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
+    *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
+    *("loss_mask", "mask_floor"),
 )
 """Names that decide what is learned."""
 LOADING = ("loader", "data_workers", "batch_memory")
@@ -112,11 +92,7 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
     """Everything that a plan says, by the names that rules use."""
     frozen, workload = plan.frozen, plan.frozen.workload
     return {
-        **{
-            name: value
-            for name, value in dict(plan.job).items()
-            if name not in ("model", "revision")
-        },
+        **{name: value for name, value in plan.job if name not in ("model", "revision")},
         **_workload_values(workload),
         **dict(frozen.settings),
         **{PIN + name: value for name, value in frozen.caching},
@@ -126,22 +102,9 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:
-    names = (
-        "rank",
-        "lora_alpha",
-        "lora_dropout",
-        "targets",
-        "adapted_blocks",
-        "adapter",
-        "ema_decay",
-    )
-    values = {name: getattr(workload, name) for name in names}
-    values["effective_batch_size"] = workload.effective_batch_size
-    return {
-        **values,
-        "resolution": workload.resolution_px,
-        "num_frames": workload.largest_bucket.num_frames,
-    }
+    sizes = (workload.resolution_px, workload.largest_bucket.num_frames)
+    own = {name: getattr(workload, name) for name in OF_WORKLOAD}
+    return {**own, "resolution": sizes[0], "num_frames": sizes[1]}
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
@@ -157,21 +120,27 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     trainer = trainer.for_model(known)
     context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
     planned = values_of(plan)
-    needed = _with_whole_checkpoints(planned)
+    # blocks that keep what attention computed recompute everything there: less memory
+    recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
+    needed = {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
+    hint = f"make a plan that it can express: autotune plan --from PLAN --for {trainer.name}"
     try:
-        written = write_settings(trainer, known, needed, context, _weights(plan))
+        written = write_settings(trainer, known, needed, context)
+        published = find_published(plan.job.model)
+        weights = plan.job.model if published is None else published[1].hub_id
+        written |= dict.fromkeys(trainer.weights_keys[:1], weights)
         reading = _read_back(trainer, written, context)
         for need in _find_needs(needed, reading.values, workload.model.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
         raise InvalidInput(
-            f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)
+            f"{trainer.title} cannot do what the plan says: {error}", hint=hint
         ) from error
     differences = compare(planned, reading.values, context)
     overheads = trainer.overheads_of(written, known)
     lost = (line for kind, line in reading.lines if kind == "not_carried" and line.line)
-    remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lost)) + trainer.notes
-    remarks += (overheads.text,) if overheads else ()
+    remarks = dict.fromkeys(f"{one.key}: {one.meaning}" for one in lost)
+    remarks |= dict.fromkeys((*trainer.notes, overheads.text))
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
         first = binding[0]
@@ -180,26 +149,21 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
             f"{first.written} there"
         )
         raise InvalidInput(
-            f"{message} ({len(binding)} in all)",
-            hint=f"leave --strict out, or {_plan_for(trainer)}",
+            f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {hint}"
         )
-    head = _head(plan, trainer, differences, remarks)
-    files = dict(trainer.files(known.renamed(written), head))
+    own, usual = known.prefix or ("", "")
+    renamed = {
+        own + key.removeprefix(usual) if own and key.startswith(usual) else key: value
+        for key, value in written.items()
+    }
+    head = _head(plan, trainer, differences, tuple(remarks))
     return ExportedConfig(
         trainer=trainer.name,
         plan_digest=plan.identity,
-        files=files,
+        files=dict(write_files(trainer, renamed, head)),
         differences=differences,
-        remarks=remarks,
+        remarks=tuple(remarks),
     )
-
-
-def _with_whole_checkpoints(planned: Values) -> Values:
-    """The values with blocks that keep what attention computed as blocks that recompute
-    everything: less memory.
-    """
-    recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
-    return {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
 
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
@@ -220,10 +184,9 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
 
 
 def _caching(values: Values) -> CachingSettings:
-    written = {
-        name.removeprefix(PIN): value for name, value in values.items() if name.startswith(PIN)
-    }
-    return CachingSettings.model_validate(written)
+    return CachingSettings.model_validate(
+        {name[len(PIN) :]: value for name, value in values.items() if name.startswith(PIN)}
+    )
 
 
 def _encoder_bytes(values: Values) -> int:
@@ -242,7 +205,7 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 
     Raises InvalidInput if the trainer does not train the family.
     """
-    of_family = [one for one in trainer.models if one.family == family]
+    of_family = [one for one in trainer.models if one.family.name == family]
     if not of_family:
         names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
         message = f"{trainer.title} has no training of {family} that autotune knows"
@@ -250,85 +213,67 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
     if model is None:
         return of_family[0]
     name = model.name.rpartition("/")[2].lower()
-    named = [
-        one
-        for one in of_family
-        if name in (one.name, one.published.hub_id.rpartition("/")[2].lower())
-    ]
+    hub_names = {id(one): one.published.hub_id.rpartition("/")[2].lower() for one in of_family}
+    named = [one for one in of_family if name in (one.name, hub_names[id(one)])]
     as_large = [one for one in of_family if one.published.num_parameters == model.num_parameters]
     return (named or as_large or of_family)[0]
 
 
-def _plan_for(trainer: Trainer) -> str:
-    return f"make a plan that it can express: autotune plan --from PLAN --for {trainer.name}"
-
-
-def _weights(plan: TrainingPlan) -> str:
-    """What another program can load: a folder, or the hub's name."""
-    published = find_published(plan.job.model)
-    return plan.job.model if published is None else published[1].hub_id
-
-
 def write_settings(
-    trainer: Trainer, known: KnownModel, values: Values, context: Context, weights: str
-) -> Values:
-    """A plan's values by the trainer's keys. Raises CannotExpress."""
+    trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
+) -> dict[str, Any]:
+    """Values by the trainer's keys, with what is always written. If not `is_whole`, what cannot be
+    expressed is left out; else it raises CannotExpress.
+    """
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
-    if trainer.weights_keys:
-        written[trainer.weights_keys[0]] = weights
-    written |= {
-        key: values["data"] or FILL_IN
-        for rule in trainer.rules
-        if rule.names == ("data",)
-        for key in rule.keys[:1]
-    }
+    values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
-        if rule.names != ("data",):
-            written |= rule.write(values, context)
+        with suppress(*[] if is_whole else [CannotExpress]):
+            written |= _write(rule, values, context)
     return {
         key: value for key, value in written.items() if value is not None and key not in known.lacks
     }
 
 
-def _read_back(trainer: Trainer, written: Values, context: Context) -> Reading:
-    return read_settings(
-        trainer, {key: ConfigValue(key, value, line=1) for key, value in written.items()}, context
-    )
+def _write(rule: Rule, values: Values, context: Context) -> Values:
+    """What a rule writes; some parsers take no alpha with a point, and one frame makes no clip."""
+    alpha = values.get("lora_alpha")
+    plain = {"lora_alpha": int(alpha) if alpha is not None and alpha % 1 == 0 else alpha}
+    frames = values.get("num_frames")
+    return rule.write({**values, **plain, "num_frames": None if frames == 1 else frames}, context)
+
+
+def _read_back(trainer: Trainer, written: Values, context: Context) -> ImportResult:
+    settings = {key: ConfigValue(key, value, line=1) for key, value in written.items()}
+    return read_settings(trainer, settings, context)
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
     """Where what is read back differs from the plan, learning first."""
-    assumed = _assumed(context.family)
-    names = [*LEARNING, *(name for name in planned if is_knob(name))]
+    assumed, family = _assumed(context.family), context.family
     found = []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys((*LEARNING, *filter(is_knob, planned))):
         own, other = planned.get(name), read.get(name, assumed.get(name))
         if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
             other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
-        if (
-            name == "targets" and own is not None and other is not None
-        ):  # several names may mean the same layers
-            other = (
-                own if layers_of(context.family, own) == layers_of(context.family, other) else other
-            )
+        if name == "targets" and own is not None and other is not None:
+            other = own if layers_of(family, own) == layers_of(family, other) else other
         if not is_equal(name, own, other, context.num_blocks or 1):
-            kind: Kind = (
-                "learning" if name in LEARNING else "loading" if name in LOADING else "settings"
-            )
+            ours: Kind = "loading" if name in LOADING else "settings"
+            kind: Kind = "learning" if name in LEARNING else ours
             found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
     return tuple(found)
-
-
-ADAPTED = {"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0}
-"""What a file does that says nothing of it."""
 
 
 def _assumed(family: Family) -> dict[str, Any]:
     """What a name that a trainer does not mention stands for."""
     fields = {**Candidate.model_fields, **Job.model_fields}
-    usual = {name: field.default for name, field in fields.items() if not field.is_required()}
-    encoders = {PIN + name: value for name, value in CachingSettings()}
-    return {**usual, **encoders, **ADAPTED, "guidance_scale": family.defaults.training_guidance}
+    return {
+        **{name: field.default for name, field in fields.items() if not field.is_required()},
+        **{PIN + name: value for name, value in CachingSettings()},
+        **{"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0},
+        "guidance_scale": family.defaults.training_guidance,
+    }
 
 
 def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
@@ -339,11 +284,8 @@ def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
         counts = [count_blocks(value, num_blocks) for value in (own, other)]
         top = num_blocks - 1 if name == "checkpointed_blocks" else num_blocks
         return min(counts[0], top) == min(counts[1], top)
-    if (
-        isinstance(own, float | int)
-        and isinstance(other, float | int)
-        and not isinstance(own, bool)
-    ):
+    are_numbers = isinstance(own, float | int) and isinstance(other, float | int)
+    if are_numbers and not isinstance(own, bool):
         return math.isclose(own, other, rel_tol=1e-6)
     return own == other or str(own) == str(other)
 
@@ -370,27 +312,18 @@ def _head(
         f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]
     for kind, title in DIFFERENCE_KINDS.items():
-        these = [
-            f"  {d.name}: {d.planned} in the plan, {d.written} here"
-            for d in differences
-            if d.kind == kind
-        ]
-        lines += [f"{title[0].upper()}{title[1:]}:", *these] if these else []
-    lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)] if remarks else []
+        these = [one for one in differences if one.kind == kind]
+        lines += [f"{title[0].upper()}{title[1:]}:"] if these else []
+        lines += [f"  {one.name}: {one.planned} in the plan, {one.written} here" for one in these]
+    lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)]
     return "".join(f"# {line}\n" for line in lines)
 
 
 def overheads_for(
     trainer: Trainer, job: Job, workload: Workload, choices: Mapping[str, tuple[Any, ...]]
-) -> Overheads | None:
+) -> Overheads:
     """What a trainer takes of a device beside autotune's ways, with the files that it would get for
-    a job.
-
-    Args:
-        trainer: which.
-        job: what is trained.
-        workload: how.
-        choices: of the knobs; which of them is chosen makes no difference.
+    a job; which of the `choices` of knobs is taken makes no difference.
 
     Raises:
         InvalidInput: the trainer does not know the model.
@@ -400,13 +333,7 @@ def overheads_for(
     first = {name: values[0] for name, values in choices.items()}
     values = {**_assumed(context.family), **first, **JOB, **dict(job), **_workload_values(workload)}
     table = trainer.for_model(known)
-    written: dict[str, Any] = {**table.defaults, **table.fixed, **known.keys}
-    for rule in table.rules:
-        with suppress(CannotExpress):
-            written |= rule.write(values, context)
-    return table.overheads_of(
-        {key: one for key, one in written.items() if key not in known.lacks}, known
-    )
+    return table.overheads_of(write_settings(table, known, values, context, is_whole=False), known)
 
 
 def inexpressible(
@@ -423,20 +350,14 @@ def inexpressible(
     usual = _assumed(context.family)
     first = {name: values[0] for name, values in choices.items()}
     missing = []
-    for rule in trainer.rules:
-        for name in choices.keys() & set(rule.names) - set(LOADING):
-            for value in choices[name]:
-                values = {**JOB, **usual, **first, name: value}
-                read = _reread(trainer, known, rule, values, context)
-                if read is None or not is_equal(
-                    name, value, read.get(name, usual.get(name)), num_blocks
-                ):
-                    missing.append((name, str(value)))
-    ruled = {name for rule in trainer.rules for name in rule.names}
-    absent = [name for name in choices if name not in ruled and name not in LOADING]
-    missing += [
-        (name, str(value)) for name in absent for value in choices[name] if value != usual.get(name)
-    ]
+    for name in choices.keys() - set(LOADING):
+        rules = [rule for rule in trainer.rules if name in rule.names]
+        for value in choices[name]:
+            values = {**JOB, **usual, **first, name: value}
+            read = [_reread(trainer, known, rule, values, context) for rule in rules] or [{}]
+            there = [None if one is None else one.get(name, usual.get(name)) for one in read]
+            if any(one is None or not is_equal(name, value, one, num_blocks) for one in there):
+                missing.append((name, str(value)))
     return tuple(missing)
 
 
@@ -451,11 +372,13 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     (rule,) = (rule for rule in trainer.rules if "targets" in rule.names)
 
     def is_possible(name: str) -> bool:
-        read = _reread(trainer, known, rule, {**_assumed(context.family), "targets": name}, context)
-        own, other = (
-            layers_of(context.family, of) for of in (name, (read or {}).get("targets", "attention"))
-        )
-        return read is not None and own == other
+        values = {**_assumed(context.family), "targets": name}
+        read = _reread(trainer, known, rule, values, context)
+        layers = [
+            layers_of(context.family, one)
+            for one in (name, (read or {}).get("targets", "attention"))
+        ]
+        return read is not None and layers[0] == layers[1]
 
     return tuple(name for name in context.family.target_sets if is_possible(name))
 
@@ -468,11 +391,9 @@ def _reread(
 ) -> Values | None:
     """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
     try:
-        own = rule.write(values, context)
+        own = _write(rule, values, context)
     except CannotExpress:
         return None
-    written = {
-        key: value for key, value in own.items() if value is not None and key not in known.lacks
-    }
+    written = {key: v for key, v in own.items() if v is not None and key not in known.lacks}
     reading = _read_back(replace(trainer, rules=(rule,)), written, context)
     return None if any(kind == "not_carried" for kind, _ in reading.lines) else reading.values

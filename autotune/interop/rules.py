@@ -1,0 +1,523 @@
+"""Rules that relate keys of another trainer to names of autotune's, each read in both directions.
+
+They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules` of
+the kinds in `KINDS`. A name is an option of `autotune.plan` (of the workload or the job), a field
+of `Candidate`, or `caching.FIELD`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.families import MIN_SNR_GAMMA, DiscreteDiffusion, Family
+from autotune.schema import Candidate
+
+Values = Mapping[str, Any]
+"""Values by the trainer's keys, or by autotune's names."""
+LOST = "lost"
+"""Name under which `read` tells, in a sentence's words, what autotune would do differently."""
+
+
+def is_knob(name: str) -> bool:
+    """Whether a name is one of the settings that autotune tunes, so that a value for it is a
+    pin.
+    """
+    return name in Candidate.model_fields or name.startswith("caching.")
+
+
+class CannotExpress(Exception):
+    """A trainer has no equivalent of a value, and no neighbor of it that needs no more memory."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What conversions depend on."""
+
+    family: Family
+    num_blocks: int | None = None
+    """Number of blocks of the model; None when a file is read without building it."""
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether the model learns noise on a discrete schedule."""
+        return isinstance(self.family.noise, DiscreteDiffusion)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One relation between keys of theirs and names of ours."""
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    read: Callable[[Values, Context], Values]
+    """From the keys that are present, or have a default, to names. May raise for a value that
+    makes no sense.
+    """
+    write: Callable[[Values, Context], Values]
+    """From all names to keys; None leaves a key out. Raises CannotExpress."""
+    synonyms: tuple[str, ...] = ()
+    """Those of the keys that mean the same: the first that is present wins, and none has its
+    default beside another.
+    """
+
+
+def whole(value: Any) -> int:
+    """A whole number, also if it is written as text or as a float."""
+    number = float(value)
+    if isinstance(value, bool) or number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(number)
+
+
+def number(value: Any) -> float:
+    """A number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
+def boolean(value: Any) -> bool:
+    """A truth value."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def block_number(value: Any) -> str:
+    """A number of blocks, as pins name it."""
+    return str(whole(value))
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """Several texts, or one."""
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+
+
+VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
+    **dict.fromkeys(
+        ("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number
+    ),
+    **dict.fromkeys(("guidance_scale", "caption_dropout"), number),
+    "swapped_blocks": block_number,
+    **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
+    "preview_prompts": texts,
+}
+"""What kind of value a name takes; a whole number unless it is here."""
+
+
+def count_blocks(value: str | int, num_blocks: int) -> int:
+    """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of
+    every four.
+    """
+    written = str(value)
+    if written == "all":
+        return num_blocks
+    if written.endswith("%"):
+        return round(float(written[:-1]) * num_blocks / 100)
+    first, of, every = written.partition("/")
+    if not of:
+        return int(first)
+    whole_groups, rest = divmod(num_blocks, int(every))
+    return whole_groups * int(first) + min(rest, int(first))
+
+
+def parse_settings(written: str) -> dict[str, Any]:
+    """`a=1 b.c="x" d=["y","z"]` as keys and values, the values in JSON without spaces."""
+    pairs = (one.partition("=") for one in written.split())
+    return {key: json.loads(value) for key, _, value in pairs}
+
+
+def value_table(keys_and_names: str, rows: str) -> Rule:
+    """Values of several keys that belong together: `keys -> names`, and a row in each line.
+
+    A row has their values, one of `=`, `>` (only read) and `<` (only written), our values, and
+    after a bar how they differ. Values are JSON or words, with alternatives between bars; `*` is
+    any value, or none is written; `-` is none, `#` any number and `$` any text, the same on both
+    sides; a word that ends with `*` is any that begins so. `@family` among the keys is a condition,
+    and `!KEY` is only written. The first row that fits counts.
+    """
+    keys, names = (side.split() for side in keys_and_names.split("->"))
+    table = []
+    for line in rows.strip().splitlines():
+        found = re.fullmatch(r"(.*?) +([=<>])(?: +(.*?))??(?: *\| (.*))?", line)
+        assert found, line
+        table.append((found[1].split(), found[2], (found[3] or "").split(), found[4]))
+
+    def read(values: Values, context: Context) -> Values:
+        theirs = [_value_of(values, key, context) for key in keys]
+        for patterns, way, own, difference in table:
+            if way != "<" and (bound := _fit(patterns, theirs)) is not None:
+                found = {n: _fill(v, bound) for n, v in zip(names, own, strict=False) if v != "-"}
+                return {**found, **({LOST: difference} if difference else {})}
+        return {LOST: "autotune has no equivalent"}
+
+    def write(ours: Values, context: Context) -> Values:
+        wanted = [ours.get(name) for name in names]
+        for theirs, way, patterns, difference in table:
+            is_possible = all(
+                key != "@family" or _fit([one], [context.family.name]) is not None
+                for key, one in zip(keys, theirs, strict=True)
+            )
+            if way == ">" or difference or not is_possible:
+                continue
+            if (bound := _fit(patterns, wanted)) is not None:
+                found = zip(keys, theirs, strict=True)
+                return {key.lstrip("!"): _fill(v, bound) for key, v in found if key != "@family"}
+        planned = ", ".join(f"{name} {own}" for name, own in zip(names, wanted, strict=True))
+        raise CannotExpress(f"it has nothing like {planned} that needs no more memory")
+
+    return Rule(tuple(key for key in keys if key[0] not in "@!"), tuple(names), read, write)
+
+
+ANY: Any = object()
+
+
+def _value_of(values: Values, key: str, context: Context) -> Any:
+    return context.family.name if key == "@family" else ANY if key[0] == "!" else values.get(key)
+
+
+def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
+    """What the variables of the patterns stand for; None if a value does not fit its pattern."""
+    bound: list[Any] = []
+    for pattern, value in zip(patterns, values, strict=True):
+        if value is ANY or pattern == "*":
+            continue
+        if pattern in ("#", "$") and value is not None:
+            try:
+                made = number(value) if pattern == "#" else text(value)
+                bound.append(value if made == value else made)
+            except (TypeError, ValueError):
+                return None
+        elif not any(_is_same(_parse(one), value) for one in pattern.split("|")):
+            return None
+    return bound
+
+
+def _is_same(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, str) and isinstance(value, str):
+        own, theirs = wanted.lower(), value.lower()
+        return theirs.startswith(own[:-1]) if own.endswith("*") else theirs == own
+    return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
+
+
+def _parse(word: str) -> Any:
+    try:
+        return None if word == "-" else json.loads(word)
+    except ValueError:
+        return word
+
+
+def _fill(pattern: str, bound: list[Any]) -> Any:
+    if pattern in ("#", "$"):
+        return bound[0]
+    value = _parse(pattern.split("|", maxsplit=1)[0])
+    return None if value == "*" else value.rstrip("*") if isinstance(value, str) else value
+
+
+def same(written: str) -> tuple[Rule, ...]:
+    """Names whose values are the same in both: words `ours=theirs|another`, the first key being
+    written.
+    """
+
+    def rule(name: str, keys: tuple[str, ...]) -> Rule:
+        kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
+
+        def read(values: Values, context: Context) -> Values:
+            value = next((values[one] for one in keys if values.get(one) is not None), None)
+            return {} if value is None else {name: kind(value)}
+
+        return Rule(keys, (name,), read, lambda ours, _: {keys[0]: ours.get(name)}, synonyms=keys)
+
+    words = (word.partition("=") for word in written.split())
+    return tuple(rule(name, tuple(keys.split("|"))) for name, _, keys in words)
+
+
+def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
+    """A value, or a list of which autotune takes the largest number, or the first text, and says
+    `otherwise`.
+    """
+    kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
+
+    def read(values: Values, context: Context) -> Values:
+        items = [
+            kind(one) for one in (values[key] if isinstance(values[key], list) else [values[key]])
+        ]
+        lost = {LOST: otherwise} if otherwise and len(set(items)) > 1 else {}
+        return {name: items[0] if kind is text else max(items), **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        value = ours.get(name)
+        return {key: [value] if is_list and value is not None else value}
+
+    return Rule((key,), (name,), read, write)
+
+
+def first_prompt(key: str) -> Rule:
+    """The prompt of previews, if a trainer samples a single one."""
+    return Rule(
+        (key,),
+        ("preview_prompts",),
+        lambda values, _: {"preview_prompts": (str(values[key]),)},
+        lambda ours, _: {key: next(iter(ours.get("preview_prompts") or ()), None)},
+    )
+
+
+def resolution(written: str, *others: str) -> Rule:
+    """One side of images, or two, in a list or with a comma between; two are written."""
+    keys = (*others, written)
+
+    def read(values: Values, context: Context) -> Values:
+        own = next(values[key] for key in keys if values.get(key) is not None)
+        parts = own.split(",") if isinstance(own, str) else own if isinstance(own, list) else [own]
+        sides = [whole(part) for part in parts]
+        return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
+
+    def write(ours: Values, context: Context) -> Values:
+        return {written: [ours["resolution"], ours["resolution"]]}
+
+    return Rule(keys, ("resolution",), read, write, synonyms=keys)
+
+
+def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
+    """Micro-batch size (the first of `sizes` that is present), accumulated steps and processes:
+    together they are the effective batch size.
+    """
+    keys = tuple(sizes.split())
+
+    def read(values: Values, context: Context) -> Values:
+        micro = whole(next(values[key] for key in keys if values.get(key) is not None))
+        steps, gpus = whole(values.get(accumulation) or 1), whole(values.get(processes) or 1)
+        several = {"num_gpus": gpus} if gpus > 1 else {}
+        return {"micro_batch_size": micro, "effective_batch_size": micro * steps * gpus, **several}
+
+    def write(ours: Values, context: Context) -> Values:
+        micro, gpus = ours["micro_batch_size"], ours.get("num_gpus", 1)
+        steps = max(1, ours["effective_batch_size"] // (micro * gpus))
+        several = gpus if gpus > 1 else None
+        return {written or keys[0]: micro, accumulation: steps, processes: several}
+
+    names = ("micro_batch_size", "effective_batch_size", "num_gpus")
+    return Rule((*keys, accumulation, processes), names, read, write, synonyms=keys)
+
+
+def duration(
+    steps: str, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
+) -> Rule:
+    """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is
+    written.
+    """
+
+    def read(values: Values, context: Context) -> Values:
+        num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
+        if num_epochs and (epochs_win or not num_steps):
+            return {"num_train_epochs": num_epochs}
+        return {"num_steps": num_steps} if num_steps else {}
+
+    def write(ours: Values, context: Context) -> Values:
+        num_epochs = ours.get("num_train_epochs")
+        return {epochs: num_epochs or no_epochs, steps: None if num_epochs else ours["num_steps"]}
+
+    keys = (steps, epochs)
+    return Rule(keys, ("num_steps", "num_train_epochs"), read, write, synonyms=keys)
+
+
+def epochs_only(key: str) -> Rule:
+    """Epochs, if a trainer has no other measure: as many as the steps take."""
+
+    def write(ours: Values, context: Context) -> Values:
+        images = max(1, ours.get("num_images", 1))
+        enough = -(-ours["num_steps"] * ours["effective_batch_size"] // images)
+        return {key: ours.get("num_train_epochs") or enough}
+
+    names = ("num_steps", "num_train_epochs")
+    return Rule((key,), names, lambda values, _: {"num_train_epochs": whole(values[key])}, write)
+
+
+def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
+    """The schedule of the learning rate, by name, and its warm-up in steps.
+
+    Args:
+        key: their key for the schedule.
+        warmup: their key for the warm-up.
+        names: `theirs=ours`, or words that are the same, the first being `constant`.
+        always: whether every schedule of theirs has a warm-up; else only those that have the word
+            in their name.
+    """
+    pairs = (word.partition("=") for word in names.split())
+    own_names = {theirs: own or theirs for theirs, _, own in pairs}
+    constant = next(iter(own_names))
+
+    def read(values: Values, context: Context) -> Values:
+        given = str(values[key])
+        name = own_names.get(given)
+        if name is None:
+            return {LOST: "autotune has no such schedule; the rate stays constant"}
+        steps = number(values.get(warmup) or 0) if always or "warmup" in name else 0
+        if 0 < steps < 1:
+            return {"lr_scheduler": name, LOST: "a warm-up by share of the steps is not carried"}
+        if steps and given == constant and "constant_with_warmup" not in own_names.values():
+            name = "constant_with_warmup"
+        return {"lr_scheduler": name, "lr_warmup_steps": 0 if name == "constant" else whole(steps)}
+
+    def write(ours: Values, context: Context) -> Values:
+        found = (theirs for theirs, own in own_names.items() if own == ours["lr_scheduler"])
+        theirs = next(found, constant)
+        has_warmup = always or "warmup" in theirs
+        return {key: theirs, warmup: ours.get("lr_warmup_steps", 0) if has_warmup else None}
+
+    return Rule((key, warmup), ("lr_scheduler", "lr_warmup_steps"), read, write)
+
+
+def min_snr(key: str, off: float | None = None) -> Rule:
+    """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under
+    one key that is `off` without it. Noise levels are drawn alike.
+    """
+
+    def read(values: Values, context: Context) -> Values:
+        limit = number(values.get(key) or 0)
+        lost = (
+            {} if limit in (0, MIN_SNR_GAMMA) else {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"}
+        )
+        found = ("uniform", 1.0, "min_snr" if limit else "none")
+        return {**dict(zip(MIN_SNR_NAMES, found, strict=True)), **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        return {key: MIN_SNR_GAMMA if ours.get("weighting_scheme") == "min_snr" else off}
+
+    return Rule((key,), MIN_SNR_NAMES, read, write)
+
+
+MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
+
+
+def weight_decay_among(key: str, is_list: bool) -> Rule:
+    """The weight decay among arguments `name=value` of an optimizer, in a list or in one text."""
+
+    def read(values: Values, context: Context) -> Values:
+        found = named_arguments(values.get(key))
+        rest = ", ".join(name for name in found if name != "weight_decay")
+        lost = {LOST: f"{rest}: autotune has no such argument"} if rest else {}
+        return {"weight_decay": number(found.get("weight_decay", 0.01)), **lost}
+
+    def write(ours: Values, context: Context) -> Values:
+        written = f"weight_decay={ours['weight_decay']}"
+        return {key: [written] if is_list else written}
+
+    return Rule((key,), ("weight_decay",), read, write)
+
+
+def named_arguments(value: Any) -> dict[str, str]:
+    """`["a=1", "b=2"]`, or the same in one text with commas between, as a dictionary."""
+    parts = value if isinstance(value, list) else (value or "").split(",")
+    pairs = (str(part).partition("=") for part in parts)
+    return {name.strip(): given.strip() for name, _, given in pairs if name}
+
+
+def checkpointing(key: str, on: str = "", off: str = "") -> Rule:
+    """All blocks or none: a part of them becomes all, which needs less memory. The words are read,
+    too.
+    """
+    words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
+
+    def read(values: Values, context: Context) -> Values:
+        is_on = boolean(words.get(values[key], values[key]))
+        return {"checkpointed_blocks": "all" if is_on else "0"}
+
+    def write(ours: Values, context: Context) -> Values:
+        return {key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0}
+
+    return Rule((key,), ("checkpointed_blocks",), read, write)
+
+
+MAX_STRIDE = 8
+
+
+def patterned_checkpointing(key: str, interval: str, stride: str, families: str) -> Rule:
+    """All blocks, none, or those whose index modulo the stride is below the interval; without a
+    stride every `interval`th block. Of other than these `families` an interval makes several
+    blocks one that is recomputed.
+    """
+    beginnings = tuple(families.split())
+
+    def read(values: Values, context: Context) -> Values:
+        if not boolean(values[key]):
+            return {"checkpointed_blocks": "0"}
+        every, of = (whole(values[name]) if values.get(name) else 0 for name in (interval, stride))
+        if every <= 1 or 0 < of <= every:
+            return {"checkpointed_blocks": "all"}
+        if not context.family.name.startswith(beginnings):
+            lost = "several blocks are recomputed as one; autotune recomputes each by itself"
+            return {"checkpointed_blocks": "all", LOST: lost}
+        return {"checkpointed_blocks": f"{every}/{of}" if of else f"1/{every}"}
+
+    def write(ours: Values, context: Context) -> Values:
+        total = context.num_blocks or 1
+        blocks = count_blocks(ours["checkpointed_blocks"], total)
+        enough = {
+            (every, of): count
+            for of in range(2, MAX_STRIDE + 1)
+            for every in range(1, of)
+            if (count := count_blocks(f"{every}/{of}", total)) >= blocks
+        }
+        is_whole = blocks in (0, total, total - 1) or not enough
+        if is_whole or not context.family.name.startswith(beginnings):
+            return {key: blocks > 0, interval: None, stride: None}
+        every, of = min(enough, key=lambda one: (enough[one], one[1]))
+        has_stride = every > 1
+        return {
+            key: True,
+            interval: every if has_stride else of,
+            stride: of if has_stride else None,
+        }
+
+    return Rule((key, interval, stride), ("checkpointed_blocks",), read, write)
+
+
+def swapping(key: str, limits: Mapping[str, int]) -> Rule:
+    """Swapped blocks by number, of some families no more than a limit: more is refused."""
+
+    def write(ours: Values, context: Context) -> Values:
+        blocks = count_blocks(ours["swapped_blocks"], context.num_blocks or 1)
+        if blocks > (limit := limits.get(context.family.name, blocks)):
+            raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
+        return {key: blocks}
+
+    def read(values: Values, context: Context) -> Values:
+        return {"swapped_blocks": str(whole(values[key]))}
+
+    return Rule((key,), ("swapped_blocks",), read, write)
+
+
+def share_of_blocks(key: str, switch: str = "") -> Rule:
+    """Swapped blocks as a share of all, which a second key may switch off."""
+
+    def read(values: Values, context: Context) -> Values:
+        share = number(values[key]) if not switch or boolean(values[switch]) else 0
+        return {"swapped_blocks": f"{100 * share:g}%" if share else "0"}
+
+    def write(ours: Values, context: Context) -> Values:
+        total = context.num_blocks or 1
+        share = round(count_blocks(ours["swapped_blocks"], total) / total, 5)
+        return {switch: share > 0, key: share or None} if switch else {key: share}
+
+    return Rule((key, *filter(None, [switch])), ("swapped_blocks",), read, write)
+
+
+KINDS: Mapping[str, Callable[..., Rule]] = {
+    one.__name__: one
+    for one in (
+        *(one_of_list, first_prompt, resolution, batch, duration, epochs_only, schedule, min_snr),
+        *(weight_decay_among, checkpointing, patterned_checkpointing, swapping, share_of_blocks),
+    )
+}
+"""What key rules are made with, by the name that data has for it; `same` makes several."""

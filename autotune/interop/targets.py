@@ -1,0 +1,356 @@
+"""Which layers each trainer adapts, in its way of naming them, so that target sets can be compared;
+and the rules that relate these ways to our target sets.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from autotune.families import Family, target_matcher
+from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values, named_arguments
+from autotune.weights import LAYOUTS
+
+LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
+"""Numbers of blocks in a layer's name."""
+MAX_BLOCKS = 64
+"""More than any list of a known model has."""
+Selects = Callable[[str], bool]
+"""Whether a trainer adapts the layer of this name."""
+
+
+@cache
+def _layers(kind: str, transformer: str) -> frozenset[str]:
+    data = read_data("layers")
+    written = " ".join(data[kind].get(transformer, ()))
+    for name, part in data["parts"].items():
+        written = written.replace(name, part)
+    return frozenset(layer for one in written.split() for layer in _expand(one))
+
+
+@cache
+def read_data(name: str) -> Any:
+    """A file of the package's own data."""
+    text = (files("autotune.interop") / "data" / f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _expand(text: str) -> list[str]:
+    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
+    inner = re.search(r"\{([^{}]*)\}", text)
+    if inner is None:
+        return [text]
+    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
+    return [name for part in parts for name in _expand(part)]
+
+
+def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
+    """Names of the Linear layers of a family's transformer, one block of each kind standing for
+    all. A UNet's blocks are not apart from the rest.
+    """
+    is_apart = in_blocks and family.block_lists
+    blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
+    names = _layers("linear", family.transformer_class)
+    return frozenset(name for name in names if name.startswith(blocks))
+
+
+def convolutions(family: Family) -> frozenset[str]:
+    """Names of the convolutions of a family's model."""
+    return _layers("convolutions", family.transformer_class)
+
+
+def original_name(family: Family, layer: str) -> str:
+    """A layer's name in the code of the model's authors, if the model has another one there:
+    several layers may be one there.
+    """
+    layout = LAYOUTS.get(family.transformer_class)
+    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
+
+
+def layers_of(family: Family, targets: str) -> frozenset[str]:
+    """The layers that a target set, or patterns, adapt."""
+    return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
+
+
+def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
+    """The target set that differs least from these layers, by kinds of layers first, and how it
+    differs.
+    """
+    sets = {name: layers_of(family, name) for name in family.target_sets}
+    kinds = set(map(in_block, layers))
+    by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
+    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
+    texts = []
+    for verb, names in (
+        ("also adapts", sets[name] - layers),
+        ("does not adapt", layers - sets[name]),
+    ):
+        shown = (
+            in_block(one) + " outside the blocks" * (in_block(one) == one) for one in sorted(names)
+        )
+        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] * bool(names)
+    return name, " and ".join(texts)
+
+
+def peft_names(family: Family, targets: str) -> list[str]:
+    """Ends of names that adapt the target set alone: a layer whose short name another also has,
+    or a module around layers, is named for each block.
+    """
+    wanted, every = layers_of(family, targets), linear_layers(family)
+    found: list[str] = []
+    for name in sorted(wanted):
+        end = in_block(name)
+        is_shared = any(by_ends([end])(other) for other in every - wanted)
+        if is_shared or any(f".{end}." in other for other in every):
+            found += [name.replace(".0.", f".{number}.", 1) for number in range(MAX_BLOCKS)]
+        else:
+            found.append(end)
+    return list(dict.fromkeys(found))
+
+
+def in_block(name: str) -> str:
+    """A layer's name within its block."""
+    return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
+
+
+def by_ends(ends: Sequence[str]) -> Selects:
+    """Layers whose name is one of these, or ends with one after a dot."""
+    return lambda name: any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
+    """Layers whose name has one of the texts in it, and none of the ignored."""
+    return lambda name: (
+        any(part in name for part in only) and not any(part in name for part in ignored)
+    )
+
+
+def _targets(
+    keys: Sequence[str],
+    selects: Callable[[Values, Context], Selects],
+    write: Callable[[Values, Context], Values],
+    arguments: Sequence[str] | None = None,
+) -> Rule:
+    """The rule for adapted layers. `selects` makes of the keys what the trainer matches names
+    with; `arguments` are those of `network_args` that it understands.
+    """
+
+    def read(values: Values, context: Context) -> Values:
+        layers = linear_layers(context.family) | convolutions(context.family)
+        chosen = frozenset(filter(selects(values, context), layers))
+        name, difference = find_target_set(context.family, chosen)
+        lost = [f"the nearest set of layers {difference}"] if difference else []
+        given = network_arguments(values) if arguments else {}
+        if others := ", ".join(one for one in given if one not in (arguments or ())):
+            lost.append(f"{others}: autotune has no such argument")
+        return {"targets": name, **({LOST: "; ".join(lost)} if lost else {})}
+
+    return Rule(tuple(keys), ("targets",), read, write)
+
+
+def targets_by_parts(
+    only: str,
+    ignored: str,
+    inside: str,
+    convolution_rank: str,
+    blocks: Mapping[str, list[str]],
+    authors_code: str,
+) -> Rule:
+    """Lists of parts of names, as ai-toolkit has them.
+
+    Args:
+        only: key for parts of which a name must hold one.
+        ignored: key for parts of which it must hold none.
+        inside: key for whether layers outside the blocks are left out; true if it is absent.
+        convolution_rank: key for the rank of convolutions of more than a pixel; smaller ones are
+            adapted as linear layers are.
+        blocks: by class, what the names of layers hold that are in blocks; `transformer_blocks` by
+            default.
+        authors_code: classes that it trains in the code of their authors, by whose names it goes.
+    """
+
+    def name_of(family: Family, layer: str) -> str:
+        is_authors = family.transformer_class in authors_code.split()
+        return original_name(family, layer) if is_authors else layer
+
+    def selects(values: Values, context: Context) -> Selects:
+        family = context.family
+        is_chosen = by_parts(values.get(only) or ("",), values.get(ignored) or ())
+        is_inside = by_parts(blocks.get(family.transformer_class, ["transformer_blocks"]))
+        everywhere, others = values.get(inside) is False, convolutions(family)
+
+        def is_adapted(layer: str) -> bool:
+            name = name_of(family, layer)
+            is_kind = layer not in others or values.get(convolution_rank) or "shortcut" in layer
+            return bool(is_kind) and is_chosen(name) and (everywhere or is_inside(name))
+
+        return is_adapted
+
+    def write(ours: Values, context: Context) -> Values:
+        """The first of four ways that adapts what is wanted, the shortest first."""
+        family, wanted = context.family, layers_of(context.family, ours["targets"])
+        every = linear_layers(family) | convolutions(family)
+        by_name: Values = {only: sorted({in_block(name_of(family, one)) for one in wanted})}
+        unwanted = filter(selects(by_name, context), every - wanted)
+        roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
+        ways = ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
+        exact = (way for way in ways if set(filter(selects(way, context), every)) == wanted)
+        return next(exact, by_name)
+
+    return _targets([only, ignored, inside, convolution_rank], selects, write)
+
+
+def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
+    """Ends of names as peft takes them: a list, or with `joined` one text with commas; both are
+    read. `usual`: by how families' names begin, what is adapted if the key is not there.
+    """
+
+    def selects(values: Values, context: Context) -> Selects:
+        given = values.get(key)
+        if isinstance(given, str):
+            is_json = given.startswith("[")
+            given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
+        own = next(names for of, names in usual.items() if context.family.name.startswith(of))
+        return by_ends(given or own.split())
+
+    def write(ours: Values, context: Context) -> Values:
+        names = peft_names(context.family, ours["targets"])
+        return {key: ",".join(names) if joined else names}
+
+    return _targets([key], selects, write)
+
+
+def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
+    """Parts of names with commas between, or patterns if another key says so, as in OneTrainer."""
+
+    def by(text: str, patterned: bool) -> Selects:
+        parts = [part.strip() for part in text.split(",")]
+        if not patterned:
+            return by_parts(parts)
+        patterns = [re.compile(part) for part in parts]
+        return lambda name: any(pattern.search(name) for pattern in patterns)
+
+    def selects(values: Values, context: Context) -> Selects:
+        return by(str(values.get(key) or ""), bool(values.get(is_pattern)))
+
+    def write(ours: Values, context: Context) -> Values:
+        family, wanted = context.family, layers_of(context.family, ours["targets"])
+        parts = ",".join(sorted(set(map(in_block, wanted))))
+        every = linear_layers(family) | convolutions(family)
+        is_exact = set(filter(by(parts, False), every)) == wanted
+        patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
+        return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
+
+    return _targets([key, is_pattern], selects, write)
+
+
+def in_any_block(layer: str) -> str:
+    """A pattern for the name of a layer in any block."""
+    if layer.startswith("mid_block.resnets."):
+        return re.escape(layer)
+    return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
+
+
+def network_arguments(values: Values) -> dict[str, Any]:
+    """The patterns and numbers in kohya's `network_args`."""
+    found: dict[str, Any] = {}
+    for name, value in named_arguments(values.get("network_args") or []).items():
+        try:
+            found[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            found[name] = value
+    return found
+
+
+def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
+    """Patterns in `network_args`: excluded by any and included by none is left out (musubi's
+    networks/lora.py, `create_modules`).
+
+    Args:
+        usual: by how families' names begin, what is always excluded, and what is included unless
+            the file says otherwise.
+        everywhere: the family of which layers outside the blocks are adapted, too.
+    """
+
+    def any_of(given: list[str], name: str) -> bool:
+        return any(re.fullmatch(str(pattern), name) for pattern in given)
+
+    def selects(values: Values, context: Context) -> Selects:
+        family, given = context.family, network_arguments(values)
+        exclude, include = next(own for of, own in usual.items() if family.name.startswith(of))
+        excluded = [exclude, *given.get("exclude_patterns", ())]
+        included = given.get("include_patterns", [include])
+        layers = linear_layers(family, in_blocks=family.name != everywhere)
+        names = {layer: original_name(family, layer) for layer in layers}
+        return lambda layer: (
+            layer in names
+            and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
+        )
+
+    def write(ours: Values, context: Context) -> Values:
+        wanted = layers_of(context.family, ours["targets"])
+        every = linear_layers(context.family)
+        names = {layer: original_name(context.family, layer) for layer in every}
+        others = {name for layer, name in names.items() if layer not in wanted}
+        found = set()
+        for name in (names[layer] for layer in wanted):
+            end = r".*\." + re.escape(in_block(name))
+            exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
+            found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
+        included = "', r'".join(sorted(found))
+        return {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
+
+    return _targets(["network_args"], selects, write, ("exclude_patterns", "include_patterns"))
+
+
+def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
+    """Ranks of parts in `network_args`, and the layers of each, as sd-scripts has them for FLUX.1;
+    0 adapts none of them. In single blocks query, key, value and the first half of the MLP are one
+    layer there. Of a UNet it adapts the transformers.
+    """
+    layers = {name: written.split() for name, written in parts.items()}
+
+    def selects(values: Values, context: Context) -> Selects:
+        given = network_arguments(values)
+        if context.is_discrete:
+            roots = (".attentions.", *((".resnets.", "samplers.") if given.get("conv_dim") else ()))
+            return by_parts(roots)
+        on = [name for name in layers if given.get(name) != 0]
+
+        def is_adapted(layer: str) -> bool:
+            kind, name = layer.startswith("single_"), in_block(layer)
+            own = (part for part in on if part.startswith("single_") == kind)
+            return name != layer and any(name in layers[part] for part in own)
+
+        return is_adapted
+
+    def write(ours: Values, context: Context) -> Values:
+        family, targets = context.family, ours["targets"]
+        if context.is_discrete:
+            own = {layer for layer in linear_layers(family) if ".attentions." in layer}
+            if layers_of(family, targets) != own:
+                what = "it adapts all layers of the UNet's transformers"
+                raise CannotExpress(f"{what}; use --targets attention+mlp+proj")
+            return {"network_args": None}
+        if targets == "attention":
+            what = "in its single blocks attention and MLP are one layer"
+            raise CannotExpress(f"{what}; use --targets attention+mlp")
+        off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]
+        return {"network_args": off if targets == "attention+mlp" else None}
+
+    return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
+
+
+KINDS: Mapping[str, Callable[..., Rule]] = {
+    one.__name__: one
+    for one in (
+        *(targets_by_parts, targets_by_ends, targets_by_filter),
+        *(targets_by_patterns, targets_by_ranks),
+    )
+}
+"""How trainers name the layers that they adapt, as `rules.KINDS`."""
