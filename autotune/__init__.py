@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from autotune.api.configured_plans import PlanFromConfig, plan_from_config
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
-    from autotune.api.machines import list_gpus, probe, require_gpu
-    from autotune.api.models import list_models
+    from autotune.api.machines import list_gpus, list_models, probe, require_gpu
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, list_choices, plan

@@ -1,4 +1,6 @@
-"""What there is to train on: this machine and the catalog of GPUs."""
+"""What there is to train: the published models; and to train on: this machine and the catalog of
+GPUs.
+"""
 
 import re
 from collections.abc import Callable, Collection
@@ -6,12 +8,13 @@ from pathlib import Path
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.errors import InvalidInput
-from autotune.families import find_published
+from autotune.families import find_published, open_single_file, recognize
 from autotune.hardware import (
     NO_BF16,
     NOT_SAVED,
     CatalogGpu,
     cached_profile,
+    gpu_named,
     hardware_named,
     limited_budget,
     load_catalog,
@@ -20,7 +23,7 @@ from autotune.hardware import (
     with_host_memory,
 )
 from autotune.hardware import probe as read_machine
-from autotune.planning import NoGpu
+from autotune.planning import ModelSummary, NoGpu, summarize_models
 from autotune.schema import (
     HardwareProfile,
     MemoryBudget,
@@ -42,6 +45,33 @@ def list_gpus() -> tuple[CatalogGpu, ...]:
         >>> [gpu.id for gpu in autotune.list_gpus()]
     """
     return load_catalog()
+
+
+def list_models(
+    hardware: str | None = None, *, file: str | Path | None = None
+) -> tuple[ModelSummary, ...]:
+    """Every published model that autotune knows by name, or those whose DiT or UNet a single file
+    may be.
+
+    Args:
+        hardware: a GPU of the catalog, to tell what it is predicted to do with each; `4090` and the
+            like.
+        file: a file of ComfyUI, Kohya or Civitai. Models of one architecture differ in nothing that
+            is in it; the one that its name fits best, for which it is taken, comes first.
+
+    Raises:
+        InvalidInput: the catalog has no such GPU, or the file holds no known model; the message
+            says what it is.
+
+    Example:
+        >>> {model.name: model.num_parameters for model in autotune.list_models()}
+        >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
+    """
+    summaries = summarize_models(gpu_named(hardware).id if hardware else None)
+    if file is None:
+        return summaries
+    by_id = {summary.hub_id: summary for summary in summaries}
+    return tuple(by_id[model.hub_id] for _, model in recognize(open_single_file(Path(file))))
 
 
 def probe(

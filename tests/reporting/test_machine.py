@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autotune.api.models import list_models
+from autotune.api.machines import list_models
 from autotune.data.check import DataReport
 from autotune.data.items import Problem, ProblemKind
 from autotune.errors import InvalidInput
@@ -28,7 +28,7 @@ from autotune.reporting.machine import (
 from autotune.schema.hardware import Rate
 from autotune.schema.workload import Bucket
 from tests.conftest import autotune_here
-from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem, machine
+from tests.hardware.fleet import MACHINES, machine
 
 REPORT = DataReport(
     folder="photos",
@@ -76,20 +76,20 @@ def rate(value, unit):
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_profile_and_findings_are_shown_whole(name):
     profile = read_profile(machine(name)).changed(
-        rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True
+        rates=(rate(1.4e14, "FLOP/s"),), notes=("a [b] note",), noisy=True
     )
     text = shown(profile_view(profile))
-    for needed in (profile.device.memory_kind, "noisy", "140.0 TFLOP/s", "a note", "torchao-int8"):
+    for needed in (
+        profile.device.memory_kind,
+        "noisy",
+        "140.0 TFLOP/s",
+        "a [b] note",
+        "torchao-int8",
+    ):
         assert needed in text
     assert "None" not in text
     found = findings(read_doctor_facts(machine(name), 2**36))
     assert shown(findings_view(found)).count("fix:") == len(found)
-
-
-def test_brackets_in_a_name_are_no_markup():
-    system = {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}
-    profile = read_profile(FakeSystem({**SOURCES["no-gpu"], "os": system}))
-    assert "CPU [/rev] [b]" in shown(profile_view(profile))
 
 
 def test_models_are_given_as_json_and_an_unknown_gpu_is_refused(capfd):

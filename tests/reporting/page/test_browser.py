@@ -27,34 +27,25 @@ PAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
-    contexts = []
+def opened(tmp_path: Path) -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
-    def open_page(name: str, **options: Any) -> Any:
-        file = tmp_path / "report.html"
-        file.write_text(build_page(PAGES[name], "0.1.0"), encoding="utf-8")
-        contexts.append(chromium.new_context(**options))
-        contexts[-1].set_default_timeout(120_000)  # on a busy machine
-        page = contexts[-1].new_page()
-        page.complaints, page.requests = [], []
-        page.on("console", lambda message: page.complaints.append(message.text))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("request", lambda request: page.requests.append(request.url))
-        page.goto(file.as_uri())
-        return page
+        def open_page(name: str, **options: Any) -> Any:
+            file = tmp_path / "report.html"
+            file.write_text(build_page(PAGES[name], "0.1.0"), encoding="utf-8")
+            page = chromium.new_page(**options)
+            page.set_default_timeout(120_000)  # on a busy machine
+            page.complaints, page.requests = [], []
+            page.on("console", lambda message: page.complaints.append(message.text))
+            page.on("pageerror", lambda error: page.complaints.append(str(error)))
+            page.on("request", lambda request: page.requests.append(request.url))
+            page.goto(file.as_uri())
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
+        yield open_page
+        chromium.close()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -10,15 +10,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
-from autotune.errors import InvalidInput
-from autotune.reporting import page
 from autotune.reporting.candidates import Point, find_worths, nearest_beyond, points_of
-from autotune.reporting.charts import thinned
 from autotune.reporting.page import Subject, build_page
 from autotune.schema.plan import Reason, Rejected
 from tests.reporting.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
@@ -189,19 +184,3 @@ def test_a_run_shows_how_it_stands_and_its_loss_on_held_out_images() -> None:
     running = page_of(run_subject(finished=False)).text
     assert "step 40 of 100" in running
     assert "Promised against measured" not in running
-
-
-def test_without_plotly_a_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput) as caught:
-        build_page([plan_subject()], "0.1.0")
-    assert "pip install 'lora-autotune[report]'" in caught.value.hint
-
-
-@given(st.integers(1, 5000))
-def test_a_long_line_is_thinned_to_what_a_screen_shows(number: int) -> None:
-    points = [(float(i), float(i)) for i in range(number)]
-    kept = thinned(points, max)
-    assert len(kept) <= 300
-    assert kept[-1] == points[-1]
-    assert max(value for _, value in kept) == number - 1
