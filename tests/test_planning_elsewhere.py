@@ -2,7 +2,6 @@
 downloaded.
 """
 
-import errno
 import json
 import subprocess
 import sys
@@ -13,22 +12,17 @@ import pytest
 
 from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
-from autotune.errors import InvalidInput, NothingFits
-from autotune.families.resolve import read_parts, resolve_model
+from autotune.errors import InvalidInput
 from autotune.hardware.store import hardware_named
-from autotune.planning.planner import PlanningResult
+from autotune.knobs.registry import KNOBS
 from autotune.planning.request import PlanRequest, ResolvedRequest
-from autotune.schema.candidate import Candidate
-from autotune.schema.events import Event, Notice
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
-from autotune.training.processes import device_misfits
 from tests.conftest import autotune_here
 from tests.planning.machines import make_plan
-from tests.small import write_small_pipeline
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
@@ -51,38 +45,7 @@ def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -
     needed = frozen.expected.peak_memory_bytes + frozen.expected.process_memory_bytes
     assert needed <= frozen.hardware.budget_bytes
     assert frozen.hardware.device_name == "NVIDIA GeForce RTX 4090"
-    assert {reason.knob for reason in frozen.reasons} == {
-        *type(frozen.settings).model_fields,
-        "caching",
-    }
-
-
-def test_a_plan_that_the_disk_no_longer_takes_is_printed(
-    predicted: TrainingPlan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def full(path: Path, plan: TrainingPlan) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(
-        "autotune.planning.planner.make_plan", lambda *asked: PlanningResult(predicted, asked[1])
-    )
-    monkeypatch.setattr("autotune.api.plans.write_plan", full)
-    asked = (
-        "--model",
-        "kandinsky5-image-lite",
-        "--hardware",
-        "nvidia-rtx-4090",
-        "-o",
-        tmp_path / "plan.yaml",
-    )
-    process = autotune_here(capfd, "plan", *asked)
-    assert process.returncode == 1
-    assert "the plan is printed instead" in process.stderr
-    (tmp_path / "kept.yaml").write_text(process.stdout)
-    assert read_plan(tmp_path / "kept.yaml") == predicted
+    assert {reason.knob for reason in frozen.reasons} >= {*(knob.name for knob in KNOBS), "caching"}
 
 
 def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,20 +67,6 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[s
     assert json.loads(process.stdout)["step_seconds"] > 0
     bucket = estimate.workload.buckets[0]
     assert (bucket.width_px, bucket.height_px) == (512, 768)
-
-
-def test_a_card_without_bf16_is_planned_for_in_fp16() -> None:
-    events: list[Event] = []
-    card = hardware_for("T4", on_event=events.append)
-    told = [event.text for event in events if isinstance(event, Notice)]
-    assert told[0] == "planning for nvidia-t4"
-    assert told[1].startswith(
-        "this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp16"
-    )
-    space = ResolvedRequest.build(
-        PlanRequest(model="wan-2.1", workload_overrides=SMALL), needs_weights=False
-    ).space(card)
-    assert space.choices["precision"] == ("fp16",)
 
 
 def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
@@ -149,37 +98,6 @@ def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_bl
         for levers in (exact, {"modulation": "resident"})
     ]
     assert found == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("card", "model"), [("t4", "wan-2.1"), ("2080 ti", "sdxl")])
-def test_cards_with_tensor_cores_for_fp16_alone_train_in_it(card: str, model: str) -> None:
-    hardware, plain = hardware_for(card), Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    pins = tuple(
-        (name, str(value))
-        for name, value in plain
-        if name not in ("precision", "checkpointed_blocks")
-    )
-    request = PlanRequest(model=model, workload_overrides=SMALL, is_local=False, pins=pins)
-    assert make_plan(request, hardware).frozen.settings.precision == "fp16"
-    half, whole = (
-        estimate(model, hardware=hardware, precision=precision, resolution=512)
-        for precision in ("fp16", "fp32")
-    )
-    assert half.step_seconds < whole.step_seconds
-    assert half.run_memory_bytes < whole.run_memory_bytes
-
-
-def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    write_small_pipeline("qwen-image", tmp_path, ["a red circle"])
-    asked = ("--model", tmp_path, "--hardware", "nvidia-rtx-4090", "--resolution", 64, "--json")
-    estimate = Estimate.model_validate_json(autotune_here(capfd, "estimate", *asked).stdout)
-    parts = read_parts(resolve_model(str(tmp_path)))
-    assert parts is not None
-    caching = next(phase for phase in estimate.prediction.phases if phase.name == "cache")
-    assert caching.breakdown.weight_bytes >= 2 * sum(parts.text_encoder_parameters) > 0
 
 
 COUNTING = """
@@ -229,73 +147,6 @@ def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Pa
     assert len(found["modules"]) < 4400
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--resolution", "1000"), "the nearest valid width is 992 px"),
-        (("--resolution", "big"), "1024 or 512x768"),
-        (("--frames", "5"), "--frames 1"),
-        (("--micro-batch-size", "3", "--batch", "4"), "the nearest valid micro-batch size is"),
-        (("--checkpointing", "99"), "the nearest valid value is 60"),
-        (("--quantization", "torchao-int9"), "nearest: torchao-int8"),
-        (("--hardware", "nvidia-rtx-9999"), "autotune probe --list"),
-    ],
-)
-def test_wrong_questions_name_the_nearest_right_one(
-    capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
-) -> None:
-    hardware = () if "--hardware" in arguments else ("--hardware", "nvidia-h100-sxm")
-    process = autotune_here(capfd, "estimate", "--model", "qwen-image", *hardware, *arguments)
-    assert process.returncode == 2
-    hint = process.stderr.strip().splitlines()[-1]
-    assert hint.startswith("hint: ")
-    assert words in hint
-
-
-def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
-    hardware = hardware_named("nvidia-h100-sxm")
-    request = PlanRequest(
-        model="kandinsky5-image-lite",
-        workload_overrides=SMALL,
-        pins=(("micro_batch_size", "1"),),
-        exclusions=(("quantization", "torchao-fp8"),),
-    )
-    space = ResolvedRequest.build(request, needs_weights=False).space(hardware)
-    assert space.choices["micro_batch_size"] == (1,)
-    assert {candidate.micro_batch_size for candidate in space.candidates} == {1}
-    assert "torchao-fp8" not in space.choices["quantization"]
-    reasons = {str(r.choice): r.reason for r in space.rejected["quantization"]}
-    assert reasons["torchao-fp8"] == "excluded by the user"
-
-
-@pytest.mark.parametrize(
-    "pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)]
-)
-def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
-    request = PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, pins=pins)
-    with pytest.raises(InvalidInput):
-        ResolvedRequest.build(request, needs_weights=False).space(hardware_named("nvidia-h100-sxm"))
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_the_message_says_what_would_help() -> None:
-    workload_overrides = WorkloadOverrides(
-        size_px=(512, 512), quality="high", effective_batch_size=1
-    )
-    request = PlanRequest(
-        model="qwen-image",
-        workload_overrides=workload_overrides,
-        is_local=False,
-        pins=(("swapped_blocks", "0"),),
-    )
-    with pytest.raises(NothingFits) as caught:
-        make_plan(request, hardware_named("nvidia-rtx-3060"))
-    assert "weights alone need 12." in caught.value.message
-    assert "without --pin (" in caught.value.hint, (
-        "a smaller quality would not be enough with all blocks on the device"
-    )
-
-
 @pytest.mark.slow
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only sharded."""
@@ -318,17 +169,6 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     assert shared.expected.peak_memory_bytes < 10 << 30
     with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
         make_plan(replace(request, num_processes=3), card)
-
-
-def test_each_process_needs_a_gpu() -> None:
-    card = hardware_named("nvidia-rtx-4090")
-    assert device_misfits(1, card) == ()
-    assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
-    with pytest.raises(NothingFits, match="2 need a GPU each"):
-        make_plan(
-            PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2),
-            card,
-        )
 
 
 @pytest.mark.slow

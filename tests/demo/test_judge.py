@@ -20,7 +20,7 @@ from autotune.demo.world import (
 )
 
 SHAPES = (*KNOWN_SHAPES, *NEW_SHAPES)
-COUNT = 1000
+COUNT = 300
 
 
 def any_scene(rng: random.Random) -> Scene:
@@ -61,7 +61,7 @@ def test_noise_is_read_no_better_than_by_chance_and_scores_nothing() -> None:
     ]
     for part, names in enumerate((SHAPES, COLORS, GROUNDS)):
         share = np.mean([one[part] == truth[part] for one, truth in zip(seen, truths, strict=True)])
-        assert share < 1 / len(names) + 0.05  # four standard deviations
+        assert share < 1 / len(names) + 0.09  # four standard deviations
     assert (
         np.mean([score_image(image, *truth) for image, truth in zip(images, truths, strict=True)])
         < 0.03
