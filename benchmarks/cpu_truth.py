@@ -23,7 +23,7 @@ from autotune.training.model import TrainingModel, apply_knobs
 from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.training.optimizer import AdapterOptimizer
 from autotune.training.step import Noising, optimizer_step, to_device
-from autotune.weights.building import cast_as_loaded
+from autotune.weights.streaming import cast_as_loaded
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,15 @@ from collections.abc import Iterator, Mapping
 from autotune.backends import load_entry_points
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family, PublishedModel
-from autotune.families.chroma import Chroma
-from autotune.families.flux1_dev import Flux1Dev
-from autotune.families.flux1_kontext import Flux1Kontext
-from autotune.families.flux2_dev import Flux2Dev
-from autotune.families.flux2_klein import Flux2Klein
+from autotune.families.flux1 import Chroma, Flux1Dev, Flux1Kontext
+from autotune.families.flux2 import Flux2Dev, Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.krea2 import Krea2
 from autotune.families.ltx2 import LTX2
-from autotune.families.qwen_image import QwenImage
-from autotune.families.qwen_image_21 import QwenImage21
-from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from autotune.families.qwen_image import QwenImage, QwenImage21, QwenImageEdit, QwenImageEditPlus
 from autotune.families.sd35 import StableDiffusion35
 from autotune.families.sdxl import StableDiffusionXL
-from autotune.families.wan import Wan21, Wan22
-from autotune.families.wan22_14b import Wan22HighNoise
+from autotune.families.wan import Wan21, Wan22, Wan22HighNoise
 from autotune.families.z_image import ZImage
 
 ENTRY_POINTS = "autotune.families"

@@ -8,14 +8,6 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
-    from autotune.weights.building import (
-        DtypePolicy,
-        attribute_tensors,
-        build_empty,
-        cast_as_loaded,
-        from_pretrained_dtypes,
-        limit_tensors,
-    )
     from autotune.weights.components import build_empty_component, check_part, load_component
     from autotune.weights.configs import (
         DOWNLOAD_AGAIN,
@@ -24,9 +16,15 @@ if TYPE_CHECKING:
         read_model_index,
         require_bounded,
     )
-    from autotune.weights.errors import BadWeights, MissingWeights
-    from autotune.weights.file_parts import has_part
-    from autotune.weights.files import read_header
+    from autotune.weights.files import (
+        BadWeights,
+        MissingWeights,
+        WeightSource,
+        is_model_path,
+        open_weights,
+        read_header,
+        weights_digest,
+    )
     from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
     from autotune.weights.joined_layers import LoraLayer
@@ -35,13 +33,18 @@ if TYPE_CHECKING:
     from autotune.weights.publishing import require_hub, upload
     from autotune.weights.resharding import reshard
     from autotune.weights.saving import save_file
-    from autotune.weights.single_file import first_names, view_as
-    from autotune.weights.sources import WeightSource, is_model_path, open_weights, weights_digest
+    from autotune.weights.single_file import first_names, has_part, view_as
     from autotune.weights.streaming import (
+        DtypePolicy,
         Transform,
+        attribute_tensors,
+        build_empty,
+        cast_as_loaded,
         check_source,
         draw_random,
         fill_random,
+        from_pretrained_dtypes,
+        limit_tensors,
         load_into,
         stream_tensors,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput, first_line
 from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
-from autotune.weights.errors import CorruptFile
+from autotune.weights.files import CorruptFile
 from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
 from autotune.weights.layer_names import (
     LAYOUTS,

@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 from autotune.errors import first_line
-from autotune.weights.building import (
+from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config
+from autotune.weights.files import BadWeights, WeightSource, open_weights
+from autotune.weights.single_file import view_part
+from autotune.weights.streaming import (
     DtypePolicy,
+    Rename,
+    Transform,
     build_empty,
+    check_source,
     from_pretrained_dtypes,
+    load_into,
     transformers_renaming,
 )
-from autotune.weights.configs import DOWNLOAD_AGAIN, component_class, read_config
-from autotune.weights.errors import BadWeights
-from autotune.weights.file_parts import view_part
-from autotune.weights.sources import WeightSource, open_weights
-from autotune.weights.streaming import Rename, Transform, check_source, load_into
 
 
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:

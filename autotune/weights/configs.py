@@ -12,8 +12,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.runtime import read_bounded
-from autotune.weights.errors import MissingWeights
-from autotune.weights.sources import PIPELINE_INDEX
+from autotune.weights.files import PIPELINE_INDEX, MissingWeights
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries that component classes may come from: a name in an untrusted folder must not import

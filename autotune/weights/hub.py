@@ -25,8 +25,16 @@ from huggingface_hub.errors import (
 )
 
 from autotune.runtime import require_free_disk
-from autotune.weights.errors import HubError, MissingWeights, PickledWeights
-from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, find_weights, read_index
+from autotune.weights.files import (
+    PICKLES,
+    PIPELINE_INDEX,
+    STEMS,
+    HubError,
+    MissingWeights,
+    PickledWeights,
+    find_weights,
+    read_index,
+)
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and which of them a component needs is

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from autotune.runtime import lazy_module
 from autotune.schema import Frozen, NaturalInt
-from autotune.weights.files import TensorEntry, WeightFile
+from autotune.weights.files import TensorEntry, WeightFile, open_weights
 from autotune.weights.loaders import read_tensor
-from autotune.weights.sources import open_weights
 
 if TYPE_CHECKING:
     import torch

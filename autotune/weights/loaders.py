@@ -23,9 +23,14 @@ from safetensors import safe_open
 
 from autotune.errors import InvalidInput
 from autotune.runtime import lazy_module
-from autotune.weights.errors import TruncatedFile
-from autotune.weights.files import CHECK_FILE_SIZE, TensorEntry, WeightFile, read_header
-from autotune.weights.sources import WeightSource
+from autotune.weights.files import (
+    CHECK_FILE_SIZE,
+    TensorEntry,
+    TruncatedFile,
+    WeightFile,
+    WeightSource,
+    read_header,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from autotune.errors import first_line
-from autotune.weights.errors import HubError
+from autotune.weights.files import HubError
 from autotune.weights.hub import UNREACHABLE
 
 LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.runtime import atomic_write
+from autotune.weights.files import PIPELINE_INDEX, STEMS, find_weights, open_weights
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards
-from autotune.weights.sources import PIPELINE_INDEX, STEMS, find_weights, open_weights
 
 CONFIGS = ("config.json", "generation_config.json")
 """Files that are loaded together with a model's weights."""

@@ -15,7 +15,7 @@ from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel, check_weights, read_parts, resolve_model
 from autotune.schema.job import ModelRef
 from autotune.weights.components import load_component
-from autotune.weights.errors import BadWeights, MissingWeights
+from autotune.weights.files import BadWeights, MissingWeights
 from tests.families.test_single_file import in_one_file
 from tests.weights.original_parts import State, flux2_vae, ldm_vae, open_clip, within
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from autotune.families import qwen_image_edit
+from autotune.families import qwen_image
 from autotune.families.noise import FlowMatching
 from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS, NO_GUIDANCE, mask_padding
@@ -77,7 +77,7 @@ def controls(small, monkeypatch):
     stock_size = edit.calculate_dimensions
     monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
-    monkeypatch.setattr(qwen_image_edit.QwenImageEdit, "condition_area_px", AREA)
+    monkeypatch.setattr(qwen_image.QwenImageEdit, "condition_area_px", AREA)
     sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
     return [
         small.pixels(

@@ -14,7 +14,7 @@ from autotune.families.resolve import check_weights, fetch_model, read_parts, re
 from autotune.schema.candidate import CachingSettings
 from autotune.weights.components import build_empty_component
 from autotune.weights.configs import read_config
-from autotune.weights.sources import open_weights
+from autotune.weights.files import open_weights
 from tests.builders import candidate, hardware, workload
 
 
@@ -195,7 +195,7 @@ def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, change
 
 
 def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
-    monkeypatch.setattr("autotune.weights.building.MAX_TENSORS", 30)
+    monkeypatch.setattr("autotune.weights.streaming.MAX_TENSORS", 30)
     write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
     with pytest.raises(InvalidInput, match="over 30 tensors"):
         assert resolve_model(str(folder)).spec

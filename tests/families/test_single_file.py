@@ -27,7 +27,7 @@ from autotune.families.single_file import (
 )
 from autotune.schema.job import ModelRef
 from autotune.training.model import load_transformer
-from autotune.weights.errors import BadWeights, HubError, PickledWeights
+from autotune.weights.files import BadWeights, HubError, PickledWeights
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
 from tests.weights.fake_hub import COMMIT, hub_in_this_process
 from tests.weights.original_layouts import LAYOUTS, State

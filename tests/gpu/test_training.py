@@ -17,8 +17,8 @@ from autotune.schema.plan_file import seal
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.weights.files import open_weights
 from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_weights
 from tests.events import notices_to, steps_to
 from tests.training.small import make_plan, write_model_and_images
 

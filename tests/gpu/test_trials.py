@@ -60,8 +60,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import get_family
     from autotune.quantization.layers import quantize_inside
     from autotune.runtime.memory import tensor_bytes
-    from autotune.weights.building import build_empty
-    from autotune.weights.streaming import fill_random
+    from autotune.weights.streaming import build_empty, fill_random
 
     capability = hardware.capability(f"quantization.{name}")
     if not capability.available:

@@ -25,7 +25,7 @@ from autotune.training.folder import claim_folder
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import prepare
-from autotune.weights.sources import find_weights, open_weights, weights_digest
+from autotune.weights.files import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
 from tests.planning.machines import wait_until
 from tests.training.conftest import Bench, Killed

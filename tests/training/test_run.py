@@ -43,8 +43,8 @@ from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
 from autotune.weights.adapters import read_adapter
+from autotune.weights.files import find_weights
 from autotune.weights.saving import save_file
-from autotune.weights.sources import find_weights
 from tests.events import notices_to, phases_to, steps_to
 from tests.hardware.test_energy import Card, system_of
 from tests.planning.machines import make_plan

@@ -20,10 +20,14 @@ from autotune.weights.adapters import (
     serialize_adapter,
     write_adapter,
 )
-from autotune.weights.errors import BadWeights, CorruptFile, PickledWeights
-from autotune.weights.files import read_header
+from autotune.weights.files import (
+    BadWeights,
+    CorruptFile,
+    PickledWeights,
+    open_weights,
+    read_header,
+)
 from autotune.weights.joined_layers import LoraLayer
-from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 

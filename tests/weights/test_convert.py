@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 from autotune.cli.weights import app
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
-from autotune.weights.errors import CorruptFile, MissingWeights
-from autotune.weights.files import read_header
+from autotune.weights.files import CorruptFile, MissingWeights, open_weights, read_header
 from autotune.weights.joined_layers import LoraLayer
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 from tests.weights.test_streaming import QWEN
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from autotune.weights.errors import BadWeights
-from autotune.weights.file_parts import has_part, view_part
-from autotune.weights.sources import open_weights
+from autotune.weights.files import BadWeights, open_weights
+from autotune.weights.single_file import has_part, view_part
 from autotune.weights.streaming import load_into
 from tests.weights.original_parts import (
     State,

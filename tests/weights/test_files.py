@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.weights.errors import (
+from autotune.weights.files import (
+    DTYPES,
+    MAX_HEADER_BYTES,
     BadWeights,
     CorruptFile,
     HeaderTooLarge,
     MissingWeights,
     PickledWeights,
     TruncatedFile,
+    WeightFile,
+    read_header,
 )
-from autotune.weights.files import DTYPES, MAX_HEADER_BYTES, WeightFile, read_header
 from tests.weights.conftest import raw_file, write_raw
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

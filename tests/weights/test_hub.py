@@ -7,7 +7,7 @@ from huggingface_hub import errors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.weights.errors import BadWeights, HubError, MissingWeights, PickledWeights
+from autotune.weights.files import BadWeights, HubError, MissingWeights, PickledWeights
 from autotune.weights.hub import fetch, missing_files, select_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

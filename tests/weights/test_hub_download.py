@@ -11,7 +11,7 @@ import pytest
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.resolve import fetch as fetch_whole
 from autotune.families.resolve import fetch_model, resolve_model
-from autotune.weights.errors import HubError, MissingWeights
+from autotune.weights.files import HubError, MissingWeights
 from autotune.weights.hub import fetch
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process

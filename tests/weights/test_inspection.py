@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from autotune.cli.weights import app
 from autotune.reporting.machine import weights_lines
 from autotune.weights import inspection
-from autotune.weights.errors import CorruptFile
+from autotune.weights.files import CorruptFile
 from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
 from autotune.weights.saving import save_file, save_shards
 from tests.weights.conftest import raw_file, write_raw

@@ -53,9 +53,9 @@ torch.set_num_threads(1)
 LOAD = """
 import torchao.quantization
 from autotune.quantization.layers import quantize_inside
-from autotune.weights.building import build_empty
+from autotune.weights.streaming import build_empty
 from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_weights
+from autotune.weights.files import open_weights
 from autotune.weights.streaming import load_into
 
 source, cases = open_weights(Path(sys.argv[1])), json.loads(sys.argv[2])

@@ -10,10 +10,9 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.weights import loaders
-from autotune.weights.errors import TruncatedFile
+from autotune.weights.files import TruncatedFile, open_weights
 from autotune.weights.loaders import LOADERS, get_loader, read_tensor
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")

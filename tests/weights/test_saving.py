@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from autotune.weights import saving
-from autotune.weights.errors import MissingWeights
-from autotune.weights.files import read_header
+from autotune.weights.files import MissingWeights, open_weights, read_header
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 
 

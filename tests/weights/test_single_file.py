@@ -12,11 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autotune.families.registry import FAMILIES
-from autotune.weights.building import build_empty
-from autotune.weights.errors import BadWeights, KeyMismatch
+from autotune.weights.files import BadWeights, KeyMismatch, open_weights
 from autotune.weights.single_file import view_as
-from autotune.weights.sources import open_weights
-from autotune.weights.streaming import check_source, load_into
+from autotune.weights.streaming import build_empty, check_source, load_into
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.original_layouts import LAYOUTS, in_checkpoint, scaled_fp8
 

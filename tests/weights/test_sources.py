@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from autotune.weights.errors import CorruptFile, MissingWeights, PickledWeights
-from autotune.weights.sources import open_weights
+from autotune.weights.files import CorruptFile, MissingWeights, PickledWeights, open_weights
 from tests.weights.conftest import raw_file, write_raw
 
 STEM = "diffusion_pytorch_model"

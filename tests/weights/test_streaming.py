@@ -4,12 +4,23 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.weights.building import build_empty, from_pretrained_dtypes, transformers_renaming
-from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
+from autotune.weights.files import (
+    BadWeights,
+    DtypeMismatch,
+    KeyMismatch,
+    ShapeMismatch,
+    open_weights,
+)
 from autotune.weights.loaders import LOADERS
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_weights
-from autotune.weights.streaming import _Filler, fill_random, load_into
+from autotune.weights.streaming import (
+    _Filler,
+    build_empty,
+    fill_random,
+    from_pretrained_dtypes,
+    load_into,
+    transformers_renaming,
+)
 from tests.weights.conftest import bits, save_model
 
 QWEN = {
@@ -212,7 +223,7 @@ def test_building_restores_the_default_dtype_and_the_hook_after_an_error():
 def test_what_no_model_computes_is_refused_before_it_takes_memory(compute, monkeypatch):
     build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
     build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view
-    monkeypatch.setattr("autotune.weights.building.MAX_COMPUTED_BYTES", 5 << 19)
+    monkeypatch.setattr("autotune.weights.streaming.MAX_COMPUTED_BYTES", 5 << 19)
     with pytest.raises(BadWeights, match="asks for larger tables, more than any model has"):
         build_empty(compute)
 

@@ -1,11 +1,7 @@
-"""FLUX.2 [klein]: double-stream blocks, then single-stream ones; Qwen3 as its text encoder, no
-guidance as an input.
-
-All its blocks share one modulation. Latents are the autoencoder's 2x2 patches, so one token is one
-latent.
-"""
+"""FLUX.2 klein and dev."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +18,7 @@ from autotune.families.base import (
     Sample,
     Shapes,
     Sizes,
+    load_tokenizer,
 )
 from autotune.runtime import lazy_module
 from autotune.schema import Bucket
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 else:
     torch = lazy_module("torch")
+
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
@@ -180,3 +178,38 @@ class Flux2Klein(Family):
             return_dict=False,
         )[0]
         return velocity.mT.reshape(noisy.shape)
+
+
+class Flux2Dev(Flux2Klein):
+    """Text to image."""
+
+    name = "flux2-dev"
+    models = (
+        PublishedModel(
+            "black-forest-labs/FLUX.2-dev",
+            {},
+            Parts((24_011_361_280,), "AutoencoderKLFlux2"),
+            num_parameters=32_223_281_152,
+            license="flux-dev-non-commercial-license",
+            source=(
+                "Flux2Params in src/flux2/model.py of black-forest-labs/flux2@ab7cca6, as "
+                "built "
+                "there"
+            ),
+        ),
+    )
+    pipeline_class = "Flux2Pipeline"
+    defaults = replace(
+        Flux2Klein.defaults,
+        training_guidance=1.0,
+        preview_calls=1,
+        sources={
+            "sampling_guidance": "the pipeline's default",
+            "training_guidance": "musubi-tuner",
+        },
+    )
+
+    def load_pipeline(self, folder: Path, **components: Any) -> Any:
+        # A tokenizer has the chat template that is all the pipeline wants of Pixtral's processor,
+        # and no torchvision.
+        return super().load_pipeline(folder, **{"tokenizer": load_tokenizer(folder), **components})
