@@ -120,7 +120,7 @@ class Kandinsky5(Family):
         return super().build_transformer(config)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        from autotune.families.qwen_image import Qwen2VLProcessor
+        from autotune.families.qwen_processor import Qwen2VLProcessor
 
         processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer", trust_remote_code=False)
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from autotune.families.qwen_image import Qwen2VLProcessor
+from autotune.families.qwen_processor import Qwen2VLProcessor
 
 QWEN_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "

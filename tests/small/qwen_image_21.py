@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21
 from transformers import Qwen3VLForConditionalGeneration
 
 from autotune.families.base import Family
-from autotune.families.qwen_image import Qwen3VLProcessor
+from autotune.families.qwen_processor import Qwen3VLProcessor
 from tests.small.parts import (
     QWEN_VL_CHAT,
     invert_input_layer,
