@@ -128,37 +128,6 @@ def test_only_the_projections_are_saved(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_in_attentions_memory_order(way):
-    """Attention gives gradients of (batch, heads, tokens, size) in memory; even the last
-    dimension may be strided.
-    """
-    streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
-    out = ours(WAYS[way], streams, weights, tables)
-    plain = torch.randn(out.shape)
-    wanted = torch.autograd.grad(out, streams, plain, retain_graph=True)
-    for order in ((0, 2, 1, 3), (3, 1, 0, 2)):
-        back = [order.index(i) for i in range(4)]
-        strided = plain.permute(order).contiguous().permute(back)
-        found = torch.autograd.grad(out, streams, strided, retain_graph=True)
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_inputs_are_left_as_they_are(way):
-    streams, weights, tables = make([3, 4], 1, 2, 4, dtype=torch.float32)
-    before = [t.detach().clone() for t in (*streams, *weights, *tables)]
-    out = ours(WAYS[way], streams, weights, tables)
-    gradient = torch.ones_like(out)
-    torch.autograd.grad(out, streams, gradient)
-    assert torch.equal(gradient, torch.ones_like(out))
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip((*streams, *weights, *tables), before, strict=True)
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_rows_of_zeros_give_finite_gradients(way):
     streams, weights, tables = make([2], 1, 1, 4, dtype=torch.float32)
     streams[0].data[:, 0] = 0
@@ -166,20 +135,6 @@ def test_rows_of_zeros_give_finite_gradients(way):
     (found,) = torch.autograd.grad(out.sum(), streams)
     assert torch.isfinite(out).all()
     assert torch.isfinite(found).all()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rounding_to_bf16_rounds_outputs_and_gradients_alike(way):
-    streams, weights, tables = make([3], 1, 2, 4, dtype=torch.float32)
-    out = ours(WAYS[way], streams, weights, tables, rounds=True)
-    assert out.dtype == torch.float32
-    assert torch.equal(out, out.bfloat16().float())
-    gradient = torch.randn(out.shape)
-    (found,) = torch.autograd.grad(out, streams, gradient)
-    (plain,) = torch.autograd.grad(
-        ours(WAYS[way], streams, weights, tables), streams, gradient.bfloat16().float()
-    )
-    torch.testing.assert_close(found, plain)
 
 
 @pytest.mark.slow

@@ -80,17 +80,3 @@ def test_outputs_and_gradients_are_those_of_the_package(
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="no mask"):
         dispatch_attention_fn(*heads, attn_mask=torch.ones(2, 6, dtype=torch.bool), backend=backend)
-
-
-def test_compiled_blocks_are_not_broken_at_attention(monkeypatch):
-    package = ModuleType("flash_attn_interface")
-    package.flash_attn_func = version_3
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    backend = ATTENTION_BACKENDS["flash-3"].diffusers_name()
-
-    def block(query, key, value):
-        return dispatch_attention_fn(2 * query, key, value, backend=backend) + 1
-
-    heads = [torch.randn(2, 6, 3, 8) for _ in range(3)]
-    whole = torch.compile(block, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(*heads), block(*heads))

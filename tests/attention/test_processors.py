@@ -9,10 +9,9 @@ import torch
 
 from autotune.attention import processor, use_kernels
 from autotune.attention.norm_rope import KERNELS, _wide_backward, _wide_forward
-from autotune.families.registry import FAMILIES, get_family
+from autotune.families.registry import FAMILIES
 from autotune.schema.candidate import Candidate
 from autotune.trials.gradients import _gradients, _plain_transformer, relative_error
-from tests.builders import BITSANDBYTES
 from tests.kinds import KINDS
 from tests.trials.test_parity import request_of
 
@@ -70,23 +69,6 @@ def test_adapter_gradients_are_the_stock_processors(plain, name, kernels):
     assert 0 < error(name, plain(name), norm_rope=kernels) <= TOLERANCE[name]
 
 
-@pytest.mark.parametrize("name", DECLARED)
-def test_with_adapters_on_every_linear_layer(plain, name):
-    assert error(name, plain(name), norm_rope="fused", targets="all-linear") <= TOLERANCE[name]
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in DECLARED if get_family(name).has_attention_mask(2, "masked")]
-)
-def test_with_captions_of_different_lengths(plain, name):
-    assert error(name, plain(name), norm_rope="fused", padding="masked") <= TOLERANCE[name]
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_with_checkpoints(plain, name):
-    assert error(name, plain(name), norm_rope="fused", checkpointed_blocks=2) <= TOLERANCE[name]
-
-
 @pytest.mark.parametrize("attention", ["_native_flash", "_native_math"])
 def test_the_attention_backend_is_the_candidates(plain, attention, monkeypatch):
     from diffusers.models import attention_dispatch
@@ -101,16 +83,6 @@ def test_the_attention_backend_is_the_candidates(plain, attention, monkeypatch):
     monkeypatch.setattr(attention_dispatch, "dispatch_attention_fn", spy)
     assert error("qwen-image", plain("qwen-image"), norm_rope="fused", attention=attention) <= 1e-5
     assert {str(one.value) for one in seen} == {attention}
-
-
-@pytest.mark.parametrize(
-    "quantization", ["torchao-int8", pytest.param("bnb-nf4", marks=BITSANDBYTES)]
-)
-def test_with_quantized_weights(plain, quantization):
-    assert (
-        error("qwen-image", plain("qwen-image"), norm_rope="fused", quantization=quantization)
-        <= 1e-5
-    )
 
 
 def test_several_control_images():
@@ -139,33 +111,6 @@ def test_processors_change_and_change_back(plain, name):
     assert [type(one) for one in own] == changed
     use_kernels(transformer, family.attention_layouts, "stock")
     assert [type(one) for one in own] == classes
-
-
-def test_previews_and_evaluations_compile_nothing(plain, monkeypatch):
-    """They have shapes of their own, and each would take a compilation."""
-
-    def fail(*_):
-        raise AssertionError("compiled code ran without gradients")
-
-    monkeypatch.setitem(KERNELS, "compiled", KERNELS["compiled"]._replace(table=fail, forward=fail))
-    transformer = copy.deepcopy(plain("qwen-image"))
-    family = FAMILIES["qwen-image"]
-    from autotune.trials.steps import synthetic_samples
-
-    request = request_of("qwen-image")
-    bucket = request.workload.largest_bucket
-    samples = synthetic_samples(
-        family, request.config, request.workload, bucket, [5, 5], torch.float32
-    )
-    batch = family.collate(samples)
-    results = []
-    for name in ("stock", "compiled"):
-        use_kernels(transformer, family.attention_layouts, name)
-        with torch.no_grad():
-            results.append(
-                family.predict(transformer, batch["latents"], torch.tensor([0.3, 0.6]), batch)
-            )
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_that_change_are_not_taken_from_the_last_call():

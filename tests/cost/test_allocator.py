@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost.allocator import MIB, CachingAllocator, replayed, waste_of, waste_share
+from autotune.cost.allocator import MIB, CachingAllocator, replayed, waste_share
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size=60)
 
@@ -46,21 +46,10 @@ def test_segments_have_the_documented_sizes(size, reserved):
     assert replayed([(1, size)]).reserved_bytes == reserved
 
 
-def test_a_freed_block_is_used_again():
-    allocator = replayed([(1, 12 * MIB), (1, -1), (2, 12 * MIB)])
-    assert allocator.reserved_bytes == 12 * MIB
-
-
 def test_expandable_segments_join_what_is_free_at_the_end():
     events = [(1, 12 * MIB), (1, -1), (2, 30 * MIB)]
     assert replayed(events, expandable_segments=True).reserved_bytes == 40 * MIB
     assert replayed(events).reserved_bytes == 42 * MIB
-
-
-def test_waste_is_never_negative():
-    waste = waste_of([(1, 3 * MIB), (1, -3 * MIB)], [(1, 3 * MIB)])
-    assert waste.fixed_bytes >= 0
-    assert waste.saved_share >= 0
 
 
 @pytest.mark.parametrize("expandable", [True, False])

@@ -5,13 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import workload_of
 
-from autotune.cost.arguments import checked_bucket, parse_resolution, positive, require_sound
+from autotune.cost.arguments import checked_bucket, require_sound
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate
-from autotune.training.describe import WorkloadOverrides, describe_workload
 from tests import builders
 
 QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]
@@ -28,43 +26,11 @@ def test_the_hint_of_a_refused_shape_is_accepted(width, height, family):
         assert (bucket.width_px, bucket.height_px) == (width, height)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("1024", (1024, 1024)), ("512x768", (512, 768)), ("512X768", (512, 768))]
-)
-def test_resolutions_are_read(text, size):
-    assert parse_resolution(text) == size
-
-
-@given(st.text(max_size=12))
-def test_anything_else_is_refused_with_an_example(text):
-    sides = text.lower().replace("×", "x").split("x")
-    if len(sides) <= 2 and all(side.isascii() and side.isdigit() for side in sides):
-        return
-    with pytest.raises(InvalidInput) as error:
-        parse_resolution(text)
-    assert "512x768" in error.value.hint
-
-
 @pytest.mark.parametrize(("family", "frames"), [(QWEN, 2), (CLIPS, 510)])
 def test_more_frames_than_a_family_takes_are_refused(family, frames):
     with pytest.raises(InvalidInput, match=f"not a clip of {frames}"):
         checked_bucket(family, 512, 512, num_frames=frames)
     assert checked_bucket(family, 512, 512, num_frames=frames - 1).num_frames == frames - 1
-
-
-def test_longer_captions_than_a_family_takes_are_refused():
-    model = resolve_model("qwen-image")
-    assert (
-        describe_workload(model, None, WorkloadOverrides(text_tokens=1024)).max_text_tokens == 1024
-    )
-    with pytest.raises(InvalidInput, match="no caption of 1025 tokens") as error:
-        describe_workload(model, None, WorkloadOverrides(text_tokens=1025))
-    assert "1024" in error.value.hint
-
-
-def test_negative_counts_are_refused():
-    with pytest.raises(InvalidInput, match="at least 1"):
-        positive("micro-batch-size", -3)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """An estimate answers in 80 columns and in JSON, with hours and money."""
 
 import dataclasses
-import json
 
 import pytest
 from tiny_models import TINY, gpu, workload_of
@@ -9,8 +8,6 @@ from tiny_models import TINY, gpu, workload_of
 from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
-from autotune.reporting.machine import estimate_text
-from autotune.reporting.text import memory_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate
 from autotune.schema.workload import Bucket
@@ -26,52 +23,6 @@ def answer() -> Estimate:
 def _predictor() -> CostModel:
     name = "kandinsky5-video-lite"
     return CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
-
-
-def test_the_text_fits_a_terminal_and_names_every_part(answer):
-    text = estimate_text(answer)
-    assert max(len(line) for line in text.splitlines()) <= 80
-    for word in (
-        "fits",
-        "weights",
-        "optimizer",
-        "Phases",
-        "preview",
-        "Step time",
-        "recomputing",
-        "Job of 1000 steps",
-    ):
-        assert word in text
-
-
-def test_each_figure_of_memory_has_the_name_that_plans_and_reports_give_it(answer):
-    text, prediction = estimate_text(answer), answer.prediction
-    run, step = (
-        memory_text(size)
-        for size in (prediction.run_memory_bytes, prediction.allocated_memory_bytes)
-    )
-    assert f"run memory {run} of" in text
-    assert f"of which {step} step memory" in text
-    plain = prediction.changed(candidate=prediction.candidate.changed(quantization="none"))
-    assert "no quantization" in estimate_text(answer.changed(prediction=plain))
-
-
-def test_a_long_name_does_not_push_the_verdict_out(answer):
-    lines = estimate_text(answer.model_copy(update={"hardware": "N" * 60})).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert " ".join(lines[:2]).endswith(": fits")
-
-
-def test_what_does_not_fit_says_what_would_help(answer):
-    assert "autotune plan" not in estimate_text(answer)
-    assert "autotune plan" in estimate_text(answer.model_copy(update={"fits": False}))
-
-
-def test_json_has_both_figures_on_top(answer):
-    data = json.loads(answer.model_dump_json())
-    assert data["run_memory_bytes"] == answer.prediction.run_memory_bytes
-    assert data["step_seconds"] == answer.prediction.step_seconds
-    assert Estimate.model_validate_json(answer.model_dump_json()) == answer
 
 
 def test_money_is_hours_times_price(answer):
@@ -192,21 +143,3 @@ def test_cudnn_plans_attention_for_each_length_once_and_padding_leaves_few_lengt
     assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
     own, candidate = _predictor(), Candidate(micro_batch_size=1, checkpointed_blocks=1)
     assert plan_seconds(own, candidate) == 0  # a 4090 runs flash
-
-
-def test_what_is_padded_for_cudnn_is_predicted_padded():
-    work = workload_of("qwen-image", text_padding="masked")  # 24 tokens of image and 12 of text
-    settings = [
-        Candidate(micro_batch_size=2, checkpointed_blocks=0, attention=name)
-        for name in ("native", "_native_math")
-    ]
-    own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
-    long = CostModel.build(
-        gpu("nvidia-h100-sxm"),
-        work.changed(max_text_tokens=104),
-        FAMILIES["qwen-image"],
-        TINY["qwen-image"],
-    )
-    native, plain = (own.predict(one).allocated_memory_bytes for one in settings)
-    assert native == long.predict(settings[0]).allocated_memory_bytes
-    assert plain < long.predict(settings[1]).allocated_memory_bytes

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import TINY, cpu, gpu, workload_of
+from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
+from autotune.cost.kernels import kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
-from autotune.cost.small_kernels import CACHE_GAIN, KERNEL_SECONDS
-from autotune.cost.timing import Rates, seconds_by_class
+from autotune.cost.small_kernels import CACHE_GAIN
+from autotune.cost.timing import Rates
 from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
 from autotune.quantization.product_layer import quantize_int8
@@ -42,21 +42,6 @@ def test_native_attention_is_the_kernel_that_torch_prefers_on_the_card(
     assert kernel_for("native", "cuda", masked, with_cudnn(card, cudnn), precision) == kernel
 
 
-def test_a_card_before_ampere_has_no_flash_attention():
-    one = gpu("nvidia-rtx-3090")
-    turing = one.model_copy(
-        update={"device": one.device.model_copy(update={"compute_capability": (7, 5)})}
-    )
-    assert kernel_for("native", "cuda", False, turing, "bf16") == "efficient"
-
-
-def test_kernels_made_for_ampere_do_not_grow_with_blackwells_peak():
-    hopper, blackwell = (
-        Rates(gpu(f"nvidia-{card}"), "bf16", "native", "flash") for card in ("h100-sxm", "b200")
-    )
-    assert blackwell.attention_rate(4096) == pytest.approx(hopper.attention_rate(4096), rel=0.1)
-
-
 def measured(card: str, rates: dict[str, float]):
     known = (
         Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1)
@@ -71,30 +56,6 @@ RANK_16 = (
     2 * 4096 * 3072 * 16,
     2 * (4096 * 3072 + 3072 * 16 + 4096 * 16),
 )
-
-
-def test_no_kernel_of_a_gpu_is_shorter_than_a_floor():
-    tiny = ("elementwise", (), 0, 64)
-    assert Rates(gpu("nvidia-h100-sxm"), "bf16", "native", "cudnn").seconds(tiny) == KERNEL_SECONDS
-    one = measured("nvidia-h100-sxm", {"kernel.least": 2e-6})
-    assert Rates(one, "bf16", "native", "cudnn").seconds(tiny) == 2e-6
-    assert Rates(cpu(), "fp32", "native", "cpu").seconds(tiny) < 1e-6
-
-
-def test_what_fits_the_cache_moves_faster():
-    """An H100's 50 MiB are two halves; an L40S has 96 MiB in one."""
-    rates = {"memory.bandwidth": 3e12, "memory.cache": 9e12, "matmul.bf16.4096x3072x3072": 5e14}
-    h100, l40s = gpu("nvidia-h100-sxm"), gpu("nvidia-l40s")
-    for card, gain, most in (
-        (h100, CACHE_GAIN, 35),
-        (measured(h100.datasheet.id, rates), 3, 35),
-        (l40s, CACHE_GAIN, 86),
-    ):
-        inside, outside = (
-            size / Rates(card, "bf16", "native", "flash").seconds(("elementwise", (), 0, size))
-            for size in (most * 2**20, (most + 1) * 2**20)
-        )
-        assert inside / outside == pytest.approx(gain)
 
 
 def test_products_of_a_rank_take_the_time_of_their_bytes_as_measured_and_leave_others_alone():
@@ -113,17 +74,6 @@ def test_products_of_a_rank_take_the_time_of_their_bytes_as_measured_and_leave_o
     assert unknown.seconds(RANK_16) == pytest.approx(
         RANK_16[3] / unknown.bandwidth / CACHE_GAIN
     )  # it fits the cache
-
-
-def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks():
-    rates = {"attention.native.bf16.4096": 1e14, "attention._native_efficient.bf16.4096": 5e13}
-    one = measured("nvidia-rtx-4090", rates)
-    assert Rates(one, "bf16", "native", "flash").attention_rate(4096) == 1e14
-    assert Rates(one, "bf16", "native", "efficient").attention_rate(4096) == 5e13
-    assert Rates(one, "bf16", "xformers", "efficient").attention_rate(4096) == 1e14  # not measured
-    assert (
-        Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14
-    )  # native's own, with and without a mask
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
@@ -173,43 +123,6 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
     operations, moved = recorded(norm(torch.bfloat16))
     assert operations > 12
     assert moved > 20 * 2**22
-
-
-def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
-    rates = {
-        "matmul.fp32.4096x3072x3072": 2e13,
-        "matmul.tf32.4096x3072x3072": 1e14,
-        "memory.bandwidth": 1e12,
-    }
-    ampere = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
-    assert ampere.matmul_rate((4096, 3072, 3072)) == pytest.approx(1e14)
-    del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
-    turing = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
-    assert turing.matmul_rate((4096, 3072, 3072)) == pytest.approx(2e13)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_products_of_8_bits_go_by_their_own_rate_or_by_the_datasheet(dtype):
-    shape, rates = (
-        (4096, 3072, 3072),
-        {"matmul.bf16.4096x3072x3072": 1e14, "memory.bandwidth": 1e12},
-    )
-    sheet = gpu("nvidia-rtx-4090").datasheet
-    peak = {"int8": sheet.int8_flops_per_second, "fp8": sheet.fp8_flops_per_second}[dtype]
-
-    def rate(card):
-        return Rates(card, "bf16", "native", "flash").matmul_rate(shape, dtype)
-
-    gain = peak / sheet.bf16_flops_per_second
-    assert rate(measured("nvidia-rtx-4090", rates)) == pytest.approx(gain * 1e14)
-    assert rate(
-        measured("nvidia-rtx-4090", {**rates, f"matmul.{dtype}.4096x3072x3072": 3e14})
-    ) == pytest.approx(3e14)
-    plain = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash").matmul_rate(shape)
-    assert rate(gpu("nvidia-rtx-4090")) == pytest.approx(gain * plain)
-    assert rate(cpu()) == Rates(cpu(), "bf16", "native", "cpu").matmul_rate(
-        shape
-    )  # of what nobody knows
 
 
 def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_on_a_gpu():
@@ -264,33 +177,6 @@ def test_a_block_of_qwen_image_moves_less_than_half_by_fewer_kernels_than_diffus
     )
     assert between <= 3.5e9
     assert middle.total() <= 0.6 * 244
-
-
-@pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_what_is_joined_is_read_and_known(join):
-    recorder = Recorder("cuda")
-    recorder.mark("all")
-    kept = torch.empty(1024, device="meta")
-    with recorder:
-        join([kept, kept])
-    assert {moved for _, _, _, moved in recorder.segments[0].work} == {
-        4 * 4096
-    }  # reads two, writes two
-    assert recorder.seed([kept]) == 0  # it is known
-
-
-def test_a_frozen_layer_with_few_rows_is_no_adapter():
-    """Qwen-Image's modulation has as many rows as the micro-batch has items."""
-    rates = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash")
-
-    def kind(shape):
-        seconds = seconds_by_class({("matmul", shape, 1, 1): 1}, rates, 16)
-        return next(name for name, value in zip(CLASSES, seconds, strict=False) if value)
-
-    assert kind((2, 3072, 18432)) == "matmul"
-    assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {
-        "adapter"
-    }
 
 
 def test_dropout_on_cuda_keeps_a_byte_for_each_element():
@@ -348,17 +234,3 @@ def test_what_no_processor_vectorizes_is_charged_by_its_own_rate():
     assert kinds_of(
         lambda: torch.empty(2, 64, device="meta") * torch.empty(2, 1, device="meta")
     ) == {"elementwise"}
-
-
-def test_a_processor_fetches_and_then_computes_where_a_gpu_does_both_at_once():
-    work = ("matmul", (512, 256, 256), 2 * 512 * 256 * 256, 4 * (512 * 256 + 256 * 256 + 512 * 256))
-    _, _, flops, moved = work
-    for hardware, join in ((cpu(), sum), (gpu("nvidia-rtx-4090"), max)):
-        product = Rate(
-            name="matmul.bf16.512x256x256", value=1e11, unit="FLOP/s", spread=0.0, num_samples=1
-        )
-        copy = Rate(name="memory.bandwidth", value=1e10, unit="B/s", spread=0.0, num_samples=1)
-        rates = Rates(
-            hardware.model_copy(update={"rates": (product, copy)}), "bf16", "native", "flash"
-        )
-        assert rates.seconds(work) == pytest.approx(join((flops / 1e11, moved / 0.7e10)), rel=1e-6)

@@ -1,12 +1,11 @@
 """What several processes keep and send."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from autotune.cost.memory import HOST_PROCESS_BYTES
-from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
+from autotune.cost.parallel import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel
 from autotune.families.base import Parts
 from autotune.planning.expectation import build_expectation
@@ -93,14 +92,3 @@ def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
     )
     assert four.allocated_memory_bytes == pytest.approx(build_expectation, abs=2)
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
-
-
-def test_a_step_waits_for_what_outlasts_its_computing(alone: CostModel) -> None:
-    model_bytes = alone.model.model_bytes("bf16", "none")
-    seconds = Parallel("fsdp2", 2).exchange_seconds(alone.hardware, model_bytes, accumulation=3)
-    assert seconds == pytest.approx(
-        (model_bytes.adapter_bytes + 3 * model_bytes.weight_bytes) / PCIE_BANDWIDTH
-    )
-    assert Parallel().exchange_seconds(alone.hardware, model_bytes, 3) == 0
-    huge = replace(model_bytes, weight_bytes=10**15)
-    assert Parallel("fsdp2", 2).exchange_seconds(alone.hardware, huge, 1) > 10_000

@@ -1,26 +1,18 @@
 """Predictions order candidates as they must, break down completely, and come fast."""
 
-import time
-
 import pytest
-import torch
-from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.cost.memory import library_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
-from autotune.families.base import Parts
 from autotune.families.registry import FAMILIES
-from autotune.hardware.rates import ELEMENTWISE
 from autotune.knobs.modulation import window_steps
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.typical import padded_text_tokens
-from autotune.schema.workload import Bucket
 
 STEP_PARTS = (
     "matmul",
@@ -54,22 +46,6 @@ def test_parts_add_up_and_survive_json(card, quantization):
     assert parts == pytest.approx(prediction.step_seconds)
     assert prediction.run_memory_bytes == max(phase.run_memory_bytes for phase in prediction.phases)
     assert Prediction.model_validate_json(prediction.model_dump_json()) == prediction
-
-
-def test_memory_grows_with_batch_rank_and_resolution(card):
-    def peak(own, size=1):
-        return own.predict(
-            Candidate(micro_batch_size=size, checkpointed_blocks=0)
-        ).allocated_memory_bytes
-
-    sizes = [peak(card, size) for size in (1, 2, 3, 4, 7)]
-    assert sizes == sorted(sizes)
-    name = "flux1-dev"
-    larger = Bucket(width_px=128, height_px=96, num_frames=1, num_items=1)
-    for changes in ({"rank": 8}, {"buckets": (larger,)}, {"max_text_tokens": 40}):
-        assert peak(
-            CostModel.build(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])
-        ) > peak(card)
 
 
 def test_batches_between_and_beyond_the_traced_ones_lie_on_their_line(card):
@@ -181,107 +157,6 @@ def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_t
     assert own.predict(candidate).run_memory_bytes == longest.predict(candidate).run_memory_bytes
 
 
-def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
-    known = (cpu(), workload_of("kandinsky5-image-lite", text_padding="masked"))
-    own = CostModel.build(*known, FAMILIES["kandinsky5-image-lite"], TINY["kandinsky5-image-lite"])
-    candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
-    with attention_backend("_native_flash"):  # takes no mask
-        assert own.predict(candidate).step_seconds > 0
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        *ELEMENTWISE,
-        *sorted(
-            {
-                f"dequantization.{each.stored_dtype}"
-                for each in WEIGHT_FORMATS.values()
-                if each.stored_dtype
-            }
-        ),
-    ],
-)
-def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
-    formats = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
-    quantization = formats.get(kernel.split(".")[1], "none")
-    candidate = Candidate(
-        micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=quantization
-    )
-    own = predictor("kandinsky5-image-lite" if kernel.endswith("narrow") else "flux1-dev")
-    slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
-    slower = own.for_hardware(
-        own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)})
-    )
-    before, after = (one.predict(candidate).step_time for one in (own, slower))
-    part = f"{kernel.split('.')[0]}_seconds"
-    assert getattr(after, part) > 10 * getattr(before, part)
-    assert after.matmul_seconds == before.matmul_seconds
-
-
-def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_takes(predictor):
-    """Where nothing but launches counts, recomputing three blocks costs three times their
-    forward pass.
-    """
-    own = predictor("qwen-image")
-    launch = Rate(name="operation.launch", value=1e3, unit="s", spread=0.0, num_samples=1)
-    others = [rate for rate in own.hardware.rates if rate.name != launch.name]
-    slow = own.for_hardware(own.hardware.model_copy(update={"rates": (*others, launch)}))
-    plain, again = (
-        Candidate(micro_batch_size=1, checkpointed_blocks=k, precision="fp32") for k in (0, 3)
-    )
-    more = slow.predict(again).step_seconds - slow.predict(plain).step_seconds
-    accumulation = own.workload.effective_batch_size
-    repeated = slow.tables.pass_of(again, accumulates=True).recompute[-1]
-    assert repeated > 0
-    assert more == pytest.approx(3 * accumulation * repeated * launch.value, rel=1e-3)
-
-
-def test_4_bits_are_dequantized_by_reading_them_and_writing_the_copy_for_each_product(card):
-    small = Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization="bnb-nf4")
-    work = card.model.traced("bf16", "bnb-nf4", "flash", 1, 0).backward[1].work
-    shapes = [
-        (layer.in_features, layer.out_features)
-        for layer in linears(card.model.model("bf16", "bnb-nf4"))
-    ]
-    expected = sum(nf4_bytes(k * n) + 2 * k * n + 5 * -(-k * n // 64) for k, n in shapes)
-    assert (
-        sum(
-            moved * count
-            for (kind, _, _, moved), count in work.items()
-            if kind.startswith("dequantization")
-        )
-        == expected
-    )
-    assert card.predict(small).step_time.dequantization_seconds > 0
-
-
-def linears(transformer):
-    """Of the middle block of the first kind, that have an input with a gradient."""
-    block = transformer.transformer_blocks[1]
-    modules = [
-        (name, m)
-        for name, m in block.named_modules()
-        if isinstance(m, torch.nn.Linear) and "lora" not in name
-    ]
-    return [layer for name, layer in modules if not name.startswith("norm1")]
-
-
-def test_a_thousand_candidates_take_well_under_two_seconds(card):
-    candidates = [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k % 9, quantization=q)
-        for size in (1, 2, 4)
-        for q in ("none", "torchao-int8")
-        for k in range(170)
-    ]
-    for candidate in candidates:
-        card.predict(candidate)
-    start = time.process_time()
-    for candidate in candidates:
-        card.predict(candidate)
-    assert time.process_time() - start < 2.0
-
-
 def test_one_trial_corrects_all_and_uncertainty_shrinks():
     own = CostModel.build(
         cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"]
@@ -312,44 +187,6 @@ def test_one_trial_corrects_all_and_uncertainty_shrinks():
         < after[other].time_uncertainty
         < before[other].time_uncertainty
     )
-
-
-def test_no_trial_leaves_the_uncertainty_as_it_is():
-    """Of a datasheet's rates and of measured ones."""
-    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2)
-    for machine in (gpu("nvidia-rtx-4090"), cpu()):
-        own = CostModel.build(
-            machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"]
-        )
-        before = own.predict(candidate)
-        assert own.with_calibration(()).predict(candidate) == before
-
-
-def test_a_model_of_one_block_can_be_predicted():
-    config = {**TINY["qwen-image"], "num_layers": 1}
-    work = workload_of("qwen-image")
-    work = work.model_copy(update={"model": work.model.model_copy(update={"num_blocks": 1})})
-    own = CostModel.build(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
-    for blocks in (0, 1):
-        assert (
-            own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).run_memory_bytes
-            > 0
-        )
-
-
-def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
-    own = CostModel.build(
-        cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"]
-    )
-    candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
-    before = own.predict(candidate)
-    parts = before.training.breakdown
-    seen = before.allocated_memory_bytes - parts.transient_bytes - parts.saved_activation_bytes // 2
-    trial = TrialResult(
-        candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen
-    )
-    own = own.with_calibration([trial])
-    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(seen, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -407,63 +244,6 @@ def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_
     there = card.for_hardware(card.hardware.changed(rates=(slow,))).predict(ahead.candidate)
     fetching = layers.weight_bytes / 1e6 / window_steps(layers.row_bytes, 2)
     assert there.step_seconds - ahead.step_seconds == pytest.approx(fetching, rel=0.01)
-
-
-def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):
-    usual = Candidate(micro_batch_size=2, checkpointed_blocks=2)
-    grown = Candidate(micro_batch_size=2, checkpointed_blocks=2, allocator="expandable")
-    compiled = Candidate(micro_batch_size=2, checkpointed_blocks=2, compile="block")
-    assert (
-        card.predict(grown).training.run_memory_bytes
-        <= card.predict(usual).training.run_memory_bytes
-    )
-    assert card.predict(grown).allocated_memory_bytes == card.predict(usual).allocated_memory_bytes
-    assert card.predict(compiled).step_seconds < card.predict(usual).step_seconds
-
-
-def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_kept():
-    hardware, workload = gpu("nvidia-rtx-4090"), workload_of("flux1-dev")
-    bucket = Bucket(width_px=512, height_px=512, num_frames=1, num_items=1)
-    workload = workload.model_copy(update={"buckets": (bucket,)})
-
-    def cached(**pins):
-        family = FAMILIES["flux1-dev"]
-        own = CostModel.build(
-            hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins
-        )
-        phase = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0)).phases[1]
-        encoder = own.tables.encoder_size.device_bytes(own.caching)
-        vae = own.model.vae_cost("bf16")
-        return phase.allocated_memory_bytes, encoder, vae
-
-    allocated, encoder, vae = cached()
-    assert allocated == max(encoder, vae.encode_transient_bytes) + vae.weight_bytes
-    allocated, encoder, vae = cached(residency="keep")
-    assert allocated == encoder + vae.encode_transient_bytes + vae.weight_bytes
-
-
-def test_previews_take_what_decodes_besides_the_vae():
-    """Of its parts alone: a family's VAE is traced, models that turn latents into sound are only
-    counted.
-    """
-    family, candidate = FAMILIES["ltx-2.3"], Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    given = gpu("nvidia-rtx-4090"), workload_of("ltx-2.3"), family, TINY["ltx-2.3"]
-    silent, sounding = (
-        CostModel.build(*given, Parts(decoder_parameters=number)).predict(candidate)
-        for number in (0, 10**8)
-    )
-    grown = {
-        one.name: one.allocated_memory_bytes - before.allocated_memory_bytes
-        for before, one in zip(silent.phases, sounding.phases, strict=True)
-    }
-    assert grown == {**dict.fromkeys(grown, 0), "preview": 2 * 10**8}
-
-
-@pytest.mark.parametrize(
-    ("name", "each_mib"), [("nvidia-h100-sxm", 32), ("nvidia-rtx-4090", 8.125)]
-)
-def test_the_backward_passs_thread_has_a_workspace_of_its_own(name, each_mib):
-    assert library_bytes(gpu(name)) == 2 * each_mib * 2**20
 
 
 def test_what_a_gpu_waits_for_the_host_in_one_pass_it_does_not_make_up_for_in_the_other():

@@ -1,7 +1,6 @@
 """How captions are encoded: the first way that fits, exact ones first; pins are checked."""
 
 import dataclasses
-import re
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from autotune.families.registry import FAMILIES
 from autotune.knobs.base import TuningContext
 from autotune.knobs.caching import (
     EncoderSize,
-    caching_choices,
     choose_caching,
     describe_caching,
     encoder_gpu_of,
@@ -26,13 +24,6 @@ from tests import builders
 GIB = 2**30
 QWEN = size_of(FAMILIES["qwen-image"].parts, "bf16", 254 << 20)
 CAPABILITIES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
-
-
-def other_gpu(index: int, budget_gib: float) -> OtherGpu:
-    size = int(budget_gib * GIB)
-    return OtherGpu(
-        index=index, name=f"GPU {index}", total_memory_bytes=48 * GIB, budget_bytes=size
-    )
 
 
 def on(
@@ -102,13 +93,6 @@ def test_the_encoder_of_qwen_image_goes_where_it_fits(
     assert all(rejected.reason for rejected in reason.rejected)
 
 
-def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> None:
-    _, reason = choose_caching(on(11.2), QWEN)
-    assert [item.choice for item in reason.rejected if "17.8 GiB" in item.reason] == [
-        "training device, as they are"
-    ]
-
-
 @given(
     budget=st.floats(0.5, 200),
     host=st.floats(1, 500),
@@ -143,43 +127,8 @@ def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
     assert choose_caching(context, QWEN, num_processes=2)[0].text_encoder_device == "training"
 
 
-def test_beside_a_rehearsed_smaller_gpu_the_other_is_as_small() -> None:
-    """Of 24 GiB each, 11 are rehearsed: 17 for an encoder are on neither."""
-    context = on(11, others=(22,))
-    device = context.hardware.device.changed(budget_set_by_user=True)
-    small = dataclasses.replace(context, hardware=context.hardware.changed(device=device))
-    assert choose_caching(small, QWEN)[0].text_encoder_device != "cuda:1"
-
-
 CLIP = dataclasses.replace(QWEN, vae_working_bytes=30 * GIB)
 """As `QWEN`, with clips whose encoding takes 30 GiB."""
-
-
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        (on(48), "training device, as they are"),
-        (on(24), "training device, as they are, VAE on cpu"),
-        (on(24, others=(44,)), "training device, as they are, VAE on cuda:1"),
-        (on(24, others=(30, 44)), "training device, as they are, VAE on cuda:2"),
-        (on(24, others=(30,)), "training device, as they are, VAE on cpu"),  # its own size counts
-        (on(11, others=(44,)), "cuda:1, as they are, VAE on cuda:1"),  # one after the other
-        (
-            on(24, host_gib=12),
-            "training device, as they are",
-        ),  # which the plan then says does not fit
-        (on(24, kind="integrated"), "training device, as they are"),
-        (on(44, kind="integrated"), "training device, as they are"),
-    ],
-)
-def test_a_vae_whose_clips_do_not_fit_encodes_elsewhere(
-    context: TuningContext, expected: str
-) -> None:
-    caching, reason = choose_caching(context, CLIP)
-    assert describe_caching(caching) == expected == reason.chosen
-    refused = [one.reason for one in reason.rejected if one.choice == "VAE on training device"]
-    assert refused if caching.vae_device != "training" else not refused
-    assert all(re.match(r"needs 3[12]\.\d GiB, \d+\.0 GiB may be taken", why) for why in refused)
 
 
 def test_captions_and_images_share_another_gpu_one_after_the_other_unless_kept() -> None:
@@ -197,54 +146,6 @@ def test_captions_and_images_share_another_gpu_one_after_the_other_unless_kept()
     assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
 
 
-def test_the_vaes_place_is_pinned_and_excluded_apart_from_the_text_encoders() -> None:
-    roomy, small = on(48, others=(44, 20)), on(11)
-    pinned, reason = choose_caching(small, QWEN, {"vae_device": "cpu"})
-    assert (describe_caching(pinned), reason.why) == (
-        "training device, torchao-int8, VAE on cpu",
-        "pinned by the user",
-    )
-    assert choose_caching(roomy, QWEN, {"vae_device": "cuda:2"})[0].vae_device == "cuda:2"
-    both = {"vae_device": "cuda:2", "text_encoder_device": "cuda:2"}
-    assert (
-        describe_caching(choose_caching(roomy, QWEN, both)[0])
-        == "cuda:2, as they are, VAE on cuda:2"
-    )
-    with pytest.raises(
-        InvalidInput, match=r"images cannot be encoded on cuda:2: it needs 31\.\d GiB, 20\.0 GiB"
-    ):
-        choose_caching(roomy, CLIP, {"vae_device": "cuda:2"})
-    assert (
-        choose_caching(roomy, QWEN, exclusions=[("vae_device", "training")])[0].vae_device
-        == "cuda:1"
-    )
-    with pytest.raises(InvalidInput, match="leave no way to encode images"):
-        choose_caching(on(48, kind="integrated"), QWEN, exclusions=[("vae_device", "training")])
-
-
-def test_residency_is_excluded_as_other_settings_are_and_what_is_none_is_refused() -> None:
-    assert (
-        choose_caching(on(30), QWEN, exclusions=[("residency", "release")])[0].residency == "keep"
-    )
-    assert (
-        choose_caching(on(30), QWEN, exclusions=[("residency", "keep")])[0].residency == "release"
-    )
-    with pytest.raises(InvalidInput, match="leave no residency"):
-        choose_caching(on(30), QWEN, exclusions=[("residency", "keep"), ("residency", "release")])
-    for wrong in (("residency", "sometimes"), ("no_such_field", "x"), ("vae_device", "gpu")):
-        with pytest.raises(InvalidInput):
-            choose_caching(on(30), QWEN, exclusions=[wrong])
-
-
-def test_pins_choose_among_what_a_machine_has() -> None:
-    assert caching_choices(on(48, others=(44,)))["caching.vae_device"] == (
-        "training",
-        "cuda:1",
-        "cpu",
-    )
-    assert caching_choices(on(48, kind="integrated"))["caching.vae_device"] == ("training",)
-
-
 def test_t5_is_never_stored_by_bitsandbytes() -> None:
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
     qwen = on(5.3, quality="compact")
@@ -254,18 +155,6 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
     assert choose_caching(flux, size, {})[0].text_encoder_quantization != "bnb-nf4"
     with pytest.raises(InvalidInput, match="T5 casts"):
         choose_caching(flux, size, {"text_encoder_quantization": "bnb-nf4"})
-
-
-def test_a_plan_knows_the_gpu_that_encodes_and_a_pinned_one_without_room_is_refused() -> None:
-    context = on(11, others=(22,))
-    caching, _ = choose_caching(context, QWEN)
-    planned = encoder_gpu_of(context.hardware, caching, QWEN)
-    assert planned is not None
-    assert (planned.name, planned.budget_bytes) == ("GPU 1", 22 * GIB)
-    assert planned.needed_bytes > QWEN.plain_bytes
-    assert encoder_gpu_of(context.hardware, CachingSettings(), QWEN) is None
-    with pytest.raises(InvalidInput, match=r"cuda:1: it needs 1\d\.\d GiB, 12\.0 GiB may be taken"):
-        choose_caching(on(11, others=(12,)), QWEN, {"text_encoder_device": "cuda:1"})
 
 
 def test_pins_are_taken_over_what_fits() -> None:

@@ -2,8 +2,6 @@
 what it says.
 """
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +12,10 @@ from autotune.families.registry import FAMILIES, get_family
 from autotune.knobs.base import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
 from autotune.knobs.modulation_ahead import (
-    ModulationPart,
     find_modulation_ahead,
     take_loaded_layers,
 )
-from autotune.planning.alternatives import keep_shardable
 from autotune.schema.candidate import Candidate
-from autotune.search.space import build_search_space
 from tests.builders import hardware, workload
 
 AHEAD = Candidate(micro_batch_size=1, checkpointed_blocks=0, modulation="ahead")
@@ -57,17 +52,6 @@ def test_it_is_refused_when_its_layers_are_adapted(name: str, targets: str) -> N
     assert Modulation().conflict(AHEAD.changed(modulation="resident"), where) is None
 
 
-def test_it_goes_neither_with_compiled_blocks_nor_with_sharded_weights() -> None:
-    assert "compiled" in str(Modulation().conflict(AHEAD.changed(compile="block"), context()))
-    space = build_search_space(context())
-    assert space.choices["modulation"] == ("ahead", "resident")
-    sharded = keep_shardable(space)
-    assert {candidate.modulation for candidate in sharded.candidates} == {"resident"}
-    assert any(
-        one.choice == "ahead" and "gathered" in one.reason for one in sharded.rejected["modulation"]
-    )
-
-
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
 def test_a_window_is_within_its_limits_or_one_step(row_bytes: int, images: int) -> None:
     steps = window_steps(row_bytes, images)
@@ -76,28 +60,6 @@ def test_a_window_is_within_its_limits_or_one_step(row_bytes: int, images: int) 
         assert steps * images <= MAX_WINDOW_DRAWS
         assert steps * images * row_bytes <= MAX_WINDOW_BYTES
     assert (steps + 1) * images > min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // row_bytes)
-
-
-def test_parts_of_a_row_lie_side_by_side_and_a_copy_is_its_own() -> None:
-    family = get_family("flux1-dev")
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(
-        device="cpu"
-    )
-    take_loaded_layers(family, model)
-    other = copy.deepcopy(model)
-    ahead, copied = find_modulation_ahead(model), find_modulation_ahead(other)
-    assert ahead is not None
-    assert copied is not None
-    parts = [module for module in model.modules() if isinstance(module, ModulationPart)]
-    assert sorted((part.start, part.stop) for part in parts) == [
-        (layer.start, layer.stop) for layer in ahead.layers
-    ]
-    assert ahead.layers[0].start == 0
-    assert all(
-        one.stop == after.start for one, after in zip(ahead.layers, ahead.layers[1:], strict=False)
-    )
-    (hook,) = other.time_text_embed._forward_hooks.values()
-    assert hook.func.__self__ is copied
 
 
 def test_a_failing_call_leaves_the_blocks_where_they_were() -> None:

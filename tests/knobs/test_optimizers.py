@@ -3,21 +3,15 @@ code runs unasked.
 """
 
 import json
-import sys
-from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from autotune.api.options import choose_optimizer
-from autotune.backends import entries, load_entry_points
-from autotune.cli.options import named_values
 from autotune.errors import InvalidInput
-from autotune.knobs import allow_optimizer, check_options, optimizer_bytes, optimizer_class
+from autotune.knobs import check_options, optimizer_bytes, optimizer_class
 from autotune.knobs.optimizer import ALLOWED, OPTIMIZERS
-from autotune.runtime import process
 from autotune.schema import ADAMW, OptimizerChoice
 from autotune.training.optimizer import AdapterOptimizer
 
@@ -110,60 +104,3 @@ def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(ALLOWED, "")
     choose_optimizer(ADAMW, "torch.optim:SGD", None)
     assert optimizer_class("torch.optim:SGD") is torch.optim.SGD
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "what"),
-    [
-        ("adamv", {}, "no optimizer called"),
-        ("lion", {"beta": 0.9}, "takes no 'beta'"),
-        ("lion", {"lr": 0.9}, "lr is not an option"),
-        ("torch.nn:Linear", {}, "no torch.optim.Optimizer"),
-        ("torch.optim:Nothing", {}, "has no Nothing"),
-        ("no_such_package:Sgd", {}, "needs no_such_package"),
-        ("os; rm", {}, "not an optimizer with such options"),
-    ],
-)
-def test_what_is_wrong_is_said(name: str, options: dict[str, float], what: str) -> None:
-    allow_optimizer(name.replace("\0", ""))
-    with pytest.raises(InvalidInput, match=what):
-        check_options(choose_optimizer(ADAMW, name, options or None))
-
-
-@pytest.mark.parametrize(
-    "line", ["import torch; torch.nothing", "1 / 0", "raise RuntimeError('no such device')"]
-)
-def test_a_package_that_fails_as_it_is_imported_is_named_with_its_error(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "brittle_optimizers.py").write_text(line)
-    monkeypatch.syspath_prepend(tmp_path)
-    allow_optimizer("brittle_optimizers:Mine")
-    with pytest.raises(InvalidInput, match=r"brittle_optimizers cannot be imported: .*Error: "):
-        optimizer_class("brittle_optimizers:Mine")
-
-
-def test_options_are_read_as_python_writes_them() -> None:
-    read = named_values(["betas=(0.9, 1)", "eps=1e-6", "nesterov=true", "mode=fast"])
-    assert read == {"betas": (0.9, 1.0), "eps": 1e-6, "nesterov": True, "mode": "fast"}
-
-
-def test_what_predictions_do_not_need_is_there_for_code_that_may(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "acme_optimizers.py").write_text("from torch.optim import SGD as Own\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(process, "UNNEEDED", ("acme_optimizers",))
-    monkeypatch.setenv(ALLOWED, "acme_optimizers:Own")
-    point = EntryPoint("own", "acme_optimizers:Own", "acme")
-    monkeypatch.setattr(entries, "entry_points", lambda group: [point])
-    found: list[type] = []
-    for look in (
-        lambda: found.append(optimizer_class("acme_optimizers:Own")),
-        lambda: load_entry_points("acme", found.append),
-    ):
-        monkeypatch.setitem(
-            sys.modules, "acme_optimizers", None
-        )  # as `prepare_process(only_predicts=True)` leaves it
-        look()
-    assert found == [torch.optim.SGD] * 2

@@ -5,13 +5,10 @@ ask of them.
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 
-from autotune.quantization import stored_rows
 from autotune.quantization.layers import quantize_inside
-from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear, Kernels
+from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear
 from autotune.quantization.stored_rows import FLOAT8
-from tests.profiled import peak_allocated_bytes
 
 FORMATS = ("int8-matmul", "fp8-matmul")
 
@@ -97,40 +94,6 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_layers_of_all_sizes_share_what_is_compiled(
-    weight_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch._dynamo.reset()
-    counters = [CompileCounter() for _ in PLAIN[:3]]
-    compiled = [
-        torch.compile(one, dynamic=True, backend=by)
-        for one, by in zip(PLAIN[:3], counters, strict=True)
-    ]
-    monkeypatch.setitem(PRODUCT_KERNELS, "cpu", Kernels(*compiled, True))  # type: ignore[arg-type]
-    for inputs, outputs in ((64, 96), (96, 64), (64, 128), (128, 192)):
-        layer = nn.Linear(inputs, outputs).requires_grad_(False)
-        quantize_inside([layer], weight_format)("", layer)  # type: ignore[misc]
-        run(layer, torch.randn(40, inputs))
-    assert (
-        max(counter.frame_count for counter in counters) <= 2
-    )  # with columns and bias, and without
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_rows_of_zeros_and_of_what_is_next_to_nothing_stay_so(weight_format: str) -> None:
-    layer = layer_of(weight_format, bias=False)
-    x = torch.randn(4, 64)
-    x[1], x[2] = 0.0, 1e-42
-    out, gradient = run(layer, x)
-    assert not out[1].any()
-    assert float(out[2].abs().max()) < 1e-36
-    assert bool(gradient.isfinite().all())
-    given = torch.randn(4, 64, requires_grad=True)
-    (none,) = torch.autograd.grad(layer(given), given, torch.zeros(4, 96))
-    assert not none.any()
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
 def test_what_is_not_finite_is_not_hidden(weight_format: str) -> None:
     layer, x = layer_of(weight_format), torch.randn(3, 64)
     x[1, 5] = torch.nan
@@ -166,14 +129,3 @@ def test_a_compiler_traces_it_whole(weight_format: str) -> None:
     traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for expected, found in zip(run(layer, x), run(traced, x), strict=True):
         assert torch.equal(expected, found)
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_quantizing_takes_the_result_and_some_slices(
-    weight_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slice_bytes, layer = 1 << 18, nn.Linear(1024, 4096, dtype=torch.bfloat16, bias=False)
-    monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _: slice_bytes)
-    transform, stored = quantize_inside([layer], weight_format), (4 << 20) + 4 * 4096
-    assert transform is not None
-    assert peak_allocated_bytes(lambda: transform("", layer)) - stored < 4.1 * slice_bytes

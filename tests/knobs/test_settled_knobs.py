@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.errors import InvalidInput
 from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
 from autotune.hardware.store import hardware_named
@@ -89,30 +88,6 @@ def test_blocks_may_be_swapped_where_device_and_host_have_memories_of_their_own(
     assert all("share one memory" in why for why in shared.rejected.values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"checkpointed_blocks": 3}, "recompute"),
-        ({"quantization": "bnb-nf4"}, "bnb-nf4 keeps"),
-        ({"compile": "block"}, "compiled"),
-        ({}, None),
-    ],
-)
-def test_swapping_refuses_what_would_keep_weights_on_the_device(changes, word):
-    values = {"micro_batch_size": 1, "checkpointed_blocks": 60, "swapped_blocks": 30, **changes}
-    conflict = Swapping().conflict(Candidate.model_validate(values), context())
-    assert conflict is None if word is None else word in conflict
-
-
-def test_compiling_is_offered_with_what_is_known_of_its_cost():
-    offered = Compile().choices(context("compile"))
-    assert offered.admitted == ("off",)
-    assert offered.on_request["block"] == (
-        "the winner is tried compiled if the steps may pay back a start-up of some 120 s"
-    ), "no payback is claimed: how many operations a step has is only known once it is traced"
-    assert Compile().choices(context()).rejected.keys() == {"block"}
-
-
 def test_plain_tensors_of_8_bits_go_with_compiled_blocks_and_other_formats_do_not():
     compiled = Candidate(micro_batch_size=1, checkpointed_blocks=0, compile="block")
     for name in WEIGHT_FORMATS:
@@ -168,51 +143,6 @@ def attention_choices(one, padding):
     )
 
 
-@pytest.mark.parametrize("padding", ["masked", "exact"])
-def test_under_a_mask_a_backend_has_to_beat_what_native_then_is(padding):
-    """Native is flash on this card, and the memory-efficient kernel with a mask."""
-    one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-rtx-4090"))
-    speeds = {"native": 1.0, "_native_efficient": 0.55, "_native_flash": 1.0, "_native_cudnn": 0.8}
-    rates = tuple(
-        Rate(
-            name=f"attention.{name}.bf16.4096",
-            value=value * 1e14,
-            unit="FLOP/s",
-            spread=0.0,
-            num_samples=3,
-        )
-        for name, value in speeds.items()
-    )
-    choices = attention_choices(one.changed(rates=rates), padding)
-    assert choices.admitted == (("native", "_native_cudnn") if padding == "masked" else ("native",))
-    assert (
-        choices.on_request["_native_flash"] == "the probe measured 1.00 times the speed of native"
-    )
-
-
-@pytest.mark.parametrize(
-    ("card", "padding", "flash", "xformers"),
-    [
-        ("4090", "exact", "1.00", "0.55"),  # torch's own flash is the same
-        ("4090", "masked", "1.00", "1.00"),  # and so is its kernel for masks
-        ("h100-sxm", "masked", "0.60", "0.33"),  # cuDNN is faster
-    ],
-)
-def test_a_package_that_a_catalog_card_is_told_to_have_goes_by_published_figures(
-    card, padding, flash, xformers
-):
-    one = with_assumed_packages(hardware_named(card), ["flash-attn", "xformers"])
-    choices = attention_choices(one, padding)
-    assert choices.admitted == ("native",)
-    for name, speed in {"flash": flash, "xformers": xformers}.items():
-        assert (
-            choices.on_request[name]
-            == f"published for its kernel is {speed} times the speed of native"
-        )
-    without = attention_choices(hardware_named(card), padding)
-    assert without.rejected["flash"] == "package: flash_attn is not installed"
-
-
 @pytest.mark.parametrize(
     ("card", "package", "name", "says"),
     [
@@ -238,12 +168,6 @@ def test_later_versions_of_flash_attention_are_tried_where_they_are_published_to
     choices = attention_choices(with_assumed_packages(hardware_named(card), [package]), "exact")
     assert choices.admitted == (("native", name) if says is None else ("native",))
     assert choices.on_request.get(name) == says
-
-
-def test_flash_attention_3_runs_on_hopper_alone():
-    for card in ("b200", "4090"):
-        with pytest.raises(InvalidInput, match="needs compute capability 9"):
-            with_assumed_packages(hardware_named(card), ["flash-attn-3"])
 
 
 def test_dora_has_whole_weights_on_the_device():

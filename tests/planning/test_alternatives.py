@@ -2,10 +2,8 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
@@ -15,7 +13,6 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.prediction import Prediction
 from autotune.search.space import build_search_space
-from autotune.search.study import SearchLimits
 from tests import builders
 from tests.planning.formula import FormulaCostModel
 from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
@@ -78,13 +75,6 @@ def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
     assert "without --exclude (" in caught.value.hint
 
 
-def test_a_larger_batch_is_mentioned_with_its_price() -> None:
-    plan = make_plan(request(), HARDWARE, backend=surroundings())
-    for text in plan.frozen.advice:
-        assert re.search(r"an effective batch of (4|8) is predicted to train 1\.\d\dx", text)
-        assert "changes what is learned" in text
-
-
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
 def test_a_larger_batch_is_predicted_only_with_settings_that_run(
     settings: dict[str, object],
@@ -114,26 +104,6 @@ def test_the_same_question_can_be_asked_again() -> None:
     assert again == plan
 
 
-def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -> None:
-    for number in range(5):
-        Image.new("RGB", (256, 256), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    asked = request(
-        job_overrides={"data": str(tmp_path), "caption": "a color", "num_train_epochs": 6}
-    )
-    job = make_plan(asked, HARDWARE, backend=surroundings()).job
-    assert (job.num_train_epochs, job.num_steps) == (6, 15)  # 5 images, 2 a step
-    longer = make_plan(
-        request(job_overrides={"num_steps": 99}, job=job), HARDWARE, backend=surroundings()
-    ).job
-    assert (longer.num_train_epochs, longer.num_steps) == (None, 99)
-
-
-def test_a_search_may_take_a_twentieth_of_the_run_but_a_minute_at_least() -> None:
-    assert SearchLimits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
-    assert SearchLimits(8, num_steps=100).allowed_seconds(2.0) == 60
-    assert SearchLimits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
-
-
 def test_a_search_stops_at_its_share_of_the_run() -> None:
     def slow(candidate: object) -> object:
         return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
@@ -143,14 +113,3 @@ def test_a_search_stops_at_its_share_of_the_run() -> None:
     )  # type: ignore[arg-type]
     assert len(plan.frozen.trials) == 3  # 60 s
     assert plan.frozen.search_seconds == 75
-
-
-def test_the_smallest_settings_are_found_where_memory_is_the_objective() -> None:
-    workload_overrides = replace(request().workload_overrides, objective="memory")
-    plan = make_plan(
-        request(workload_overrides=workload_overrides), HARDWARE, backend=surroundings()
-    )
-    smallest = min(trial.peak_memory_bytes or 0 for trial in plan.frozen.trials)
-    assert smallest <= plan.frozen.expected.peak_memory_bytes <= 1.03 * smallest, (
-        "ties go to the faster"
-    )

@@ -6,15 +6,10 @@ from dataclasses import replace
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.errors import InvalidInput, NothingFits
-from autotune.planning import planner
-from autotune.planning.alternatives import drop_beyond_host, min_required_bytes
+from autotune.errors import NothingFits
+from autotune.planning.alternatives import drop_beyond_host
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import ResolvedRequest
-from autotune.reporting.plan import job_line, plan_lines
 from autotune.schema.candidate import Candidate
-from autotune.schema.events import Event, Progressed, SearchSpaceBuilt
-from autotune.schema.hardware import HardwareProfile
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
@@ -49,17 +44,6 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
     assert case.cost.parallel.strategy == strategy
 
 
-def tight() -> HardwareProfile:
-    """3% more than the least prediction: too little for a search, which allows for doubt, enough
-    without.
-    """
-    roomy = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
-    return builders.hardware(
-        *CAPABILITIES,
-        budget_bytes=round(1.03 * min_required_bytes(roomy.space.candidates, roomy.cost)),
-    )
-
-
 def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
     with by_formula(num_blocks=50):
@@ -72,44 +56,6 @@ def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     assert [item.choice for item in refused] == [49, 48, 47, 46, 45, 44]
     too_many = replace(case.space, candidates=every[45:])  # as if fewer were excluded
     assert drop_beyond_host(too_many, case.cost).candidates == every[45:46]
-
-
-def test_a_prediction_for_other_hardware_shows_the_progress_of_its_work() -> None:
-    told: list[Event] = []
-    planner.make_plan(
-        request(is_local=False), builders.hardware(*CAPABILITIES), told.append, surroundings()
-    )
-    done = [
-        (event.name, event.done, event.total) for event in told if isinstance(event, Progressed)
-    ]
-    (count,) = (event.num_candidates for event in told if isinstance(event, SearchSpaceBuilt))
-    assert done == [("predicting", number, count) for number in range(count)]
-
-
-def test_processes_get_a_batch_that_they_can_share_unless_the_user_named_one() -> None:
-    usual = request(
-        workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False
-    )
-    resolved = ResolvedRequest.build(usual)
-    assert resolved.workload.effective_batch_size == 8
-    assert resolved.notes == (
-        "an effective batch of 8: 8 GPUs cannot share the usual 4 evenly; --batch sets another",
-    )  # fmt: skip
-    with pytest.raises(InvalidInput, match="cannot be shared evenly by 8"):
-        ResolvedRequest.build(request(num_processes=8, is_local=False))
-
-
-def test_a_price_is_that_of_each_gpu() -> None:
-    asked = request(
-        workload_overrides=WorkloadOverrides(size_px=(256, 256)),
-        num_processes=8,
-        is_local=False,
-        price_per_hour=2.0,
-    )
-    plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
-    hours = plan.job_seconds / 3600
-    assert plan.job_cost == plan.cost_at(2.0) == pytest.approx(8 * 2.0 * hours)
-    assert f", {16 * hours:.2f} for 8 GPUs, each 2.00 an hour" in job_line(plan)
 
 
 def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -> None:
@@ -155,25 +101,3 @@ def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
         space = PlanningProblem.build(asked, builders.hardware(*CAPABILITIES), surroundings()).space
         offloads.append(any(candidate.modulation == "ahead" for candidate in space.candidates))
     assert offloads == [False, True]
-
-
-def test_a_plan_of_several_processes_tells_the_memory_of_their_host_together() -> None:
-    asked = request(workload_overrides=ONE_EACH, num_processes=4, is_local=False)
-    plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
-    assert any(
-        line.startswith("host memory    4.00 GiB") and "for 4 processes" in line
-        for line in plan_lines(plan)
-    )
-
-
-def test_a_predicted_plan_tells_host_memory_and_how_uncertain_its_seconds_are() -> None:
-    plan = planner.make_plan(
-        request(is_local=False), builders.hardware(*CAPABILITIES), backend=surroundings()
-    ).plan
-    expected = plan.frozen.expected
-    assert expected.time_uncertainty is not None
-    share = f" ±{expected.time_uncertainty:.0%}"
-    lines = plan_lines(plan)
-    assert any(line.startswith("speed") and f" s{share} per step" in line for line in lines)
-    assert f"{share} in all" in job_line(plan)
-    assert any(line.startswith("host memory    1.00 GiB") for line in lines)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from autotune.planning.sealing import sealed_path
-from autotune.reporting.plan import differences, plan_lines, train_hint
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import read_plan, seal, write_plan
 from tests.conftest import Journey, autotune_here
@@ -84,30 +83,6 @@ def test_two_plans_are_compared(
     assert same.stdout == "the plans do not differ\n"
 
 
-def test_plans_are_compared_by_what_a_run_and_a_step_take(journey: Journey) -> None:
-    frozen = journey.plan.frozen.model_dump(mode="json")
-    frozen["expected"]["peak_memory_bytes"] += 1 << 40
-    found = differences(
-        journey.plan, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen)))
-    )
-    expected = journey.plan.frozen.expected
-    firsts = {item.name: item.first for item in found}
-    assert firsts == {
-        "run_memory_bytes": expected.run_memory_bytes,
-        "step_memory_bytes": expected.peak_memory_bytes,
-    }
-
-
-def test_a_rank_is_chosen_not_measured_so_two_have_no_ratio(journey: Journey) -> None:
-    frozen = journey.plan.frozen.model_dump(mode="json")
-    plans = []
-    for rank in (96, 128):
-        frozen["workload"]["rank"] = rank
-        plans.append(seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
-    (found,) = differences(*plans)
-    assert (found.name, found.first, found.second, found.ratio) == ("workload.rank", 96, 128, None)
-
-
 def test_train_measures_a_predicted_plan_once_and_writes_it_beside(
     capfd: pytest.CaptureFixture[str], journey: Journey, folder: Path
 ) -> None:
@@ -128,36 +103,3 @@ def test_train_measures_a_predicted_plan_once_and_writes_it_beside(
     assert again.returncode == 0, again.stderr
     assert "predicted" not in again.stderr
     assert json.loads(again.stdout)["plan_digest"] == sealed.digest
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("plan",), "--from"),
-        (("plan", "--from", "nowhere.yaml"), "there is no plan at"),
-    ],
-)
-def test_wrong_usage_is_named(
-    capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
-) -> None:
-    process = autotune_here(capfd, *arguments)
-    assert process.returncode == 2
-    assert words in " ".join(process.stderr.split())
-
-
-def test_a_plan_without_data_names_what_its_train_command_needs(journey: Journey) -> None:
-    plan, file = journey.plan, Path("my plan.yaml")
-    assert (
-        train_hint(plan, file)
-        == "written to my plan.yaml; train it with: autotune train 'my plan.yaml'"
-    )
-    without = plan.changed(job=plan.job.changed(data=None))
-    assert train_hint(without, file).endswith("autotune train 'my plan.yaml' --data FOLDER")
-
-
-def test_a_plan_claims_no_saving_that_nothing_was_measured_against(journey: Journey) -> None:
-    frozen = journey.plan.frozen
-    winners = tuple(trial for trial in frozen.trials if trial.candidate == frozen.settings)
-    for trials in (frozen.trials, winners[:1]):
-        lines = plan_lines(journey.plan.changed(frozen=frozen.changed(trials=trials)))
-        assert not [line for line in lines if "saves" in line]

@@ -96,16 +96,6 @@ def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
     assert words in reason_of(plan).rejected[0].reason
 
 
-def test_no_trial_is_spent_where_the_cost_model_expects_too_little(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 1e6)
-    run, tried = machine(0.3, 1.0)
-    plan = plan_on(run)
-    assert not tried
-    assert "predicted: saves" in reason_of(plan).rejected[0].reason
-
-
 @pytest.mark.parametrize(("recomputing", "kinds"), [(0, 1), (2, 2), (4, 1)])
 def test_blocks_that_recompute_beside_others_start_up_by_themselves(
     recomputing: int, kinds: int
@@ -115,12 +105,6 @@ def test_blocks_that_recompute_beside_others_start_up_by_themselves(
     fields = {"checkpointed_blocks": recomputing, "compile": "block"}
     candidate = Candidate.model_validate({"micro_batch_size": 1, **fields})
     assert startup_seconds(candidate, family, work) == pytest.approx(0.001 * kinds)
-
-
-def test_nobody_who_excluded_it_gets_it() -> None:
-    run, tried = machine(0.3, 1.0)
-    assert plan_on(run, exclusions=(("compile", "block"),)).frozen.settings.compile == "off"
-    assert not tried
 
 
 def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> None:

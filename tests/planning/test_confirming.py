@@ -52,18 +52,6 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: PlanningP
     assert [t.candidate for t in trials[3:]] == [first, second, third]
 
 
-def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: PlanningProblem) -> None:
-    from autotune.search.winner import choose_winner, score_trials
-
-    fast, slow = case.space.candidates[:2]
-    late = TrialResult(candidate=fast, outcome="timeout", confirms=True, message="no answer")
-    trials = confirm_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
-    best = choose_winner(score_trials(trials), "throughput")
-    assert best is not None
-    assert (best.candidate, best.step_seconds) == (fast, 1.0)
-    assert len(trials) == 3
-
-
 def test_the_first_fallback_is_tried_only_if_nothing_smaller_ran(case: PlanningProblem) -> None:
     largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
@@ -96,19 +84,6 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
         if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"
     ]
     assert smaller or not plan.frozen.fallbacks
-
-
-def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
-    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
-        return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
-
-    plan = make_plan(
-        request(max_trials=1, pins=FEW),
-        HARDWARE,
-        backend=replace(surroundings(), rehearse=rehearse),
-    )  # type: ignore[arg-type]
-    assert plan.frozen.expected.step_seconds == 0.5
-    assert any("no such encoder (in the caching phase)" in note for note in plan.frozen.advice)
 
 
 def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:

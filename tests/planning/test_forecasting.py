@@ -1,8 +1,8 @@
 """Which predictions a plan keeps of all."""
 
-from autotune.planning.forecasting import MAX_ROWS, build_forecast
+from autotune.planning.forecasting import build_forecast
 from autotune.schema.candidate import Candidate
-from autotune.schema.forecast import Forecast, differences_of
+from autotune.schema.forecast import Forecast
 from autotune.schema.prediction import PhaseMemory, Prediction, StepTime
 from tests import builders
 
@@ -60,16 +60,6 @@ def forecast(
 SETTINGS = builders.candidate(micro_batch_size=2, checkpointed_blocks=0)
 
 
-def test_it_is_bounded_and_has_each_candidate_once() -> None:
-    made = forecast(SETTINGS)
-    candidates = [each.candidate(SETTINGS) for each in made.alternatives]
-    assert len(candidates) == len(set(candidates)) == MAX_ROWS
-    assert made.num_candidates == 480
-    assert made.num_fitting == sum(each.run_memory_bytes <= 17 * GIB for each in predictions())
-    assert candidates[0] == SETTINGS
-    assert made.alternatives[0].changes == {}
-
-
 def test_it_has_the_best_with_every_value_and_the_front() -> None:
     made = forecast(SETTINGS)
     kept = {each.candidate(SETTINGS) for each in made.alternatives}
@@ -93,13 +83,6 @@ def test_it_has_the_nearest_that_does_not_fit_and_would_be_faster() -> None:
     assert nearest in {each.candidate(SETTINGS) for each in made.alternatives}
 
 
-def test_what_was_tried_keeps_its_first_prediction() -> None:
-    slow = prediction(builders.candidate(micro_batch_size=1, checkpointed_blocks=59), 99.0, 3.0)
-    made = forecast(SETTINGS, tried=(slow,))
-    row = next(each for each in made.alternatives if each.candidate(SETTINGS) == slow.candidate)
-    assert (row.step_seconds, row.step_memory_bytes) == (99.0, 3_221_200_000)
-
-
 def test_numbers_are_rounded_so_that_last_bits_change_nothing() -> None:
     made = forecast(SETTINGS)
     assert made.step_time.matmul_seconds == 0.33333
@@ -108,12 +91,3 @@ def test_numbers_are_rounded_so_that_last_bits_change_nothing() -> None:
         SETTINGS, 17 * GIB, STEP_TIME, {},
     )  # fmt: skip
     assert shifted == made
-
-
-def test_a_plan_that_falls_back_names_the_same_candidates() -> None:
-    made, other = forecast(SETTINGS), SETTINGS.changed(micro_batch_size=1, checkpointed_blocks=59)
-    rebased = made.rebased(SETTINGS, other)
-    assert [each.candidate(other) for each in rebased.alternatives] == [
-        each.candidate(SETTINGS) for each in made.alternatives
-    ]
-    assert differences_of(SETTINGS, other) == {"micro_batch_size": 2, "checkpointed_blocks": 0}

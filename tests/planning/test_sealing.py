@@ -89,16 +89,6 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
     assert sealed.workload == predicted.frozen.workload
 
 
-def test_where_nothing_runs_the_message_says_how_to_plan_again(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
-    failing = surroundings(lambda candidate: builders.trial(candidate, None, message="by design"))
-    with pytest.raises(DoesNotFit, match="by design") as caught:
-        seal_on_arrival(predicted, HERE, backend=failing)
-    assert "--from" in caught.value.hint
-    assert not sealed_path(tmp_path / "plan.yaml").exists()
-
-
 def test_nothing_is_tried_that_is_predicted_not_to_fit(
     predicted: TrainingPlan, tmp_path: Path
 ) -> None:
@@ -131,12 +121,6 @@ def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
         seal_on_arrival(
             arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried"))
         )
-
-
-def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: Path) -> None:
-    other = builders.hardware("attention.native", compute_capability=(9, 0))
-    with pytest.raises(DoesNotFit, match="compute capability"):
-        seal_on_arrival(predicted, other, backend=surroundings())
 
 
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
