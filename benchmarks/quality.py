@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).with_name("world")))
 from teach import CPU, Classroom, Job
 
 from autotune.demo.lesson import known_scenes, unseen_scenes
-from autotune.quantization import product_layer
+from autotune.quantization import quantized_layers
 from autotune.schema.candidate import Candidate
 from autotune.training.quality import QualityMissed
 from autotune.training.step import Noising, to_device
@@ -113,7 +113,7 @@ def main(result: Path, seeds: int, steps: int) -> None:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     done = {(row["setting"], row["seed"]) for row in rows}
-    product_layer.SIDE_MULTIPLE = (
+    quantized_layers.SIDE_MULTIPLE = (
         8  # layers of this model are 120 wide, and the CPU's products take them
     )
     room = Classroom()

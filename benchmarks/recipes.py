@@ -41,7 +41,7 @@ from search_tasks import StepMemoryModel
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.hardware.store import cached_profile
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.trial import TrialResult

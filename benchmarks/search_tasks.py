@@ -22,7 +22,7 @@ from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction

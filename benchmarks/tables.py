@@ -36,7 +36,7 @@ from search_tasks import CAPS, cap_bytes, merged
 
 from autotune.families.registry import FAMILIES
 from autotune.hardware.store import cached_profile
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import HardwareProfile

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import get_family
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
 from autotune.schema.trial import TrialResult

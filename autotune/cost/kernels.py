@@ -278,3 +278,45 @@ def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
     rows = -(-tokens // 128) * 128
     columns = -(-dimension // 32) * 32
     return batch * heads * rows * (columns + 1) * 4  # dq and the row sums of dO * O, both fp32
+
+
+PRODUCTS = ("linear", "conv2d", "conv3d", "scaled_dot_product_attention")
+IN_FP32 = ("layer_norm", "group_norm", "mse_loss", "rms_norm")
+"""Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and
+AT_FORALL_FP32, with `rms_norm` since torch 2.12 (pytorch/pytorch#174824)."""
+
+
+@contextmanager
+def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
+    """Within this context, functions cast their arguments as autocast to `dtype` makes them. Not
+    thread-safe.
+
+    They are replaced by name, for autocast knows no meta device, and a function mode would be
+    suspended while `backward` recomputes a checkpoint.
+    """
+    functional = torch.nn.functional
+
+    table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(IN_FP32, torch.float32)}
+    originals = {name: getattr(functional, name) for name in table}
+    try:
+        for name, target in table.items():
+            setattr(functional, name, _casting(originals[name], target))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def _casting(function: Callable[..., Any], dtype: "torch.dtype") -> Callable[..., Any]:
+    def cast(value: Any) -> Any:
+        is_other = (
+            isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+        )
+        return value.to(dtype) if is_other else value
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(
+            *map(cast, arguments), **{name: cast(value) for name, value in options.items()}
+        )
+
+    return call

@@ -1,6 +1,7 @@
 """Device memory of every phase of a job, broken down by what it is for; and the host's memory."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,16 @@ from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.knobs import encoder_element_bytes, optimizer_bytes, window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
-from autotune.schema import ADAMW, Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
+from autotune.schema import (
+    ADAMW,
+    Candidate,
+    HardwareProfile,
+    MemoryBreakdown,
+    MemoryBudget,
+    Overheads,
+    PhaseMemory,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
@@ -323,3 +333,146 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
         allocated_memory_bytes=allocated,
         breakdown=breakdown,
     )
+
+
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+KEEP_ON = ("train", "preview", "save")
+"""What training keeps is there to the end."""
+VAE_IS_THERE = ("cache", "preview")
+
+
+def kept_part_bytes(
+    overheads: Overheads, resident: "Resident", *, vae_parameters: int, encoder_bytes: int
+) -> Mapping[str, int]:
+    """Bytes that each phase needs beyond what autotune's executor needs there.
+
+    Args:
+        overheads: of the program.
+        resident: what stays on the device anyway.
+        vae_parameters: of the VAE.
+        encoder_bytes: of the text encoders' weights in bf16, as they are stored on the device; 0 if
+            they are not there. While captions are encoded they are there anyway.
+    """
+    found: dict[str, int] = {}
+    for one in overheads.kept:
+        size = ELEMENT_BYTES[one.precision]
+        for phase in KEEP_ON if one.phase == "train" else (one.phase,):
+            num_bytes = {
+                "transformer": resident.weight_bytes + resident.buffer_bytes
+                if phase == "cache"
+                else 0,
+                "text_encoders": 0
+                if phase == "cache"
+                else encoder_bytes * size // ELEMENT_BYTES["bf16"],
+                "vae": vae_parameters * size - (resident.vae_bytes if phase in VAE_IS_THERE else 0),
+            }[one.part]
+            found[phase] = found.get(phase, 0) + max(0, num_bytes)
+    return found
+
+
+def with_kept(phases: Sequence[PhaseMemory], kept: Mapping[str, int]) -> tuple[PhaseMemory, ...]:
+    """The phases of a job with so many bytes more of weights."""
+
+    def changed(phase: PhaseMemory) -> PhaseMemory:
+        more = kept.get(phase.name, 0)
+        breakdown = phase.breakdown.model_copy(
+            update={"weight_bytes": phase.breakdown.weight_bytes + more}
+        )
+        sizes = {
+            name: getattr(phase, name) + more
+            for name in ("run_memory_bytes", "allocated_memory_bytes")
+        }
+        return phase.model_copy(update={**sizes, "breakdown": breakdown})
+
+    return tuple(changed(phase) if phase.name in kept else phase for phase in phases)
+
+
+GATHERED_BLOCKS = 2
+"""The block that runs and the next one, which FSDP2 gathers meanwhile."""
+PASSES = 2
+"""Weights are gathered for the forward and again for the backward pass."""
+
+LINK_BANDWIDTH = {"nvlink": 150e9}
+PCIE_BANDWIDTH = 12e9
+"""Bytes per second and direction in a collective: about half of what third-generation NVLink and
+PCIe 4.0 x16 carry. Round figures, not measured here."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many processes train together, and by which strategy."""
+
+    strategy: Strategy = "single"
+    num_processes: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that hold the frozen weights together: 1 if each has them all."""
+        return self.num_processes if self.strategy == "fsdp2" else 1
+
+    def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
+        """What one process may take: each has a device of its own, but on a CPU they share the
+        memory.
+        """
+        is_shared = hardware.device.kind == "cpu"
+        return (
+            budget.changed(num_bytes=budget.num_bytes // self.num_processes)
+            if is_shared
+            else budget
+        )
+
+    def weight_bytes(self, model_bytes: "ModelBytes") -> int:
+        """Frozen weights that one device keeps."""
+        return -(-model_bytes.weight_bytes // self.num_shards)
+
+    def resident(self, whole: Resident, model_bytes: "ModelBytes") -> Resident:
+        """What one device keeps of a model that alone would take `whole`.
+
+        DDP's buckets hold each gradient once more, beside the one that accumulates without
+        synchronization.
+        """
+        if self.strategy == "single":
+            return whole
+        gathered = 0
+        if self.num_shards > 1:  # what no block holds is gathered as one, for the whole pass
+            gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
+        return replace(
+            whole,
+            weight_bytes=self.weight_bytes(model_bytes)
+            if self.num_shards > 1
+            else whole.weight_bytes,
+            bucket_bytes=whole.adapter_bytes,
+            gathered_bytes=gathered,
+        )
+
+    def exchange_seconds(
+        self, hardware: HardwareProfile, model_bytes: "ModelBytes", accumulation: int
+    ) -> float:
+        """What one step sends; it overlaps with computing.
+
+        Each collective is a ring, through which every byte but a process's own passes: its slowest
+        link decides.
+        """
+        if self.strategy == "single":
+            return 0.0
+        paths = {link.path for link in hardware.device.links}
+        within = min(
+            (LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH
+        )
+        others = (self.num_processes - 1) / self.num_processes
+        seconds = (
+            2 * model_bytes.adapter_bytes * others / within
+        )  # reduce, then gather: an all-reduce
+        if self.num_shards > 1:
+            gathered = (
+                PASSES
+                * accumulation
+                * model_bytes.weight_bytes
+                * (self.num_shards - 1)
+                / self.num_shards
+            )
+            seconds += gathered / within
+        return seconds
+
+
+ONE_PROCESS = Parallel()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune import knobs, weights
 from autotune.backends import token_multiple
-from autotune.cost.adapters import add_adapter_as_practiced
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.trace.passes import (
@@ -26,7 +25,7 @@ from autotune.cost.trace.passes import (
     trace_pass,
 )
 from autotune.errors import InvalidInput, first_line
-from autotune.families import Family, Parts, block_numbers, build_on_meta
+from autotune.families import Family, Parts, add_adapter, block_numbers, build_on_meta
 from autotune.knobs import (
     NormRope,
     apply_recomputation,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 else:
     diffusers = lazy_module("diffusers")
     torch = lazy_module("torch")
-
+    nn = lazy_module("torch.nn")
 
 ALLOCATORS = ("default", "expandable")
 BLENDS = {"blend_v", "blend_h", "blend_t"}
@@ -477,3 +476,43 @@ def _attribute_bytes(model: "nn.Module") -> int:
     """Bytes of buffers, and of tensors that modules keep as plain attributes."""
     tensors = [*model.buffers(), *weights.attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def add_adapter_as_practiced(
+    family: Family,
+    transformer: "nn.Module",
+    workload: Workload,
+    dtype: "torch.dtype",
+    practice: AdapterPractice | None,
+) -> None:
+    """Add the workload's adapter to a transformer that computes in `dtype`: autotune's own if there
+    is no practice.
+
+    peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a
+    device, casts the adapter instead; here its weights do that themselves, whenever they are read.
+    """
+    if practice is None:
+        add_adapter(family, transformer, workload, dtype)
+        return
+    own = torch.float32 if dtype == torch.float32 or practice.precision == "fp32" else dtype
+    add_adapter(family, transformer, workload, own, lean=False)
+    if practice.autocasts and own != dtype:
+        _cast_when_read(transformer, dtype)
+
+
+def _cast_when_read(transformer: "nn.Module", dtype: "torch.dtype") -> None:
+    from peft.tuners.lora import LoraLayer
+    from torch.nn.utils import parametrize
+
+    class Cast(nn.Module):
+        def forward(self, weight: "torch.Tensor") -> "torch.Tensor":
+            return weight.to(dtype)
+
+    layers = [module for module in transformer.modules() if isinstance(module, LoraLayer)]
+    for matrix in (
+        matrix
+        for layer in layers
+        for each in (layer.lora_A, layer.lora_B)
+        for matrix in each.values()
+    ):
+        parametrize.register_parametrization(matrix, "weight", Cast(), unsafe=True)

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
-from autotune.cost.memory import PHASES, away_bytes, phases_of
+from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, away_bytes, phases_of, with_kept
 from autotune.cost.model import TracedModel, traced_model
-from autotune.cost.overheads import with_kept
-from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts

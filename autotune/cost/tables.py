@@ -26,10 +26,14 @@ from autotune.cost.composition import (
     table_of,
 )
 from autotune.cost.kernels import kernel_for
-from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
+from autotune.cost.memory import (
+    HOST_PROCESS_BYTES,
+    Parallel,
+    Resident,
+    kept_part_bytes,
+    resident_of,
+)
 from autotune.cost.model import TracedModel
-from autotune.cost.overheads import kept_part_bytes
-from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.knobs import (
     EncoderSize,

@@ -5,14 +5,6 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.knobs.base import (
-        Choices,
-        Knob,
-        Parity,
-        TuningContext,
-        parity_capability,
-        unavailable_reason,
-    )
     from autotune.knobs.block_swap import offload_on_arrival
     from autotune.knobs.caching import (
         PIN,
@@ -24,8 +16,16 @@ if TYPE_CHECKING:
         encoder_gpu_of,
         size_of,
     )
+    from autotune.knobs.checkpointing import apply_recomputation
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
-    from autotune.knobs.host_region import region_offsets
+    from autotune.knobs.knob import (
+        Choices,
+        Knob,
+        Parity,
+        TuningContext,
+        parity_capability,
+        unavailable_reason,
+    )
     from autotune.knobs.modulation import window_steps
     from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
     from autotune.knobs.norm_rope import NormRope
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         usual_learning_rate,
     )
     from autotune.knobs.quantization import Quantization
-    from autotune.knobs.recompute import apply_recomputation
     from autotune.knobs.registry import (
         KNOBS,
         NAMES,
@@ -58,6 +57,6 @@ if TYPE_CHECKING:
         precision_parity,
         torch_dtype,
     )
-    from autotune.knobs.swapped_blocks import Swapping
+    from autotune.knobs.swapped_blocks import Swapping, region_offsets
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -10,7 +10,7 @@ from autotune.backends import (
     cuda_kernel,
 )
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:

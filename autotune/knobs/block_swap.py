@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.families import Family
-from autotune.knobs.host_region import HostRegion, region_offsets
+from autotune.knobs.swapped_blocks import HostRegion, region_offsets
 from autotune.weights import Transform
 
 

@@ -16,7 +16,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import Family, Parts
 from autotune.hardware import process_overhead_bytes, shares_host_memory
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.settings import encoder_element_bytes
 from autotune.schema import (
     CachingSettings,

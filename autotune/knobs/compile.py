@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs import norm_rope
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext, unavailable_reason
+from autotune.knobs.knob import Choices, Knob, Parity, TuningContext, unavailable_reason
 from autotune.runtime import lazy_module
 from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune import families
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune import attention
 from autotune.families import Family
-from autotune.knobs.base import (
+from autotune.knobs.knob import (
     Choices,
     Knob,
     Parity,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from autotune import quantization
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
+from autotune.knobs.knob import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice, Workload
 
 if TYPE_CHECKING:

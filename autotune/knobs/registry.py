@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import Knob, Parity
-from autotune.knobs.checkpointed_blocks import Checkpointing, Selective
+from autotune.knobs.checkpointing import Checkpointing, Selective
 from autotune.knobs.compile import Compile
-from autotune.knobs.micro_batch import MicroBatchSize
+from autotune.knobs.knob import Knob, MicroBatchSize, Parity
 from autotune.knobs.modulation import Modulation
 from autotune.knobs.norm_rope import NormRope
 from autotune.knobs.quantization import Quantization

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autotune.knobs.base import Parity, TuningContext, unavailable_reason
+from autotune.knobs.knob import Parity, TuningContext, unavailable_reason
 from autotune.knobs.optimizer import CUSTOM, OPTIMIZERS
 from autotune.runtime import lazy_module
 from autotune.schema import Choice, HardwareProfile

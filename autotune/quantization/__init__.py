@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.quantization.frozen_linear import CONVERTS_AS_IT_READS
-    from autotune.quantization.layers import quantize_inside
-    from autotune.quantization.product_layer import PRODUCT_KERNELS, Kernels
+    from autotune.quantization.quantized_layers import (
+        CONVERTS_AS_IT_READS,
+        PRODUCT_KERNELS,
+        Kernels,
+        as_stored,
+        quantize_inside,
+    )
     from autotune.quantization.sizes import CPU_SLICE_BYTES, NESTED_BLOCK, NF4_BLOCK, SLICE_BYTES
-    from autotune.quantization.stored_rows import as_stored
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

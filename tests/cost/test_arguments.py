@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import workload_of
 
-from autotune.cost.arguments import checked_bucket, require_sound
+from autotune.cost.estimate import checked_bucket, require_sound
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.schema.candidate import Candidate
 from tests import builders
 

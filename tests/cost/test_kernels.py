@@ -7,11 +7,10 @@ from tiny_models import TINY, gpu, workload_of
 from autotune.cost.kernels import kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
-from autotune.cost.small_kernels import CACHE_GAIN
-from autotune.cost.timing import Rates
+from autotune.cost.timing import CACHE_GAIN, Rates
 from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
-from autotune.quantization.product_layer import quantize_int8
+from autotune.quantization.quantized_layers import multiply_in_int8
 from autotune.schema.hardware import Rate
 from autotune.schema.workload import Bucket
 from tests.builders import workload
@@ -127,7 +126,7 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
 
 def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_on_a_gpu():
     layer = torch.nn.Linear(256, 512, device="meta", dtype=torch.bfloat16).requires_grad_(False)
-    quantize_int8(layer)
+    multiply_in_int8(layer)
     x = torch.empty(64, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
     recorder, gradient = Recorder("cuda"), torch.empty(64, 512, device="meta", dtype=torch.bfloat16)
     recorder.seed([layer.weight, x, gradient])

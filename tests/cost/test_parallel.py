@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.cost.memory import HOST_PROCESS_BYTES
-from autotune.cost.parallel import GATHERED_BLOCKS, Parallel
+from autotune.cost.memory import GATHERED_BLOCKS, HOST_PROCESS_BYTES, Parallel
 from autotune.cost.predict import CostModel
 from autotune.families.base import Parts
 from autotune.planning.expectation import build_expectation

@@ -262,7 +262,7 @@ def masks_are_announced(small: Small) -> None:
 
 
 def checkpointing_gives_equal_gradients(small: Small) -> None:
-    from autotune.knobs.checkpointed_blocks import Checkpointing
+    from autotune.knobs.checkpointing import Checkpointing
 
     batch = small.family.collate([small.sample()])
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))

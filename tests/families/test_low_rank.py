@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.families.low_rank import LeanLora, make_lean
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 from tests.builders import BITSANDBYTES
 
 FORMATS = [

@@ -7,7 +7,7 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.rates import Meter
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.trials.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
 from tests.small import write_small_pipeline

@@ -58,7 +58,7 @@ def test_every_storage_that_is_available_trains(runner, hardware, precision, nam
 @pytest.mark.parametrize("name", ["bnb-nf4", "torchao-int8", "torchao-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import get_family
-    from autotune.quantization.layers import quantize_inside
+    from autotune.quantization.quantized_layers import quantize_inside
     from autotune.runtime.memory import tensor_bytes
     from autotune.weights.streaming import build_empty, fill_random
 

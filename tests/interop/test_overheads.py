@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import autotune
-from autotune.cost.autocast import IN_FP32
-from autotune.cost.kernels import kernel_for
+from autotune.cost.kernels import IN_FP32, kernel_for
 from autotune.cost.predict import CostModel
 from autotune.cost.trace.recorder import Segment
 from autotune.families.registry import FAMILIES

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.quantization.bitsandbytes_layer import pack_nf4, quantize_nf4
+from autotune.quantization.quantized_layers import pack_nf4, quantize_nf4
 from tests.profiled import peak_allocated_bytes
 
 SLICE_BYTES = 1 << 12

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap, offload_on_arrival
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.knobs.base import TuningContext
 from autotune.knobs.caching import (
     EncoderSize,
     choose_caching,
@@ -17,6 +16,7 @@ from autotune.knobs.caching import (
     parse_pins,
     size_of,
 )
+from autotune.knobs.knob import TuningContext
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.hardware import HardwareProfile, OtherGpu
 from tests import builders

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, substitutes
 from autotune.cost.trace.recorder import Recorder
-from autotune.quantization import CONVERTS_AS_IT_READS, stored_rows
-from autotune.quantization.frozen_linear import FrozenLinear
-from autotune.quantization.layers import quantize_inside
-from autotune.quantization.stored_rows import as_stored
+from autotune.quantization import CONVERTS_AS_IT_READS, quantized_layers
+from autotune.quantization.quantized_layers import FrozenLinear, as_stored, quantize_inside
 from tests.profiled import peak_allocated_bytes
 
 WEIGHT_FORMATS = ("torchao-int8", "torchao-fp8")
@@ -82,7 +80,7 @@ def test_slices_give_the_same_bits_in_a_fraction_of_the_working_memory(storage, 
     layers[1].load_state_dict(layers[0].state_dict())
     peaks = []
     for layer, size in zip(layers, (slice_bytes, 8 << 20), strict=True):
-        monkeypatch.setattr(stored_rows, "slice_bytes_of", lambda _, size=size: size)
+        monkeypatch.setattr(quantized_layers, "slice_bytes_of", lambda _, size=size: size)
         transform = quantize_inside([layer], storage)
         peaks.append(
             peak_allocated_bytes(lambda t=transform, layer=layer: t("", layer))

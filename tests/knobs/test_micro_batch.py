@@ -1,8 +1,7 @@
 """Which micro-batches are tried."""
 
 from autotune.families.registry import get_family
-from autotune.knobs.base import TuningContext
-from autotune.knobs.micro_batch import MicroBatchSize
+from autotune.knobs.knob import MicroBatchSize, TuningContext
 from tests.builders import hardware, workload
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autotune.families.base import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
 from autotune.knobs.modulation_ahead import (
     find_modulation_ahead,

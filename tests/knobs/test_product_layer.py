@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune.quantization.layers import quantize_inside
-from autotune.quantization.product_layer import PLAIN, PRODUCT_KERNELS, EightBitLinear
-from autotune.quantization.stored_rows import FLOAT8
+from autotune.quantization.quantized_layers import (
+    FLOAT8,
+    PLAIN,
+    PRODUCT_KERNELS,
+    EightBitLinear,
+    quantize_inside,
+)
 
 FORMATS = ("int8-matmul", "fp8-matmul")
 

@@ -11,9 +11,9 @@ from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
 from autotune.hardware.store import hardware_named
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import TuningContext
-from autotune.knobs.checkpointed_blocks import Checkpointing
+from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.compile import Compile
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices

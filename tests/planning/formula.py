@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.parallel import ONE_PROCESS, Parallel
+from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.families.registry import get_family
 from autotune.families.resolve import ResolvedModel
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.planning import alternatives, sealing
 from autotune.planning import expectation as publish_plan
 from autotune.planning import problem as case

@@ -12,7 +12,7 @@ from autotune.errors import DoesNotFit
 from autotune.hardware.catalog import with_assumed_packages
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.knobs.base import parity_capability
+from autotune.knobs.knob import parity_capability
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
 from autotune.reporting.plan import explain_lines
 from autotune.schema.candidate import CachingSettings, Candidate

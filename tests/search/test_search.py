@@ -14,7 +14,7 @@ import pytest
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import Choices
+from autotune.knobs.knob import Choices
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import Outcome, TrialResult
 from autotune.search import study

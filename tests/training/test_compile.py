@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autotune.families.adapter import add_adapter
 from autotune.families.registry import get_family
 from autotune.knobs.compile import Compile, CompiledBlock
-from autotune.quantization.frozen_linear import quantize_int8
+from autotune.quantization.quantized_layers import quantize_int8
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, ModelSpec
 from autotune.training.loop import TrainingLoop

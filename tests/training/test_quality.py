@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 from autotune.reporting.run import error_lines
 from autotune.schema.trial import QuantizationError
 from autotune.training import quality

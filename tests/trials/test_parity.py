@@ -13,13 +13,13 @@ from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.compile import CompiledBlock
+from autotune.knobs.knob import Parity, TuningContext, parity_capability
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.registry import PARITY
 from autotune.knobs.settings import optimizer_parity, precision_parity
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec

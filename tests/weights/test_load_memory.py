@@ -52,7 +52,7 @@ torch.set_num_threads(1)
 
 LOAD = """
 import torchao.quantization
-from autotune.quantization.layers import quantize_inside
+from autotune.quantization.quantized_layers import quantize_inside
 from autotune.weights.streaming import build_empty
 from autotune.weights.loaders import LOADERS
 from autotune.weights.files import open_weights

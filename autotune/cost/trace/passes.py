@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from autotune.cost.autocast import under_autocast
-from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
+from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_autocast
 from autotune.families import Batch, Family
 from autotune.runtime import lazy_module
 from autotune.schema import Workload

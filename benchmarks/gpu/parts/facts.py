@@ -16,7 +16,7 @@ from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import TuningContext
+from autotune.knobs.knob import TuningContext
 from autotune.schema.hardware import HardwareProfile
 from autotune.trials.parity import check_parity
 

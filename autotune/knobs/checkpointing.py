@@ -4,12 +4,11 @@ Two knobs: how many blocks recompute everything, and how many after them recompu
 attention. The cost model finds the numbers that go together (`search/mixtures.py`).
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotune.backends import ATTENTION_BACKENDS
-from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.knobs.recompute import apply_recomputation
+from autotune.families import Family, find_dropout_layers
+from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -75,3 +74,41 @@ class Selective(_RecomputationKnob):
             if choice
             else "in none"
         )
+
+
+ATTRIBUTE = "_recomputation"
+"""Where a transformer remembers the settings that were applied, as numbers of blocks by knob."""
+
+
+def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
+    """Change `checkpointed_blocks`, `selective_blocks` or both; the other stays."""
+    from torch.utils.checkpoint import checkpoint
+
+    from autotune.knobs.kept_attention import keep_attention
+
+    numbers = {**getattr(transformer, ATTRIBUTE, {}), **numbers}
+    setattr(transformer, ATTRIBUTE, numbers)
+    whole, selective = numbers.get("checkpointed_blocks", 0), numbers.get("selective_blocks", 0)
+    if not whole + selective:
+        transformer.disable_gradient_checkpointing()  # type: ignore[operator]
+        return
+    has_dropout = bool(
+        find_dropout_layers(transformer)
+    )  # without, no block need save the random state
+    position = {
+        id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])
+    }
+
+    def run(block: Any, *inputs: Any) -> Any:
+        at = position.get(id(block))
+        if at is None:
+            return block(*inputs)
+        compiled = block._compiled_call_impl
+        if compiled is not None and at < whole:
+            return compiled.recomputing(*inputs)
+        keeping: dict[str, Any] = {} if at < whole else {"context_fn": keep_attention}
+        return checkpoint(
+            block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **keeping
+        )
+
+    transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
