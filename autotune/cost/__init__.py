@@ -6,7 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.cost.calibration import NOISE, PriorResiduals, residual_of, time_doubt
-    from autotune.cost.estimate import (
+    from autotune.cost.job_estimate import (
         checked_bucket,
         estimate,
         job_time,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.knobs.block_swap import offload_on_arrival
+    from autotune.knobs.block_swap import Swapping, offload_on_arrival, region_offsets
     from autotune.knobs.caching import (
         PIN,
         EncoderSize,
@@ -57,6 +57,5 @@ if TYPE_CHECKING:
         precision_parity,
         torch_dtype,
     )
-    from autotune.knobs.swapped_blocks import Swapping, region_offsets
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

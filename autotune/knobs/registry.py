@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.attention import Attention
+from autotune.knobs.block_swap import Swapping
 from autotune.knobs.checkpointing import Checkpointing, Selective
 from autotune.knobs.compile import Compile
 from autotune.knobs.knob import Knob, MicroBatchSize, Parity
@@ -18,7 +19,6 @@ from autotune.knobs.settings import (
     precision_parity,
     unusable_setting,
 )
-from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema import Candidate, Choice, HardwareProfile
 
 KNOBS: tuple[Knob, ...] = (

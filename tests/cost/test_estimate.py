@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.estimate import estimate, job_time, plan_seconds
+from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.schema.candidate import Candidate

@@ -11,13 +11,13 @@ from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
 from autotune.hardware.store import hardware_named
 from autotune.knobs.attention import Attention
+from autotune.knobs.block_swap import Swapping
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.compile import Compile
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices
-from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
 from tests.builders import hardware, workload
