@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from autotune.api.publishing import publish
     from autotune.api.records import (
         NoSuchFolder,
-        RecordList,
-        RecordVerdict,
-        find_record,
+        RecordSummary,
         list_records,
         prune_records,
         pull_records,
@@ -95,7 +93,7 @@ if TYPE_CHECKING:
         plan_text,
     )
     from autotune.search import SearchSpace
-    from autotune.sharing import Record, RecordSummary, Transfer
+    from autotune.sharing import Record, Transfer
     from autotune.trials import warm_up
     from autotune.weights import FileSummary, require_hub
 else:

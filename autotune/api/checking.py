@@ -19,7 +19,7 @@ def check(
 
     Args:
         plan: a plan, or its file.
-        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a
+        hardware: another machine: a catalog name, a saved probe's file or a
             profile.
 
     Raises:

@@ -2,7 +2,6 @@
 GPUs.
 """
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -32,10 +31,6 @@ from autotune.schema import (
     StatusChanged,
     ignore_event,
 )
-from autotune.sharing import hardware_from_record, user_store
-
-RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
-"""A shared record's name, or how it begins."""
 
 
 def list_gpus() -> tuple[CatalogGpu, ...]:
@@ -129,7 +124,7 @@ def hardware_for(
 
     Args:
         hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a
-            saved probe's file or a record's name.
+            saved probe's file.
         host_memory: of the host that a card of the catalog is taken to be in; 64 GiB by default.
         assume: packages of attention backends that a card of the catalog is taken to have.
         on_event: listener to progress.
@@ -209,9 +204,6 @@ def memory_budget_for(
 def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware
-    if RECORD_NAME.fullmatch(hardware):
-        file, record = user_store().find(hardware)
-        return hardware_from_record(file.name, record)
     profile = hardware_named(hardware)
     if (
         profile.origin == "catalog"

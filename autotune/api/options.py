@@ -37,7 +37,7 @@ class WorkloadOptions(TypedDict, total=False):
 
     hardware: str | HardwareProfile
     """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's
-    file, a record's name, or a profile."""
+    file, or a profile."""
     host_memory: MemoryAmount
     """Memory of the host that a card of the catalog is taken to be in; 64 GiB by default."""
     assume: Collection[str]

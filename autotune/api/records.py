@@ -12,46 +12,37 @@ from autotune.hardware import probe as read_machine
 from autotune.runtime import shipped_path
 from autotune.schema import Frozen
 from autotune.sharing import (
-    Record,
-    RecordSummary,
     Store,
     Transfer,
     compare_machine,
-    find_impossibilities,
     merge_stores,
-    open_store,
     prune_store,
-    summarize_records,
     user_store,
-    verify_store,
+    workload_class,
 )
 
 
-class RecordVerdict(Frozen):
-    """Whether a record counts on this machine, whatever was trained.
+class RecordSummary(Frozen):
+    """One record in a list.
 
     Example:
-        >>> autotune.list_records(compare_here=True).verdicts["b48725..."].reasons
+        >>> [(record.device_name, record.work, record.step_seconds) for record in autotune.list_records()]
     """
 
-    match: str
-    """`exact`, `upgraded`, `near`, `none`, or `impossible`."""
-    reasons: tuple[str, ...]
-
-
-class RecordList(Frozen):
-    """The records of a store.
-
-    Example:
-        >>> found = autotune.list_records("s3://team/records")
-        >>> len(found.records), found.num_damaged
-    """
-
-    records: tuple[RecordSummary, ...]
-    verdicts: dict[str, RecordVerdict]
-    """Verdicts by the record's name; empty unless asked for."""
-    num_damaged: int
-    """Number of files that are not valid records, and are left out."""
+    name: str
+    measured_on: str
+    device_name: str
+    family: str
+    work: str
+    settings: str
+    num_trials: int
+    step_seconds: float
+    peak_memory_bytes: int
+    match: str | None = None
+    """Whether it counts on this machine, if that was asked: `exact`, `upgraded`, `near` or
+    `none`."""
+    reasons: tuple[str, ...] = ()
+    """What differs here."""
 
 
 def shipped_profiles() -> Path:
@@ -88,8 +79,8 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
     Example:
         >>> autotune.push_records("s3://team/records").num_new
     """
-    team = open_store(url)
-    if team.is_missing_folder and not create:
+    team = Store(url)
+    if team.folder and not team.folder.exists() and not create:
         raise NoSuchFolder(
             f"there is no folder {team.address}", hint="check the name; --create makes it"
         )
@@ -105,7 +96,7 @@ def pull_records(url: str) -> Transfer:
     Example:
         >>> autotune.pull_records("s3://team/records").num_new
     """
-    merged = merge_stores(team := open_store(url), user_store())
+    merged = merge_stores(team := Store(url), user_store())
     if not (merged.num_new or merged.num_present or merged.refused):
         raise InvalidInput(
             f"there are no records at {team.address}",
@@ -114,33 +105,35 @@ def pull_records(url: str) -> Transfer:
     return merged
 
 
-def list_records(store: str | None = None, *, compare_here: bool = False) -> RecordList:
+def list_records(
+    store: str | None = None, *, compare_here: bool = False
+) -> tuple[RecordSummary, ...]:
     """The sound records of a store, newest first; with `compare_here`, whether each counts on this
     machine.
 
     Example:
-        >>> [(record.device_name, record.step_seconds) for record in autotune.list_records().records]
+        >>> [(record.device_name, record.step_seconds) for record in autotune.list_records()]
     """
-    chosen = _store(store)
-    found = summarize_records(chosen)
-    verdicts = _verdicts(chosen) if compare_here else {}
-    return RecordList(
-        records=found, verdicts=verdicts, num_damaged=len(chosen.sizes()) - len(found)
-    )
-
-
-def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
-    """The record whose name begins so, and its whole name.
-
-    Raises:
-        InvalidInput: no record, or several, have such a name.
-
-    Example:
-        >>> name, record = autotune.find_record("b48725")
-        >>> record.settings
-    """
-    file, record = _store(store).find(name)
-    return file.name, record
+    hardware, rows = read_machine() if compare_here else None, []
+    for file in _store(store).read():
+        if (record := file.record) is None:
+            continue
+        row = RecordSummary(
+            name=file.name,
+            measured_on=record.measured_on.isoformat(),
+            device_name=record.machine.device_name,
+            family=record.workload.model.family,
+            work=workload_class(record.workload),
+            settings=record.settings.label(),
+            num_trials=len(record.trials),
+            step_seconds=record.expected.step_seconds,
+            peak_memory_bytes=record.expected.peak_memory_bytes,
+        )
+        if hardware:
+            found = compare_machine(record, hardware)
+            row = row.changed(match=found.kind, reasons=found.reasons)
+        rows.append(row)
+    return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))
 
 
 def prune_records(
@@ -159,9 +152,7 @@ def prune_records(
     Example:
         >>> autotune.prune_records(older_than_days=180, dry_run=True)
     """
-    return tuple(
-        prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run)
-    )
+    return prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run)
 
 
 def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
@@ -171,18 +162,9 @@ def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     Example:
         >>> count, bad = autotune.verify_records("s3://team/records")
     """
-    return verify_store(_store(store))
+    problems = [file.problem for file in _store(store).read()]
+    return len(problems), tuple(filter(None, problems))
 
 
 def _store(url: str | None) -> Store:
-    return user_store() if url is None else open_store(url)
-
-
-def _verdicts(store: Store) -> dict[str, RecordVerdict]:
-    hardware = read_machine()
-    verdicts = {}
-    for name, record in store.records():
-        matched, impossible = compare_machine(record, hardware), find_impossibilities(record)
-        kind = "impossible" if impossible else matched.kind
-        verdicts[name] = RecordVerdict(match=kind, reasons=tuple(impossible or matched.reasons))
-    return verdicts
+    return user_store() if url is None else Store(url)

@@ -53,16 +53,7 @@ def list_records(
 ) -> None:
     """List records; with --why, whether each counts here."""
     found = autotune.list_records(store, compare_here=why)
-    if found.num_damaged:
-        print_remark(
-            f"left out, no sound records: {found.num_damaged}; `autotune profiles verify` names "
-            "them"
-        )
-    verdicts = {name: verdict.model_dump(mode="json") for name, verdict in found.verdicts.items()}
-    rows = [
-        record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records
-    ]
-    print_result(rows, as_json, lambda _: reporting.record_list_lines(found.records, verdicts))
+    print_result(found, as_json, lambda _: reporting.record_list_lines(found))
 
 
 @app.command()

@@ -1,16 +1,15 @@
 """What leaves a machine: one search's measurements, without anything that tells who or where.
 
-A record is named by the SHA-256 of its canonical JSON, so an altered one no longer fits its name.
-What goes in is listed field by field here: free text (messages, notes, reasons), paths, names of
-data and of local folders stay out. A file keeps the bytes it was written with: a record of an older
-schema is migrated when it is read, never in the store.
+A record is one JSON file, named by the SHA-256 of its content, so an altered one no longer fits its
+name. What goes in is listed field by field here: free text (messages, notes, reasons), paths, names
+of data and of local folders stay out.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
-from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -18,16 +17,14 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES
-from autotune.runtime import __version__
+from autotune.hardware import find_gpu
 from autotune.schema import (
     SCHEMA_VERSION,
     Candidate,
     Expected,
     Frozen,
-    FrozenPart,
     HardwareProfile,
     NaturalInt,
-    NewerSchema,
     PositiveInt,
     Rate,
     Residual,
@@ -35,8 +32,6 @@ from autotune.schema import (
     TrialResult,
     Versions,
     Workload,
-    digest_of,
-    migrate,
 )
 
 MAX_RECORD_BYTES = 1 << 18
@@ -45,53 +40,38 @@ MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3
 """A search of fewer trials has compared next to nothing: its winner is no answer for others."""
-EXPECTED_FIELDS = frozenset(
-    {"evidence", "step_seconds", "joules_per_image", "peak_memory_bytes", "process_memory_bytes"}
-)
-"""Fields of the expectation that are shared: what the rest of a job takes and what its machine
-costs stay private.
-"""
-TRIAL_FIELDS = frozenset(
-    {
-        "candidate",
-        "outcome",
-        "step_seconds",
-        "warmup_seconds",
-        "load_seconds",
-        "peak_memory_bytes",
-        "confirms",
-    }
-    | {
-        "joules_per_image",
-        "allocator_retries",
-        "load_peak_memory_bytes",
-        "host_memory_bytes",
-        "wall_seconds",
-    }
+EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
+"""Fields of the expectation that are shared: what a job takes and its machine costs stay private."""
+TRIAL_FIELDS = (
+    "candidate",
+    "outcome",
+    "step_seconds",
+    "warmup_seconds",
+    "load_seconds",
+    "peak_memory_bytes",
+    "confirms",
+    "allocator_retries",
+    "load_peak_memory_bytes",
+    "host_memory_bytes",
+    "wall_seconds",
 )
 """Fields of a trial that are shared. A message may hold a path, and the loss tells about the
 data.
 """
-PRIVATE_DEFAULTS = {
-    name: field.default
-    for name, field in TrialResult.model_fields.items()
-    if name not in TRIAL_FIELDS
-}
-"""Fields of a trial that no record fills, with the values that they keep."""
 LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
 """Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row,
-or an exponent of 30 and more on either side. What is left lies between 1e-50 and 1e50, so that
-no product or ratio of a few leaves a float."""
+or an exponent of 30 and more on either side."""
+PEAK_MARGIN = 1.3
+"""Over a datasheet's peak: GPUs boost above it, 9% in the largest case of the catalog."""
+MIN_USED_SHARE = 0.25
+"""Least share of the parameters that every image token goes through: in a model with two streams
+a token meets the weights of its own, less what acts once per image."""
+SPILL_RATIO = 1.02
+"""Peak over total memory: above it the step would have spilled."""
 
 
 class DamagedRecord(InvalidInput):
-    """A file of a store is not a record: altered, cut off, too large, or nothing that autotune
-    writes.
-    """
-
-
-class ForeignRecord(DamagedRecord):
-    """A whole record that another version of autotune wrote, and that this one cannot read."""
+    """A file of a store is not a record: altered, cut off, too large, or of another version."""
 
 
 class Machine(Frozen):
@@ -112,12 +92,7 @@ class Machine(Frozen):
 
 
 class Record(Frozen):
-    """One search on one machine: every trial, those that failed too, and the settings that won.
-
-    Example:
-        >>> name, record = autotune.find_record("b48725")
-        >>> record.machine.device_name, record.settings, record.expected.step_seconds
-    """
+    """One search on one machine: every trial, those that failed too, and the settings that won."""
 
     schema_version: Literal[2]
     autotune_version: str
@@ -149,11 +124,7 @@ class Record(Frozen):
             raise ValueError("predictions are no evidence")
         if any(trial.memory_cap_bytes is not None for trial in self.trials):
             raise ValueError("trials under a cap on memory are no evidence")
-        if any(
-            getattr(trial, name) != default
-            for trial in self.trials
-            for name, default in PRIVATE_DEFAULTS.items()
-        ):
+        if any(trial != shareable_trial(trial) for trial in self.trials):
             raise ValueError("its trials contain more than a record may")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
@@ -185,9 +156,9 @@ class Record(Frozen):
         )
 
     @property
-    def folder(self) -> str:
-        """Where in a store it belongs: match keys / architecture / class of work."""
-        return f"{machine_folder(self.machine)}/{architecture_folder(self.workload)}/{workload_class(self.workload)}"
+    def key(self) -> str:
+        """Where in a store it belongs."""
+        return f"{architecture_folder(self.workload)}/{self.name}.json"
 
 
 def canonical_json(data: dict[str, Any]) -> bytes:
@@ -203,64 +174,32 @@ def name_of(content: bytes) -> str:
 
 
 def parse_record(content: bytes, name: str) -> Record:
-    """The record in `content`, if it is whole, unaltered and valid; one of an older schema in
-    today's form.
+    """The record in `content`, if it is whole, unaltered, valid and possible.
 
     Raises:
         DamagedRecord: it is not.
-        ForeignRecord: it is whole, but this version of autotune cannot read it.
     """
-    if len(content) > MAX_RECORD_BYTES:
-        raise _damaged(name, "is too large for a record")
-    if name_of(content) != name:
-        raise _damaged(name, "was altered or cut off: its content does not match its name")
     try:
-        reason = _find_harm(content.decode())
-    except UnicodeDecodeError:
-        reason = "it is not UTF-8 text"
-    if reason:
-        raise _damaged(name, f"is not a record: {reason}")
-    try:
-        return Record.model_validate_json(content)
+        if len(content) > MAX_RECORD_BYTES:
+            raise ValueError("is too large for a record")
+        if name_of(content) != name:
+            raise ValueError("was altered or cut off: its content does not match its name")
+        if reason := _find_harm(content.decode()):
+            raise ValueError(f"is not a record: {reason}")
+        record = Record.model_validate_json(content)
+        if reason := next(find_impossibilities(record), None):
+            raise ValueError(f"cannot be true: {reason}")
     except ValidationError as error:
-        return _parse_older(content, name, error)
-
-
-def _parse_older(content: bytes, name: str, error: ValidationError) -> Record:
-    """The record in `content`, which is not one of this schema for the reason in `error`."""
-    try:
-        data = json.loads(content)
-        data = migrate(data, data.get("schema_version"))
-        return Record.model_validate_json(json.dumps(data))
-    except NewerSchema as newer:
-        raise ForeignRecord(f"{name[:12]} {newer.message}", hint=newer.hint) from None
-    except InvalidInput as damaged:
-        raise _damaged(name, damaged.message) from None
-    except ValidationError as older:
-        error = older
-    except (ValueError, AttributeError, RecursionError):
-        data = {}
-    first = error.errors(include_input=False, include_url=False)[0]
-    field = ".".join(map(str, first["loc"]))[:80] or "the whole"
-    writer = data.get("autotune_version") if "schema_version" in data else None
-    if isinstance(writer, str) and writer != __version__:
-        what = (
-            f"{name[:12]} was written by autotune {writer}, and this is {__version__}: {field} "
-            "is "
-            "different here"
-        )
-        raise ForeignRecord(what, hint="update autotune") from None
-    raise _damaged(
-        name, f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
-    )
-
-
-def _damaged(name: str, why: str) -> DamagedRecord:
-    hint = (
-        "`autotune profiles verify` lists such files; delete them, the other records are not "
-        "affected"
-    )
-    return DamagedRecord(f"{name[:12]} {why}", hint=hint)
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))[:80] or "the whole"
+        why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+    except UnicodeDecodeError:
+        why = "is not a record: it is not UTF-8 text"
+    except ValueError as error:
+        why = str(error)
+    else:
+        return record
+    raise DamagedRecord(f"{name[:12]} {why}", hint="`autotune profiles prune` deletes such files")
 
 
 def _find_harm(text: str) -> str | None:
@@ -310,6 +249,7 @@ def build_record(
         )
     work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
     images = work.effective_batch_size / frozen.expected.step_seconds
+    num_tried = sum(not trial.confirms for trial in frozen.trials)
     restricted = dict((*frozen.pins, *frozen.exclusions))
     record = Record(
         schema_version=SCHEMA_VERSION,
@@ -318,29 +258,25 @@ def build_record(
         machine=shareable_machine(hardware, frozen.hardware.budget_bytes),
         workload=_shareable_workload(work),
         settings=frozen.settings,
-        expected=Expected(images_per_second=images, **_pick(frozen.expected, EXPECTED_FIELDS)),
+        expected=Expected(
+            images_per_second=images,
+            **{name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS},
+        ),
         trials=tuple(map(shareable_trial, frozen.trials)),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
-        conclusive=_is_conclusive(frozen),
+        # A search that a record ended has no longer trial of its winner: the record's stands for
+        # it.
+        conclusive=num_tried >= MIN_CONCLUSIVE_TRIALS
+        or (bool(frozen.records) and num_tried == len(frozen.trials)),
         narrowed=tuple(name for name in Candidate.model_fields if name in restricted),
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
 
-def _is_conclusive(frozen: FrozenPart) -> bool:
-    """Whether enough candidates were tried, or a conclusive record was reproduced.
-
-    A search that a record ended has no longer trial of its winner: the record's own stands for it.
-    """
-    num_tried = sum(not trial.confirms for trial in frozen.trials)
-    reproduced = bool(frozen.records) and num_tried == len(frozen.trials)
-    return reproduced or num_tried >= MIN_CONCLUSIVE_TRIALS
-
-
 def shareable_trial(trial: TrialResult) -> TrialResult:
     """The trial without free text and without what tells about the data."""
-    return TrialResult(**_pick(trial, TRIAL_FIELDS))
+    return TrialResult(**{name: getattr(trial, name) for name in TRIAL_FIELDS})
 
 
 def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
@@ -378,23 +314,16 @@ def _shareable_workload(workload: Workload) -> Workload:
     return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
 
 
-def machine_folder(machine: Machine) -> str:
-    """Folder of all machines with these match keys."""
-    return _short_digest(tuple(sorted(machine.match_keys.items())))
-
-
 def architecture_folder(workload: Workload) -> str:
     """Folder of all work on this architecture: its family's name for people, its digest for
     certainty.
     """
     model = workload.model
-    return f"{_slug(model.family)}-{_short_digest((('architecture', model.architecture),))}"
+    return f"{_slug(model.family)}-{name_of(model.architecture.encode())[:16]}"
 
 
 def workload_class(workload: Workload) -> str:
-    """Folder of all work of this kind: what differs within it (caption length, aspect ratio)
-    changes little.
-    """
+    """Work of one kind: what differs within it (caption length, aspect ratio) changes little."""
     frames = workload.largest_bucket.num_frames
     parts = f"{workload.resolution_px}px-{frames}f-r{workload.rank}-{_slug(workload.targets)}"
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
@@ -414,20 +343,53 @@ def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | N
     return None
 
 
-def _pick(thing: Frozen, names: frozenset[str]) -> dict[str, Any]:
-    return {name: getattr(thing, name) for name in names}
-
-
 def _public_version(version: str | None) -> str | None:
     """A version without its local part, which a builder may have named after a host or a person."""
     return None if version is None else version.split("+")[0]
 
 
-@lru_cache(maxsize=1024)
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
 
 
-@lru_cache(maxsize=1024)
-def _short_digest(pairs: tuple[tuple[str, str | None], ...]) -> str:
-    return digest_of(dict(pairs)).removeprefix("sha256:")[:16]
+def find_impossibilities(record: Record) -> Iterator[str]:
+    """Why the record cannot be true by physics. Bounds are loose on purpose: a true record must
+    never be refused, and local trials reproduce a record before anything stands on it.
+    """
+    ran = [trial for trial in record.trials if trial.outcome == "ok"]
+    for number, trial in enumerate(ran, start=1):
+        yield from (f"trial {number} that ran: {reason}" for reason in _check_trial(record, trial))
+    expected, own = record.expected, [one for one in ran if one.candidate == record.settings]
+    for promised, measured in (
+        (expected.step_seconds, [value for trial in own for value in trial.step_seconds]),
+        (expected.peak_memory_bytes, [trial.peak_memory_bytes or 0 for trial in own]),
+    ):
+        if not min(measured) * 0.9 <= promised <= max(measured) * 1.1:
+            yield "it promises what its trials did not measure"
+
+
+def _check_trial(record: Record, trial: TrialResult) -> Iterator[str]:
+    peak, machine, work = trial.peak_memory_bytes, record.machine, record.workload
+    if not trial.step_seconds or not peak or min(trial.step_seconds) <= 0:
+        yield "it has no times or no memory"
+        return
+    format = WEIGHT_FORMATS.get(trial.candidate.quantization)
+    bytes_per_parameter = 4.0 if trial.candidate.precision == "fp32" else 2.0
+    if trial.candidate.quantization != "none":
+        bytes_per_parameter = format.bytes_per_parameter if format else 0.5
+    if peak < int(work.model.num_parameters * bytes_per_parameter):
+        yield "its peak is less than its weights"
+    if machine.total_memory_bytes is not None and peak > SPILL_RATIO * machine.total_memory_bytes:
+        yield "its peak is more than the device has"
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
+    if gpu is None:
+        return
+    # Per token and parameter 2 FLOPs forward, 2 backward (to the activations alone). A video VAE
+    # makes one latent frame of four.
+    family, bucket = FAMILIES.get(work.model.family), work.largest_bucket
+    side = family.size_multiple_px if family else 32
+    tokens = bucket.width_px * bucket.height_px / side**2 * max(1.0, bucket.num_frames / 4)
+    flops = 4 * MIN_USED_SHARE * work.model.num_parameters * tokens * work.effective_batch_size
+    needed = flops / (PEAK_MARGIN * 1e12 * max(gpu.dense_tflops.values()))
+    if min(trial.step_seconds) < needed:
+        yield f"a step of less than {needed:.4g} s is faster than the device's peak allows"

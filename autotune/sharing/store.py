@@ -1,75 +1,59 @@
-"""Stores of records: append-only, one file per record, named by its content. Two stores merge by
-union.
+"""Stores of records: append-only folders, one file per record, named by its content. Two stores
+merge by union.
 
-    <match keys>/<architecture>/<class of work>/<sha256 of the content>.json
+    <architecture>/<sha256 of the content>.json
 
-Files come from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder
-and possible.
+A store is a folder of this machine (a git checkout, too) or whatever fsspec can reach. Files come
+from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder and possible.
 """
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
-from autotune.runtime import SCHEME, data_path, shipped_path
-from autotune.schema import Frozen, HardwareProfile, Residual, TrainingPlan
-from autotune.sharing.files import KEY, Files, LocalFiles, RemoteFiles
-from autotune.sharing.plausibility import find_impossibilities
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.runtime import (
+    ESCAPE_CHARACTERS,
+    SCHEME,
+    atomic_write,
+    data_path,
+    describe_url,
+    quote_error,
+    shipped_path,
+)
+from autotune.schema import (
+    TRIAL_PROTOCOL_VERSION,
+    Frozen,
+    HardwareProfile,
+    Residual,
+    TrainingPlan,
+)
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
     DamagedRecord,
-    ForeignRecord,
     Record,
+    architecture_folder,
     build_record,
     parse_record,
 )
 
+KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
+"""Path of a record inside a store; no other path is ever read or written."""
 MAX_RECORDS = 100_000
 """Limit on one store."""
 BATCH_SIZE = 64
-"""Files read or written at once; object stores transfer them in parallel."""
+"""Files read at once; object stores transfer them in parallel."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One record's place in a store, known without opening it."""
-
-    key: str
-    """Path inside the store."""
-    size: int
-
-    @property
-    def name(self) -> str:
-        """The record's name, as its file says."""
-        return self.key.rpartition("/")[2].removesuffix(".json")
-
-
-@dataclass(frozen=True)
-class RecordFile:
-    """The bytes of one file with the record in them."""
-
-    name: str
-    content: bytes
-    record: Record | None
-    damage: str = ""
-    """Why there is no record."""
-    key: str = ""
-    """Path inside a store."""
-    is_foreign: bool = False
-    """Whether another version of autotune can read it."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why nobody should take the record: it is damaged or cannot be true; None if it is
-        sound.
-        """
-        if self.record is None:
-            return self.damage
-        reasons = find_impossibilities(self.record)
-        return f"{self.name[:12]} cannot be true: {reasons[0]}" if reasons else None
+class StoreUnreachable(AutotuneError):
+    """A store does not answer, or refuses."""
 
 
 class Transfer(Frozen):
@@ -88,172 +72,172 @@ class Transfer(Frozen):
     """Where the records went."""
 
 
-class Store:
-    """Records behind one address."""
+@dataclass(frozen=True)
+class RecordFile:
+    """The bytes of one file with the record in them."""
 
-    def __init__(self, files: Files) -> None:
-        self.files, self.address = files, files.address
+    key: str
+    content: bytes
+    record: Record | None
+    problem: str = ""
+    """Why there is no record."""
 
     @property
-    def is_missing_folder(self) -> bool:
-        """Whether it is a folder of this machine that does not exist; what is elsewhere is made
-        when it is written.
-        """
-        return isinstance(self.files, LocalFiles) and not self.files.root.exists()
+    def name(self) -> str:
+        """The record's name, as its file says."""
+        return Path(self.key).stem
 
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of every record by its path; opens no file.
+
+class Store:
+    """Records in the folder at a path or a URL; `options` go to fsspec's file system.
+
+    Raises:
+        InvalidInput: fsspec knows no such protocol, or its package is missing.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        is_url = "://" in url
+        self.url, self.address = url, describe_url(url) if is_url else url
+        """The address is for messages, without passwords."""
+        path = Path(url).expanduser() if url and not is_url else Path()
+        is_odd = "@" in url or SCHEME.match(url)
+        if not is_url and (not url or (is_odd and not path.exists())):
+            raise InvalidInput(  # such a folder would be made here, and may hold a password
+                "the store's address is neither a folder nor a URL",
+                hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder "
+                "of your clone",
+            )
+        with self._translate_errors():
+            try:
+                self.fs, root = url_to_fs(url if is_url else str(path.absolute()), **options)
+            except (ImportError, ValueError) as error:
+                raise InvalidInput(
+                    f"cannot use {self.address}: {quote_error(error, url)}",
+                    hint="install what fsspec needs for it, e.g. `pip install s3fs` for s3://; "
+                    + ESCAPE_CHARACTERS,
+                ) from None
+        self.root = str(root).rstrip("/")
+        self.folder = Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
+
+    def sizes(self, architecture: str = "") -> dict[str, int]:
+        """Bytes of every record by its key, in a fixed order; opens no file and follows no link.
 
         Raises:
             InvalidInput: there are more than any team could have measured.
             StoreUnreachable: the store does not answer.
         """
-        sizes = self.files.sizes()
-        if len(sizes) > MAX_RECORDS:
+        with self._translate_errors():
+            self.fs.invalidate_cache()
+            try:
+                found = self.fs.find(f"{self.root}/{architecture}".rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return {}
+        if len(found) > MAX_RECORDS:
             raise InvalidInput(
-                f"{self.address} has over {MAX_RECORDS} records", hint="use several stores"
+                f"{self.address} has over {MAX_RECORDS} files", hint="use several stores"
             )
-        return sizes
+        keys = {path[len(self.root) + 1 :]: info for path, info in sorted(found.items())}
+        return {
+            key: int(info["size"] or 0)
+            for key, info in keys.items()
+            if KEY.fullmatch(key) and info["type"] == "file" and not info.get("islink")
+        }
 
-    def entries(self) -> tuple[Entry, ...]:
-        """Every record's place, in a fixed order; opens no file, raises what `sizes` does."""
-        return tuple(Entry(key, size) for key, size in sorted(self.sizes().items()))
-
-    def read(self, entries: Iterable[Entry] | None = None) -> Iterator[RecordFile]:
-        """The files of these entries, or of all; those that were deleted since they were listed
-        are left out.
-        """
-        todo = list(self.entries() if entries is None else entries)
+    def read(self, keys: Sequence[str] | None = None) -> Iterator[RecordFile]:
+        """The files at these keys, or all; those that were deleted meanwhile are left out."""
+        todo = list(self.sizes() if keys is None else keys)
         for start in range(0, len(todo), BATCH_SIZE):
-            batch = {entry.key: entry for entry in todo[start : start + BATCH_SIZE]}
-            sizes = {key: min(entry.size, MAX_RECORD_BYTES + 1) for key, entry in batch.items()}
-            for key, content in self.files.read(sizes):
-                name = batch[key].name
+            batch = todo[start : start + BATCH_SIZE]
+            paths, ends = [self._path(key) for key in batch], [MAX_RECORD_BYTES + 1] * len(batch)
+            with self._translate_errors():
+                contents = self.fs.cat_ranges(paths, [0] * len(batch), ends, on_error="return")
+                for content in contents:
+                    if isinstance(content, Exception) and not isinstance(content, OSError):
+                        raise content
+            for key, content in zip(batch, contents, strict=True):
                 if isinstance(content, FileNotFoundError):
                     continue
                 if isinstance(content, Exception):
-                    damage = f"{name[:12]} cannot be read: {type(content).__name__}"
-                    yield RecordFile(name, b"", None, damage, key)
+                    problem = f"{Path(key).stem[:12]} cannot be read: {type(content).__name__}"
+                    yield RecordFile(key, b"", None, problem)
                 else:
-                    yield parse_file(name, content, key)
+                    yield _parse_file(key, content)
 
-    def records(self, entries: Iterable[Entry] | None = None) -> Iterator[tuple[str, Record]]:
-        """Name and record of each valid file among the entries, or among all."""
-        return ((file.name, file.record) for file in self.read(entries) if file.record)
-
-    def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> Transfer:
-        """Write, byte for byte, those files that are sound and absent from `sizes`, which is what
-        the store has.
-
-        Batches that were written stay if a later one fails.
-        """
-        new, present, refused = 0, 0, []
-        batch: dict[str, bytes] = {}
-        for file in files:
-            if problem := file.problem:
-                refused.append(problem)
-            elif sizes.get(file.key) == len(file.content):  # otherwise it is absent or cut off
-                present += 1
-            else:
-                batch[file.key] = file.content
-                new += 1
-            if len(batch) == BATCH_SIZE:
-                self.files.write(batch)
-                batch = {}
-        self.files.write(batch)
-        return Transfer(
-            num_new=new, num_present=present, refused=tuple(refused), target=self.address
-        )
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        """Write each file whole or not at all: as one PUT, or under another name first."""
+        paths = {self._path(key): content for key, content in contents.items()}
+        with self._translate_errors():
+            if self.folder is None:
+                if self.fs.protocol not in ("s3", ("s3", "s3a")):  # there mkdir makes buckets
+                    for path in paths:
+                        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self.fs.pipe(paths)
+                return
+            for path, content in paths.items():
+                if Path(path).parent.is_symlink():
+                    raise OSError(f"{Path(path).parent.name} is a link")
+                with atomic_write(Path(path)) as part:
+                    part.write_bytes(content)
 
     def add(self, *records: Record) -> int:
         """Write records that were made here; how many were new."""
         sizes = self.sizes()
-        contents = {f"{record.folder}/{record.name}.json": record.content for record in records}
-        absent = {
-            key: content for key, content in contents.items() if sizes.get(key) != len(content)
-        }
-        self.files.write(absent)
+        absent = {one.key: one.content for one in records if sizes.get(one.key) != len(one.content)}
+        self.write(absent)
         return len(absent)
 
-    def entry(self, prefix: str) -> Entry:
-        """The place of the record whose name begins with `prefix`.
+    def delete(self, key: str) -> None:
+        """Delete one file."""
+        with self._translate_errors():
+            self.fs.rm_file(self._path(key))
 
-        Raises:
-            InvalidInput: none does, or several do.
+    def _path(self, key: str) -> str:
+        if not KEY.fullmatch(key):
+            raise InvalidInput(
+                f"{key!r} is not the path of a record",
+                hint="only `autotune profiles` writes into a store",
+            )
+        return f"{self.root}/{key}"
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn whatever a file system raises into one error that names the store and hides the
+        secrets of its URL.
         """
-        entries = [
-            entry
-            for entry in self.entries()
-            if len(prefix) >= 4 and entry.name.startswith(prefix.lower())
-        ]
-        if len(entries) != 1:
-            which = "no record begins" if not entries else f"{len(entries)} records begin"
-            hint = "`autotune profiles list` shows their names; give at least 4 digits"
-            raise InvalidInput(f"{which} with {prefix!r} in {self.address}", hint=hint)
-        return entries[0]
-
-    def find(self, prefix: str) -> tuple[RecordFile, Record]:
-        """The file whose name begins with `prefix`, and its record.
-
-        Raises:
-            InvalidInput: none does, or several do.
-            DamagedRecord: the file is not a record.
-        """
-        entry = self.entry(prefix)
-        deleted = RecordFile(entry.name, b"", None, f"{entry.name[:12]} was deleted just now")
-        file = next(self.read([entry]), deleted)
-        if file.record is None:
-            raise DamagedRecord(file.damage, hint="`autotune profiles prune` deletes such files")
-        return file, file.record
+        try:
+            yield
+        except AutotuneError:
+            raise
+        except Exception as error:
+            secret = self.url if "://" in self.url else None
+            raise StoreUnreachable(
+                f"cannot reach {self.address}: {type(error).__name__}: "
+                f"{quote_error(error, secret)}",
+                hint="check the address, the network and your access, then run it again: what was "
+                "written is whole",
+            ) from None  # the chain would show what was left out
 
 
-def parse_file(name: str, content: bytes, key: str = "") -> RecordFile:
-    """The record in a file of this name, which lies at `key` if it comes from a store."""
+def _parse_file(key: str, content: bytes) -> RecordFile:
+    name = Path(key).stem
     try:
         record = parse_record(content, name)
     except DamagedRecord as error:
-        return RecordFile(name, content, None, error.message, key, isinstance(error, ForeignRecord))
-    own_key = f"{record.folder}/{name}.json"
-    if not KEY.fullmatch(own_key):
-        return RecordFile(name, content, None, f"{name[:12]} belongs in no folder of a store", key)
-    if key not in ("", own_key):
-        return RecordFile(
-            name, content, None, f"{name[:12]} is in a folder where it does not belong", key
-        )
-    return RecordFile(name, content, record, key=own_key)
-
-
-def open_store(url: str, **options: Any) -> Store:
-    """The store in a folder or at a URL that fsspec knows; `options` go to its file system.
-
-    Raises:
-        InvalidInput: fsspec knows no such protocol, or its package is missing.
-        StoreUnreachable: the store refuses.
-    """
-    protocol, separator, rest = url.partition("://")
-    if separator and protocol not in {"file", "local"}:
-        return Store(RemoteFiles(url, options))
-    path = os.path.expanduser(rest if separator else url)  # noqa: PTH111  Path's may raise
-    if not os.path.lexists(path) and (
-        not path or "@" in path or SCHEME.match(path)
-    ):  # it would be made here
-        raise InvalidInput(
-            "the store's address is neither a folder nor a URL",  # which may hold a password
-            hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder of "
-            "your clone; "
-            "a new folder with @ in its name has to be made first",
-        )
-    return Store(LocalFiles(Path(path)))
+        return RecordFile(key, content, None, error.message)
+    if key.split("/", maxsplit=1)[0] != architecture_folder(record.workload):
+        problem = f"{name[:12]} is in a folder where it does not belong"
+        return RecordFile(key, content, None, problem)
+    return RecordFile(key, content, record)
 
 
 def shipped_store() -> Store:
     """The records that ship with autotune: every search may start from them."""
-    return Store(LocalFiles(shipped_path()))
+    return Store(str(shipped_path()))
 
 
 def user_store() -> Store:
     """This user's records: what was planned on this machine and what was pulled."""
-    return Store(LocalFiles(data_path("profiles")))
+    return Store(str(data_path("profiles")))
 
 
 def save_record(
@@ -267,3 +251,83 @@ def save_record(
     record = build_record(plan, hardware, calibration)
     user_store().add(record)
     return record.name
+
+
+def merge_stores(source: Store, target: Store) -> Transfer:
+    """Copy to `target`, byte for byte, the sound records that only `source` has; nothing else is
+    read.
+    """
+    there, sizes = target.sizes(), source.sizes()
+    wanted = [key for key, size in sizes.items() if there.get(key) != size]  # or it is cut off
+    num_new, refused = 0, []
+    for file in source.read(wanted):
+        if file.record is None:
+            refused.append(file.problem)
+        else:
+            target.write({file.key: file.content})
+            num_new += 1
+    return Transfer(
+        num_new=num_new,
+        num_present=len(sizes) - len(wanted),
+        refused=tuple(refused),
+        target=target.address,
+    )
+
+
+def prune_store(
+    store: Store,
+    names: Sequence[str] = (),
+    *,
+    older_than_days: int | None = None,
+    dry_run: bool = False,
+) -> tuple[str, ...]:
+    """Delete the records whose names begin with `names`, or else those that are useless: bad, of
+    an older trial protocol, superseded or too old; one line for each says why. A newer record of
+    the same machine, versions and work supersedes one of no more trials.
+
+    Raises:
+        InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
+            then.
+    """
+    useless = {}
+    for name in names:
+        keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
+        if len(name) < 4 or len(keys) != 1:
+            raise InvalidInput(
+                f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
+                hint="`autotune profiles list` shows their names; give at least 4 digits",
+            )
+        useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
+    if not names:
+        useless = dict(_find_useless(store, older_than_days))
+    for key in () if dry_run else useless:
+        store.delete(key)
+    return tuple(useless.values())
+
+
+def _find_useless(store: Store, older_than_days: int | None) -> Iterator[tuple[str, str]]:
+    sound: list[tuple[Record, RecordFile]] = []
+    for file in store.read():
+        if file.record:
+            sound.append((file.record, file))
+        else:
+            yield file.key, file.problem
+    oldest = datetime.now(UTC).date() - timedelta(days=older_than_days or 0)
+    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
+    for record, file in sorted(
+        sound, key=lambda pair: (pair[0].credible_day, len(pair[0].trials)), reverse=True
+    ):
+        machine, name = record.machine, file.name[:12]
+        versions = machine.versions.changed(python="", driver=None)
+        about = (machine.device_name, machine.total_memory_bytes, versions, record.workload)
+        subject = (*about, record.conclusive, record.narrowed)
+        newer, max_trials = fullest.get(subject, ("", 0))
+        protocol = machine.match_keys.get("trial_protocol") or ""
+        if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
+            yield file.key, f"{name} was measured by an older trial protocol"
+        elif len(record.trials) <= max_trials:
+            yield file.key, f"{name} is superseded by {newer}"
+        elif older_than_days is not None and record.measured_on < oldest:
+            yield file.key, f"{name} is of {record.measured_on}"
+        else:
+            fullest[subject] = (name, len(record.trials))

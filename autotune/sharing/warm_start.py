@@ -16,7 +16,7 @@ from itertools import islice
 from autotune.cost import CostModel, PriorResiduals
 from autotune.runtime import __version__
 from autotune.schema import Candidate, Choice, Residual, TrialResult, Workload
-from autotune.sharing.query import MATCH_ORDER, MatchedRecord, StoreMatches, is_same_work
+from autotune.sharing.matching import MATCH_ORDER, MatchedRecord, StoreMatches, is_same_work
 from autotune.sharing.record import Record
 
 MAX_SOURCES = 3

@@ -29,8 +29,7 @@ from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
 from autotune.search.study import TrialFunction
-from autotune.sharing.keys import compare, usable_trials
-from autotune.sharing.query import MatchedRecord, StoreMatches
+from autotune.sharing.matching import MatchedRecord, StoreMatches, compare, usable_trials
 from autotune.sharing.record import Record
 from autotune.sharing.warm_start import build_warm_start
 from autotune.training.describe import WorkloadOverrides

@@ -21,8 +21,7 @@ from autotune.schema.events import Notice
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.trial import TrialResult
-from autotune.sharing.files import LocalFiles
-from autotune.sharing.query import StoreMatches, find_matches
+from autotune.sharing.matching import StoreMatches, find_matches
 from autotune.sharing.record import Record, build_record
 from autotune.sharing.store import Store
 from tests import builders
@@ -131,6 +130,6 @@ def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTI
 
 
 def store_with(folder: Path, records: Sequence[Record]) -> Store:
-    store = Store(LocalFiles(folder))
+    store = Store(str(folder))
     store.add(*records)
     return store

@@ -17,16 +17,14 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Capability, HardwareProfile, Provenance, Versions
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.workload import ModelSpec
-from autotune.sharing.files import KEY
-from autotune.sharing.keys import compare_machine, usable_trials
-from autotune.sharing.plausibility import find_impossibilities
+from autotune.sharing.matching import compare_machine, usable_trials
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
     MAX_TRIALS,
     DamagedRecord,
-    ForeignRecord,
     build_record,
     canonical_json,
+    find_impossibilities,
     name_of,
     parse_record,
 )
@@ -222,22 +220,6 @@ def test_failures_are_shared_too_and_every_trial_keeps_its_numbers() -> None:
     assert made.trials[0].load_seconds == 3.0
 
 
-def test_the_same_measurement_has_the_same_name_and_a_place_in_the_layout() -> None:
-    one, two = record(), record()
-    assert one.name == two.name
-    assert KEY.fullmatch(f"{one.folder}/{one.name}.json")
-    assert record(search_seconds=61.0).name != one.name
-
-
-@pytest.mark.parametrize("family", ["../../etc", "", "ÄÖ/..", "x" * 150])
-def test_no_name_in_a_record_can_lead_out_of_the_layout(family: str) -> None:
-    model = ModelSpec.model_validate(
-        {**dict(workload().model), "family": family, "architecture": "../.."}
-    )
-    made = record(work=workload(model=model, targets="../" + family[:100]))
-    assert KEY.fullmatch(f"{made.folder}/{made.name}.json")
-
-
 def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
     here = machine()
     made = plan(here)
@@ -273,7 +255,10 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
 @given(st.data())
 def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
-    trials = (trial(candidate(micro_batch_size=2), step_seconds=tuple(seconds)), *TRIALS)
+    trials = (
+        trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=tuple(seconds)),
+        *TRIALS,
+    )
     made = record(
         trials=trials,
         search_seconds=data.draw(st.integers(0, 10**12)) / 1000,
@@ -334,22 +319,6 @@ def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
     assert len(caught.value.message) < 400
 
 
-def test_a_whole_record_of_another_version_is_told_from_a_damaged_one() -> None:
-    content = _changed(autotune_version="9.1.0", new_field=2)
-    with pytest.raises(ForeignRecord, match=r"written by autotune 9\.1\.0, and this is 0\.1\.0"):
-        parse_record(content, name_of(content))
-    newer = _changed(schema_version=3)
-    with pytest.raises(
-        ForeignRecord, match="has schema 3, and this autotune knows schemas up to 2"
-    ) as refused:
-        parse_record(newer, name_of(newer))
-    assert refused.value.hint.startswith("update autotune")
-    own = _changed(new_field=2)
-    with pytest.raises(DamagedRecord) as caught:
-        parse_record(own, name_of(own))
-    assert not isinstance(caught.value, ForeignRecord)
-
-
 @pytest.mark.parametrize(
     ("changes", "conclusive"),
     [
@@ -403,7 +372,7 @@ def test_what_several_processes_shared_unevenly_can_be_true() -> None:
         machine(),
     )
     assert shared.workload.effective_batch_size == 2
-    assert find_impossibilities(shared) == ()
+    assert list(find_impossibilities(shared)) == []
 
 
 def test_what_was_measured_under_another_driver_still_counts() -> None:

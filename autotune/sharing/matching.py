@@ -1,5 +1,5 @@
-"""How far a record is from a machine and its work: match keys decide whether it counts, soft keys
-how much.
+"""Which records count for a machine and its work, and how much: match keys decide whether a record
+counts, soft keys how much. A record is advice: `warm_start.py` says what a search does with it.
 
 A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its
 weight per doubling. Weights are judgments of how much each shifts step time and memory; a local
@@ -7,13 +7,21 @@ trial has the last word either way.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, prefers_cudnn
+from autotune.errors import AutotuneError
 from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload, mean_text_tokens
-from autotune.sharing.record import Machine, Record, shareable_machine, workload_class
+from autotune.sharing.record import (
+    Machine,
+    Record,
+    architecture_folder,
+    shareable_machine,
+    workload_class,
+)
+from autotune.sharing.store import Store, shipped_store, user_store
 from autotune.training import KEY_NAMES
 
 Value = str | float | None
@@ -266,3 +274,117 @@ def _differences(
         ) * min(theirs, ours):
             distance = key.weight * abs(math.log2(theirs / ours))
             yield Difference(distance, f"{key.name}: {theirs / ours:.2f} times ours", key.software)
+
+
+MAX_CONSIDERED = 500
+"""Records opened for one search."""
+DECAY_DISTANCE = 10.0
+"""Distance at which a record weighs 1/e. It corrects predictions, not times, so it carries over
+between machines whose rates differ."""
+MATCH_ORDER = ("exact", "upgraded", "near")
+"""Kinds of matches that count, the best first."""
+
+
+@dataclass(frozen=True)
+class MatchedRecord:
+    """A record that counts here."""
+
+    name: str
+    record: Record
+    match: Match
+    trials: tuple[TrialResult, ...]
+    """Those that count: without the ones on a library of another version."""
+
+    @property
+    def weight(self) -> float:
+        """Weight of what it taught the cost model, in (0, 1]."""
+        return math.exp(-self.match.distance / DECAY_DISTANCE)
+
+
+@dataclass(frozen=True)
+class StoreMatches:
+    """What the stores have for a machine and its work."""
+
+    records: tuple[MatchedRecord, ...]
+    """Exact ones first, then those before an upgrade, then by distance; newer before older, of
+    one day the fastest.
+    """
+    stale: tuple[str, ...]
+    """Records of this very device that no longer count, or only in part, after a change here:
+    one line each.
+    """
+    refused: tuple[str, ...]
+    """Records that cannot be true or cannot be read: one line each."""
+
+
+def find_matches(
+    hardware: HardwareProfile,
+    workload: Workload,
+    budget_bytes: int | None = None,
+    stores: Sequence[Store] | None = None,
+) -> StoreMatches:
+    """Find the records that count for `workload` on this machine, in `stores`.
+
+    By default those are the user's own store and the shipped records. With measured rates in
+    `hardware`, distances are more accurate. `budget_bytes` is what a run may use of the device; by
+    default what the device leaves.
+    """
+    found: dict[str, MatchedRecord] = {}
+    stale: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for store in (user_store(), shipped_store()) if stores is None else stores:
+        try:
+            keys = list(store.sizes(architecture_folder(workload)))[:MAX_CONSIDERED]
+            files = list(store.read(keys))
+        except AutotuneError as error:  # a search does without a store that does not answer
+            refused[store.address] = error.message
+            continue
+        for file in files:
+            if file.record is None:
+                refused[file.name] = file.problem
+                continue
+            record, name = file.record, file.name
+            match = compare(record, hardware, workload, budget_bytes)
+            if match.kind != "none":
+                trials = usable_trials(record, hardware, budget_bytes)
+                found[name] = MatchedRecord(name, record, match, trials)
+            if match.kind != "exact" and _is_of_this_device(record, hardware, workload):
+                verdicts = {
+                    "none": "no longer counts",
+                    "upgraded": "is from before an upgrade, and verified first",
+                }
+                verdict = verdicts.get(match.kind, "counts as a prior only")
+                stale[name] = f"{name[:12]} {verdict}: {'; '.join(match.reasons)}"
+    ordered = sorted(found.values(), key=_rank)
+    if ordered and ordered[0].match.kind == "exact":
+        stale = {}  # measured again since
+    return StoreMatches(tuple(ordered), tuple(stale.values()), tuple(refused.values()))
+
+
+def _is_of_this_device(record: Record, hardware: HardwareProfile, workload: Workload) -> bool:
+    """Whether it reads as this very device's record of this very work, before something was
+    upgraded.
+    """
+    machine, device = record.machine, hardware.device
+    same_device = (
+        machine.device_name == device.name and machine.match_keys.get("device_kind") == device.kind
+    )
+    return (
+        same_device
+        and machine.total_memory_bytes == device.total_memory_bytes
+        and is_same_work(record, workload)
+    )
+
+
+def is_same_work(record: Record, workload: Workload) -> bool:
+    """Whether nothing differs that times or memory depend on: quality floor and objective only
+    choose among trials.
+    """
+    ours = workload.changed(quality=record.workload.quality, objective=record.workload.objective)
+    return compare_workload(record, ours).kind == "exact"
+
+
+def _rank(item: MatchedRecord) -> tuple[object, ...]:
+    age = -item.record.credible_day.toordinal()
+    step_seconds = item.record.expected.step_seconds
+    return MATCH_ORDER.index(item.match.kind), item.match.distance, age, step_seconds, item.name
