@@ -11,24 +11,9 @@ from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 NUM_BLOCKS = {
-    **{
-        "qwen": 60,
-        "flux1": 57,
-        "flux2-klein-9b": 32,
-        "flux2": 25,
-        "kandinsky5-image": 52,
-        "kandinsky5-video": 34,
-    },
-    **{
-        "z-": 34,
-        "krea": 28,
-        "wan-2.1-14b": 40,
-        "wan": 30,
-        "sdxl": 86,
-        "chroma": 57,
-        "sd3.5-medium": 24,
-        "sd3.5": 38,
-    },
+    **{"qwen": 60, "flux1": 57, "flux2-klein-9b": 32, "flux2": 25, "kandinsky5-image": 52},
+    **{"kandinsky5-video": 34, "z-": 34, "krea": 28, "wan-2.1-14b": 40, "wan": 30, "sdxl": 86},
+    **{"chroma": 57, "sd3.5-medium": 24, "sd3.5": 38},
 }
 SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 
@@ -47,19 +32,9 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
 
     side, frames = changes.get("resolution", 1024), changes.get("num_frames", defaults.num_frames)
     job = {
-        **{
-            "model": model,
-            "data": "photos",
-            "num_steps": 2000,
-            "learning_rate": 1e-4,
-            "weight_decay": 1e-3,
-        },
-        **{
-            "max_grad_norm": 1.0,
-            "timestep_shift": defaults.timestep_shift,
-            "seed": 42,
-            "preview_steps": 25,
-        },
+        **{"model": model, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4},
+        **{"weight_decay": 1e-3, "max_grad_norm": 1.0, "seed": 42, "preview_steps": 25},
+        "timestep_shift": defaults.timestep_shift,
         "timestep_sampling": defaults.timestep_sampling,
         **{"guidance_scale": defaults.training_guidance, "num_frames": frames, **of(Job)},
     }
@@ -74,13 +49,8 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
         ),
         "resolution_px": side,
         "buckets": (Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20),),
-        **{
-            "max_text_tokens": 256,
-            "text_padding": "masked",
-            "rank": 16,
-            "lora_alpha": 16.0,
-            "targets": "attention",
-        },
+        **{"max_text_tokens": 256, "text_padding": "masked", "rank": 16, "lora_alpha": 16.0},
+        "targets": "attention",
         **{"effective_batch_size": 4, **of(Workload)},
     }
     caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}

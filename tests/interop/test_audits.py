@@ -58,7 +58,6 @@ def test_an_audit_predicts_the_file_and_the_fastest_and_each_difference(tmp_path
         name for name, value in better if getattr(written, name) != value
     }
     assert found.worth[0].step_seconds_saved > 0
-    assert all(len(line) <= 80 for line in audit_lines(found) if str(tmp_path) not in line)
     text = audit_markdown(found)
     assert "| quantization | torchao-fp8 | none |" in text
     assert {phase.name for phase in found.as_written.prediction.phases} <= set(

@@ -2,7 +2,6 @@
 configuration.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,8 @@ from autotune.errors import InvalidInput
 from autotune.interop.exporting import SPARING
 from autotune.schema.plan_file import read_plan
 from tests.conftest import autotune_here
-from tests.interop.test_importing import CONFIGS, MAIN_FILES
+from tests.interop.test_importing import CONFIGS
 from tests.training.small import write_model_and_images
-
-
-@pytest.mark.parametrize("name", MAIN_FILES)
-def test_the_account_fits_a_terminal_and_is_there_as_json(
-    capfd: pytest.CaptureFixture[str], name: str
-) -> None:
-    text = autotune_here(capfd, "import-config", CONFIGS / name)
-    assert text.returncode == 0
-    assert all(len(line) <= 80 for line in text.stdout.splitlines() if "/" not in line)
-    told = json.loads(autotune_here(capfd, "import-config", CONFIGS / name, "--json").stdout)
-    assert told["trainer"] == MAIN_FILES[name]
-    assert told["pins"]["checkpointed_blocks"]
 
 
 def test_a_plan_keeps_the_settings_of_a_file_where_it_can(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,138 +29,11 @@ PAIRS = [
     for name in {m.name: 0 for m in trainer.models}
 ]
 MAIN = {
-    **{
-        "ai-toolkit": "train.yaml",
-        "musubi": "train.toml",
-        "simpletuner": "config.json",
-        "diffusers": "run.sh",
-    },
-    **{"sd-scripts": "train.toml", "onetrainer": "config.json"},
+    **dict.fromkeys(("musubi", "sd-scripts"), "train.toml"),
+    **dict.fromkeys(("simpletuner", "onetrainer"), "config.json"),
+    **{"ai-toolkit": "train.yaml", "diffusers": "run.sh"},
 }
-EXACT: dict[str, dict[str, Any]] = {
-    "ai-toolkit": {
-        **{
-            "timestep_shift": 1.0,
-            "quantization": "torchao-int8",
-            "swapped_blocks": 0.25,
-            "attention": "flash",
-        },
-        **{"compile": "block", "lora_alpha": 8.0, "lora_dropout": 0.1, "targets": "attention+mlp"},
-        **{
-            "caption_dropout": 0.1,
-            "trigger": "sks",
-            "effective_batch_size": 8,
-            "micro_batch_size": 2,
-        },
-        **{
-            "lr_scheduler": "constant_with_warmup",
-            "lr_warmup_steps": 100,
-            "allocator": "expandable",
-        },
-    },
-    "musubi": {
-        **{
-            "quantization": "torchao-fp8",
-            "swapped_blocks": 0.25,
-            "attention": "xformers",
-            "timestep_shift": 2.2,
-        },
-        **{
-            "lr_scheduler": "cosine",
-            "lr_warmup_steps": 50,
-            "weighting_scheme": "sigma_sqrt",
-            "compile": "block",
-        },
-        **{"targets": "all-linear", "effective_batch_size": 6, "micro_batch_size": 3},
-    },
-    "simpletuner": {
-        **{
-            "quantization": "bnb-nf4",
-            "swapped_blocks": 0.25,
-            "attention": "_native_cudnn",
-            "max_grad_norm": 0.5,
-        },
-        **{
-            "lr_scheduler": "linear",
-            "lr_warmup_steps": 50,
-            "compile": "block",
-            "caption_dropout": 0.2,
-        },
-        **{"timestep_sampling": "uniform", "timestep_shift": "by_resolution"},
-    },
-    "diffusers": {
-        **{
-            "quantization": "torchao-int8",
-            "attention": "flash",
-            "compile": "block",
-            "caption_dropout": 0.1,
-        },
-        **{"timestep_shift": 1.0, "caption": "a photo of sks", "resolution": 512},
-    },
-    "sd-scripts": {
-        **{"quantization": "torchao-fp8", "swapped_blocks": 18, "attention": "xformers"},
-        **{
-            "targets": "attention+mlp",
-            "guidance_scale": 1.0,
-            "timestep_shift": 3.1582,
-            "caption_dropout": 0.05,
-        },
-        "flip": True,
-    },
-    "onetrainer": {
-        **{
-            "quantization": "bnb-nf4",
-            "swapped_blocks": 0.5,
-            "attention": "_native_cudnn",
-            "timestep_shift": 2.2,
-        },
-        **{"num_train_epochs": 100, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100},
-        **{"compile": "block", "max_grad_norm": 0.5},
-    },
-}
-"""For each trainer, values that it can express exactly for most models; swapped blocks as a
-share of all.
-"""
-OF_MODELS: dict[tuple[str, str], dict[str, Any]] = {
-    **{
-        ("ai-toolkit", name): {"swapped_blocks": 0}
-        for name in ("flux1-dev", "sd3.5", "sd3.5-medium")
-    },
-    ("ai-toolkit", "sdxl"): {
-        "quantization": "none",
-        "swapped_blocks": 0,
-        "weighting_scheme": "min_snr",
-    },
-    ("musubi", "krea-2"): {"quantization": "torchao-fp8"},
-    ("simpletuner", "sdxl"): {
-        "swapped_blocks": 0,
-        "weighting_scheme": "min_snr",
-        "timestep_sampling": "uniform",
-    },
-    **{("simpletuner", name): {"swapped_blocks": 0} for name in ("chroma", "chroma-base")},
-    ("diffusers", "flux1-dev"): {"quantization": "none", "caption_dropout": 0.0},
-    ("diffusers", "z-image"): {"timestep_shift": 6.0, "caption_dropout": 0.0},
-    ("diffusers", "z-image-turbo"): {"timestep_shift": 3.0, "caption_dropout": 0.0},
-    **{
-        ("diffusers", name): {"quantization": "none", "caption_dropout": 0.0, "timestep_shift": 3.0}
-        for name in ("sd3.5", "sd3.5-medium")
-    },
-    ("diffusers", "sdxl"): {
-        "quantization": "none",
-        "caption_dropout": 0.0,
-        "weighting_scheme": "min_snr",
-    },
-    ("sd-scripts", "sdxl"): {
-        "targets": "attention+mlp+proj",
-        "swapped_blocks": 0,
-        "weighting_scheme": "min_snr",
-    },
-    ("onetrainer", "sdxl"): {
-        "swapped_blocks": 0,
-        "weighting_scheme": "min_snr",
-        "timestep_sampling": "logit_normal",
-    },
-}
+EXACT = yaml.safe_load((Path(__file__).parent / "exact.yaml").read_text())
 
 
 def exact_of(trainer: str, model: str) -> dict[str, Any]:
@@ -169,7 +43,8 @@ def exact_of(trainer: str, model: str) -> dict[str, Any]:
         FAMILIES[plan.frozen.workload.model.family].defaults,
         plan.frozen.workload.model.num_blocks,
     )
-    changes = {**EXACT[trainer], **OF_MODELS.get((trainer, model), {})}
+    of_models = (own for names, own in EXACT[trainer].items() if model in names.split())
+    changes = {**EXACT[trainer]["exact"], **next(of_models, {})}
     is_patterned = trainer == "simpletuner" and model.startswith(("qwen", "kandinsky5-video"))
     changes["checkpointed_blocks"] = total // 2 if is_patterned else total - 1
     if isinstance(share := changes.get("swapped_blocks"), float):
@@ -298,14 +173,6 @@ def test_what_has_no_neighbor_is_refused_with_a_way_out(
         export_plan(plan_of(family, **changes), get_trainer(trainer))
     assert words in refused.value.message
     assert refused.value.hint
-
-
-def test_blocks_that_keep_attention_recompute_everything_in_another_trainer() -> None:
-    plan = plan_of("qwen-image", checkpointed_blocks=20, selective_blocks=10, norm_rope="stock")
-    result = export_plan(plan, get_trainer("simpletuner"))
-    written = {one.name: one.written for one in result.differences}
-    assert written["selective_blocks"] == "0"
-    assert count_blocks(written["checkpointed_blocks"], 60) >= 30
 
 
 def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:

@@ -38,11 +38,6 @@ def lost(config: ImportedConfig) -> dict[str, str]:
     return {line.key: line.meaning for line in config.not_carried}
 
 
-@pytest.mark.parametrize(("name", "trainer"), MAIN_FILES.items())
-def test_the_trainer_is_found_out_by_content_alone(tmp_path: Path, name: str, trainer: str) -> None:
-    assert read_config(CONFIGS / name).trainer == trainer
-
-
 @pytest.mark.parametrize("name", MAIN_FILES)
 def test_every_setting_is_accounted_for_at_the_line_that_it_is_on(name: str) -> None:
     config = read_config(CONFIGS / name)
@@ -107,29 +102,6 @@ def test_ai_toolkit() -> None:
     }
 
 
-def test_musubi_takes_the_micro_batch_from_the_file_of_data_sets_and_flattens_sections() -> None:
-    config = read_config(CONFIGS / "musubi.toml")
-    assert (config.family, config.data) == ("qwen-image", "photos")
-    assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 8)
-    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("16", "torchao-fp8")
-    assert (config.options["num_train_epochs"], "num_steps" in config.options) == (16, False)
-    assert (config.options["timestep_sampling"], config.options["timestep_shift"]) == (
-        "logit_normal",
-        2.2,
-    )
-    assert config.options["targets"] == "attention"
-
-
-def test_simpletuner_s_defaults_that_change_learning_are_told() -> None:
-    config = read_config(CONFIGS / "simpletuner.json")
-    defaults = {line.key: line.meaning for line in config.carried if not line.line}
-    assert defaults["lora_dropout"] == "lora_dropout 0.1"
-    assert defaults["caption_dropout_probability"] == "caption_dropout 0.1"
-    assert (config.options["lora_alpha"], config.pins["checkpointed_blocks"]) == (16.0, "2/4")
-    assert lost(config)["use_tread"] == "not understood"
-    assert "not here" in lost(config)["data_backend_config"]
-
-
 def test_sd_scripts_adapts_all_layers_unless_told_otherwise() -> None:
     config = read_config(CONFIGS / "sd_scripts.toml")
     assert (config.family, config.options["targets"]) == ("flux1-dev", "all-linear")
@@ -157,19 +129,6 @@ def test_a_command_line_of_diffusers_with_its_variables_and_its_file_for_bitsand
         "logit_normal",
     )
     assert {"use_8bit_adam", "with_prior_preservation"} <= lost(config).keys()
-
-
-def test_onetrainer() -> None:
-    config = read_config(CONFIGS / "onetrainer.json")
-    assert (config.model, config.data, config.options["num_train_epochs"]) == (
-        "Qwen/Qwen-Image",
-        "photos",
-        80,
-    )
-    assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 4)
-    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("50%", "torchao-fp8")
-    assert config.options["targets"] == "attention"
-    assert lost(config)["lora_decompose"].startswith("another kind of adapter")
 
 
 @pytest.mark.parametrize(

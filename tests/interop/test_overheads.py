@@ -102,69 +102,6 @@ def test_an_adapter_in_fp32_without_autocast_keeps_a_copy_of_each_input(own: Cos
     )
 
 
-def test_under_autocast_4_bit_layers_make_the_stream_between_blocks_fp32_and_others_do_not(
-    own: CostModel,
-) -> None:
-    """bitsandbytes' layers answer in the precision of a norm's output, which autocast has in
-    fp32.
-    """
-
-    def kept_by_a_checkpoint(overheads: Overheads | None, quantization: str) -> int:
-        model = cost_of("qwen-image", overheads).model
-        kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
-        return model.traced("bf16", quantization, kernel, 1, 3).forward[1].growth_bytes
-
-    musubi = overheads_of("musubi")
-    assert kept_by_a_checkpoint(musubi, "none") == kept_by_a_checkpoint(None, "none")
-    assert kept_by_a_checkpoint(None, "bnb-nf4") == kept_by_a_checkpoint(None, "none")
-    assert kept_by_a_checkpoint(musubi, "bnb-nf4") == 2 * kept_by_a_checkpoint(None, "none")
-
-
-@pytest.mark.slow
-def test_what_a_program_keeps_is_added_to_the_phases_that_it_keeps_it_in() -> None:
-    family, machine = FAMILIES["sdxl"], gpu("nvidia-h100-sxm")
-    own = CostModel.build(machine, workload_of("sdxl"), family, TINY["sdxl"], family.parts)
-    theirs = own.with_overheads(
-        overheads_of("diffusers", "sdxl"), (own.caching, own.caching_reason)
-    )
-    size, predictions = own.tables.encoder_size, [each.predict(SETTINGS) for each in (theirs, own)]
-    weights = phase_of(predictions[0], "load").weight_bytes
-    there, here = (phase_of(each, "cache") for each in predictions)
-    assert there.weight_bytes == weights + size.device_bytes(own.caching) + size.vae_bytes
-    assert there.weight_bytes > here.weight_bytes
-    train, own_train = (phase_of(each, "train") for each in predictions)
-    assert (
-        train.weight_bytes - own_train.weight_bytes == 2 * size.vae_bytes + size.plain_bytes
-    )  # the VAE in fp32
-
-
-@pytest.mark.parametrize(
-    ("trainer", "model", "changes", "kept"),
-    [
-        ("ai-toolkit", "qwen-image", {}, set()),
-        ("musubi", "qwen-image", {}, set()),
-        ("diffusers", "flux1-dev", {}, {"transformer cache"}),
-        (
-            *("diffusers", "flux1-dev", {"preview_prompts": ("a photo",)}),
-            {"transformer cache", "vae train", "text_encoders preview"},
-        ),
-        ("sd-scripts", "flux1-dev", {"targets": "attention+mlp"}, set()),
-        (
-            "sd-scripts",
-            "flux1-dev",
-            {"targets": "attention+mlp", "caption_dropout": 0.1},
-            {"text_encoders train"},
-        ),
-    ],
-)
-def test_what_is_kept_depends_on_the_files_that_are_written(
-    trainer: str, model: str, changes: dict[str, Any], kept: set[str]
-) -> None:
-    assert {
-        f"{one.part} {one.phase}" for one in overheads_of(trainer, model, **changes).kept
-    } == kept
-
-
 def test_what_a_file_says_counts() -> None:
     def of(trainer: str, model: str, **written: Any) -> Overheads:
         table = get_trainer(trainer)
@@ -250,45 +187,6 @@ def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pa
     assert kept - dropped == 2 * 2 * WITH_GRADIENTS
     kept, dropped = (traced_block(each, "torchao-fp8", 3).peak_bytes for each in (musubi, own))
     assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
-
-
-def test_gradients_of_frozen_weights_take_a_product_more_and_inputs_that_stay(
-    own: CostModel,
-) -> None:
-    simpletuner = overheads_of("simpletuner")
-    theirs, usual = (
-        traced_block(each, "torchao-int8", 3)
-        for each in (simpletuner, simpletuner.changed(products={}))
-    )
-    flops, usual_flops = (
-        sum(count * work[2] for work, count in each.work.items()) for each in (theirs, usual)
-    )
-    tokens = BUCKET.width_px * BUCKET.height_px // 16**2 + own.workload.max_text_tokens
-    assert flops - usual_flops == 2 * tokens * WITH_GRADIENTS
-    keeps, drops = (
-        traced_block(each, "torchao-int8", 0).growth_bytes
-        for each in (simpletuner, simpletuner.changed(products={}))
-    )
-    assert keeps > drops
-
-
-def test_linear_layers_outside_of_blocks_are_stored_so_if_a_program_does_it() -> None:
-    simpletuner = overheads_of("simpletuner")
-    everywhere, blocks = (
-        cost_of("krea-2", each).model.model_bytes("bf16", "torchao-int8").outside_bytes
-        for each in (simpletuner, simpletuner.changed(products={}))
-    )
-    assert everywhere < 0.7 * blocks
-
-
-@pytest.mark.quick("krea-2", "wan-2.1")
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("trainer", ["simpletuner", "sd-scripts"])
-def test_every_family_is_traced_with_all_of_its_layers_in_8_bits(name: str, trainer: str) -> None:
-    overheads = overheads_of(trainer, "flux1-dev", targets="attention+mlp")
-    for quantization in overheads.products:
-        prediction = cost_of(name, overheads).predict(SETTINGS.changed(quantization=quantization))
-        assert prediction.step_seconds > 0
 
 
 def test_what_autocast_has_in_fp32_is_what_torch_s_own_table_has() -> None:
