@@ -2,32 +2,23 @@
 checkpointing and all.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotune.families.adapter import add_adapter
-from autotune.families.registry import get_family
 from autotune.knobs.compile import Compile, CompiledBlock
-from autotune.quantization.quantized_layers import quantize_int8
 from autotune.schema.candidate import Candidate
-from autotune.schema.workload import Bucket, ModelSpec
+from autotune.schema.workload import Bucket
 from autotune.training.loop import TrainingLoop
 from autotune.training.model import (
-    MAX_COMPILED_GRAPHS,
-    _prepare_compiler,
-    apply_knobs,
     apply_settings,
     eager_eval,
 )
 from autotune.training.step import Noising
 from autotune.trials.steps import synthetic_samples
-from tests.builders import workload
 from tests.training.conftest import Bench
 
 
@@ -129,37 +120,6 @@ several blocks of a kind.
 """
 
 
-@pytest.mark.quick(("flux1-dev", "1"))
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", DEPTHS)
-def test_parts_and_views_as_inputs_make_no_other_graph(
-    name: str, size: int, compiled: list[torch.fx.GraphModule]
-) -> None:
-    """Nor does Kandinsky 5's first visual block, which gets text with a gradient and an image
-    without one.
-    """
-    family = get_family(name)
-    config = {**family.transformer_config, **family.tiny_config, **DEPTHS[name]}
-    transformer = family.build_transformer(config).requires_grad_(False)
-    num_blocks = len(family.blocks(transformer))
-    spec = ModelSpec(
-        family=name, architecture="x", num_parameters=1, num_blocks=num_blocks, name="x"
-    )
-    work = workload(model=spec, text_padding="exact")
-    add_adapter(family, transformer, work, torch.float32)
-    settings = Candidate(
-        micro_batch_size=size, checkpointed_blocks=0, precision="fp32", compile="block"
-    )
-    apply_knobs(family, transformer, settings, needs_reload=False)
-    counts = []
-    for width, height, length in ((64, 64, 9), (128, 64, 7), (64, 192, 4)):
-        bucket = Bucket(width_px=width, height_px=height, num_frames=1, num_items=size)
-        samples = synthetic_samples(family, config, work, bucket, [length] * size, torch.float32)
-        Noising().loss(family, transformer, family.collate(samples), 0, 0)
-        counts.append(len(compiled) / len(family.block_lists))
-    assert counts == [1, 2, 2]
-
-
 PARTITIONED = "aot_eager_decomp_partition"
 """The graphs of inductor, run as they are."""
 
@@ -202,39 +162,3 @@ def test_a_block_that_recomputes_drops_out_what_it_dropped_before(
     out.backward()
     # The block is linear, once it is known what drops out.
     torch.testing.assert_close((given * given.grad).sum(), out)
-
-
-def test_compiled_layers_on_8_bits_keep_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled FLUX.1 of int8 weights took more memory than in fp32."""
-    monkeypatch.setattr(CompiledBlock, "backend", PARTITIONED)
-    monkeypatch.setattr(torch._functorch.config, "cse", True)  # torch's own, put back afterwards
-    torch._dynamo.reset()
-    block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).requires_grad_(
-        False
-    )
-    for layer in (block[0], block[2]):
-        quantize_int8(layer)
-    Compile().apply(block, SimpleNamespace(blocks=lambda whole: [whole]), "block")  # type: ignore[arg-type]
-    given, kept = torch.randn(2, 64, 256, requires_grad=True), {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
-    ):
-        out = block(given)
-    out.sum().backward()
-    stored = {parameter.data_ptr() for parameter in block.parameters()}
-    assert (
-        sum(t.nbytes for address, t in kept.items() if address not in stored) == 4 * 128 * 1024
-    ), "what GELU got"
-
-
-def test_threads_of_backward_passes_may_compile_as_many_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(vars(torch._dynamo.config)["_config"]["recompile_limit"], "default", 8)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept")
-    _prepare_compiler()
-    with ThreadPoolExecutor(1) as threads:
-        assert (
-            threads.submit(lambda: torch._dynamo.config.recompile_limit).result()
-            == MAX_COMPILED_GRAPHS
-        )

@@ -84,15 +84,6 @@ def test_the_step_is_taken_again_with_the_next_safer_settings(
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_without_safer_settings_the_error_names_the_way_on(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    breaks_down(monkeypatch, at=1, error=torch.OutOfMemoryError("CUDA out of memory"), times=2)
-    with pytest.raises(AutotuneError, match="ran out at step 2") as raised:
-        bench.loop(planned(bench, SMALLER, OTHER_STORAGE), tmp_path)
-    assert "--reserve" in raised.value.hint
-
-
 def test_no_settings_are_tried_twice_if_gradients_and_memory_fail_in_turns(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ from autotune.schema.hardware import Capability, HardwareProfile, OtherGpu
 from autotune.schema.plan import EncoderGpu, TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket
-from autotune.training import processes
 from autotune.training.fit import data_misfits, hardware_misfits
 from tests import builders
 from tests.schema.test_plan_file import make_plan
@@ -107,28 +106,6 @@ def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_fo
     assert "'newer'" in misfit
 
 
-def test_an_optimizer_that_nothing_implements_is_not_taken_for_another() -> None:
-    (misfit,) = hardware_misfits(planned(optimizer="sgd"), machine())
-    assert "does not know 'sgd'" in misfit
-
-
-def test_page_locked_memory_needs_cuda() -> None:
-    (misfit,) = hardware_misfits(planned(batch_memory="pinned"), machine(kind="cpu"))
-    assert "batch_memory: pinned does not work on this machine" in misfit
-
-
-@pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
-def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(
-    storage: str, matters: bool
-) -> None:
-    plan = planned(quantization=storage)
-    keyed = plan.frozen.hardware.model_copy(update={"match_keys": {"torchao": "0.1.0"}})
-    misfits = hardware_misfits(
-        seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine()
-    )
-    assert bool(misfits) == matters
-
-
 def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> (
     None
 ):
@@ -145,24 +122,6 @@ def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_v
     assert hardware_misfits(seal(plan.job, frozen), under["driver"]) == ()
     (misfit,) = hardware_misfits(seal(plan.job, frozen), under["cuda_runtime"])
     assert "CUDA major version" in misfit
-
-
-def test_the_cuda_that_torch_was_built_for_means_nothing_to_a_cpu() -> None:
-    here = builders.hardware(kind="cpu")
-    other = here.changed(versions=here.versions.changed(cuda_runtime=None))
-    assert here.versions.cuda_runtime is not None
-    assert here.match_keys == other.match_keys
-
-
-def test_more_control_images_than_planned_are_another_class_of_data() -> None:
-    plan = planned()
-    work = builders.workload(num_control_images=1)
-    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
-    context = builders.context(
-        machine(), builders.workload(num_control_images=3, max_text_tokens=64)
-    )
-    assert data_misfits(plan, builders.context(machine(), work)) == ()
-    assert data_misfits(plan, context) == ("data: 3 control images for an item, the plan is for 1",)
 
 
 @pytest.mark.parametrize(
@@ -204,24 +163,3 @@ def test_a_host_must_hold_all_processes_of_its_node() -> None:
         misfit
         == "host memory: the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
     )
-
-
-def test_a_poor_host_is_told_once_whatever_the_number_of_its_cards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan, here = planned(), machine()
-    expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
-    plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
-    poor = {
-        index: here.changed(device=here.device.changed(index=index, budget_bytes=1))
-        for index in range(3)
-    }
-    monkeypatch.setattr(processes, "probe", lambda index: poor[index])
-    monkeypatch.setattr(processes, "device_misfits", lambda *_: ())
-    told = hardware_misfits(plan, poor[0], 3) + processes.card_misfits(plan, poor[0], 3)
-    assert [misfit.partition(":")[0] for misfit in told] == ["host memory", *["run memory"] * 3]
-    assert [misfit.endswith(f"on cuda:{index}") for index, misfit in enumerate(told[1:])] == [
-        False,
-        True,
-        True,
-    ]

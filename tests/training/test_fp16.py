@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune.data.cache import Cache
 from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError
 from autotune.knobs.settings import ROUNDING
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
-from autotune.schema.workload import Bucket
 from autotune.training.loop import TrainingLoop
 from autotune.training.model import apply_settings, load_model
 from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.preview import Preview, PreviewSampler
+from autotune.training.preview import PreviewSampler
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 
@@ -106,29 +104,6 @@ def test_an_overflow_skips_the_step_and_is_counted(
     assert loop.settings == FP16  # no other attention is tried
 
 
-def test_a_skipped_step_is_not_averaged(
-    half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overflows(monkeypatch, lambda call: call in (2, 6))  # the second step, and the fourth
-    followed: list[int] = []
-    average = AdapterOptimizer.average
-    monkeypatch.setattr(
-        AdapterOptimizer,
-        "average",
-        lambda self: (average(self), followed.append(self.num_updates))[1],
-    )
-    get_scale, waits = torch.amp.GradScaler.get_scale, []
-    monkeypatch.setattr(
-        torch.amp.GradScaler, "get_scale", lambda self: (waits.append(1), get_scale(self))[1]
-    )
-    plan = half.plan(settings=FP16, num_steps=4, preview_prompts=())
-    workload = plan.frozen.workload.changed(ema_decay=0.9)
-    loop = half.loop(plan.changed(frozen=plan.frozen.changed(workload=workload)), tmp_path)
-    assert followed == [1, 2]
-    assert len(waits) == 1, "no step waits for its scale, only the checkpoint"
-    assert loop.optimizer.numbers()["average"] == {"num_updates": 2}
-
-
 def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = AdapterOptimizer(
@@ -187,18 +162,6 @@ def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale() -> No
     assert optimizer.loss_scale == 2.0**16
 
 
-def test_a_scale_that_falls_to_its_floor_says_what_to_do(
-    half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overflows(monkeypatch, lambda call: True)
-    with pytest.raises(
-        AutotuneError, match="overflow fp16 at step 16"
-    ) as raised:  # the eighth was taken twice
-        run(half, tmp_path, num_steps=20)
-    assert "--pin precision=fp32" in raised.value.hint
-    assert "--learning-rate" in raised.value.hint
-
-
 @pytest.mark.slow
 def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(
     half: Bench, tmp_path: Path
@@ -231,25 +194,6 @@ def test_activations_that_overflow_are_an_error_at_once(
     finally:
         hook.remove()
     assert "--pin precision=fp32" in raised.value.hint
-
-
-def test_encoders_and_the_autoencoder_of_previews_stay_in_fp32(half: Bench, tmp_path: Path) -> None:
-    encoders = Encoders(half.resolved, CachingSettings(), FP16, CPU)
-    assert encoders.dtype == torch.float32
-    assert (
-        encoders.identity == Encoders(half.resolved, CachingSettings(), SETTINGS, CPU).identity
-    )  # one cache for both
-    sampler, preview = (
-        PreviewSampler(encoders),
-        Preview("a red circle", Bucket(width_px=32, height_px=32, num_frames=1, num_items=1), 2, 0),
-    )
-    sampler.encode_prompts([preview], Cache(tmp_path))
-    sampler.attach(half.trained.transformer)
-    (image,) = sampler.sample(preview)
-    assert image.size == (32, 32)
-    assert len({*image.get_flattened_data()}) > 1
-    assert sampler.pipeline.vae.dtype == torch.float32
-    assert not half.trained.transformer._forward_pre_hooks
 
 
 def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) -> None:

@@ -16,18 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autotune.data.encode import EncodedDataset
-from autotune.errors import InvalidInput
 from autotune.families.registry import get_family
-from autotune.schema.candidate import Candidate
-from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal, with_job
 from autotune.training.adapter_file import update_norm
-from autotune.training.describe import check_job
 from autotune.training.files import list_checkpoints
-from autotune.training.loop import TrainingLoop
-from autotune.training.model import find_token_multiple
 from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
+from autotune.training.schedule import LearningRate
 from autotune.training.step import Noising, optimizer_step
 from autotune.weights.joined_layers import LoraLayer
 from tests.training.conftest import Bench
@@ -57,17 +51,6 @@ def test_each_schedule_has_its_shape(bench: Bench) -> None:
     assert rates(bench, 4, lr_scheduler="linear") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     cosine = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
     assert rates(bench, 4, lr_scheduler="cosine") == pytest.approx(cosine)
-
-
-@pytest.mark.parametrize(("workers", "memory"), [(0, "pageable"), (3, "pinned")])
-def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memory: str) -> None:
-    plan = bench.plan()
-    changed = {"data_workers": workers, "batch_memory": memory}
-    settings = Candidate.model_validate({**dict(plan.frozen.settings), **changed})
-    plan = seal(plan.job, FrozenPart.model_validate({**dict(plan.frozen), "settings": settings}))
-    context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), monitor=None)
-    loader = TrainingLoop(plan, bench.trained, bench.encoded, None, context)._make_loader()  # type: ignore[arg-type]
-    assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
 
 
 def test_padding_for_cudnn_reaches_steps_evaluations_and_held_out_losses_and_changes_none(
@@ -106,34 +89,6 @@ def test_padding_for_cudnn_reaches_steps_evaluations_and_held_out_losses_and_cha
         assert len(lengths) > 4  # steps, evaluations and both kinds of measurement
         assert all((tokens % 128 == 0) == (multiple == 128) for tokens in lengths)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def test_only_cudnn_gets_sequences_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def multiple(capability: tuple[int, int], cudnn: str | None, **changes: Any) -> int:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr("autotune.training.model.cudnn_version", lambda: cudnn)
-        settings = Candidate.model_validate(
-            {"micro_batch_size": 2, "checkpointed_blocks": 0, **changes}
-        )
-        return find_token_multiple(settings, torch.device("cuda", 0))
-
-    assert multiple((9, 0), "9.20.0") == 128
-    assert multiple((9, 0), "9.20.0", precision="fp32") == 1
-    assert multiple((9, 0), "9.20.0", attention="_native_efficient") == 1
-    assert multiple((9, 0), None) == 1
-    assert multiple((8, 9), "9.20.0") == 1
-    assert multiple((8, 9), "9.20.0", attention="_native_cudnn") == 128
-    here = Candidate(micro_batch_size=2, checkpointed_blocks=0, attention="_native_cudnn")
-    assert find_token_multiple(here, torch.device("cpu")) == 1
-
-
-def test_plateau_halves_the_rate_when_epochs_no_longer_improve(bench: Bench) -> None:
-    steps = 2 * (PLATEAU_PATIENCE + 3)
-    falling = [1.0 - number / 100 for number in range(steps)]
-    assert rates(bench, steps, falling, lr_scheduler="plateau") == [1e-3] * steps
-    flat = rates(bench, steps, lr_scheduler="plateau")
-    assert flat[-1] == 5e-4
-    assert flat.count(1e-3) == 2 * (PLATEAU_PATIENCE + 2)
 
 
 @pytest.mark.parametrize(
@@ -237,19 +192,6 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     parameter.square().sum().backward()
     optimizer.step()
     assert (parameter != 1).all()
-
-
-def test_what_a_family_lacks_is_refused(bench: Bench) -> None:
-    family = bench.resolved.family
-    check_job(bench.plan(timestep_shift="by_resolution").job, family)
-    with pytest.raises(InvalidInput, match="takes no guidance"):
-        check_job(bench.plan(guidance_scale=1.0).job, family)
-    with pytest.raises(InvalidInput, match="not a clip of 9"):  # the job's, edited by hand
-        check_job(bench.plan(num_frames=9).job, family)
-    with pytest.raises(InvalidInput, match="no timestep shift by resolution"):
-        check_job(
-            bench.plan(timestep_shift="by_resolution").job, get_family("kandinsky5-image-lite")
-        )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 fail.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from autotune.training.metrics import TRACKERS, Metrics, Tracker, read_metrics
+from autotune.training.metrics import Metrics, read_metrics
 from tests.training.small import finished_step
 
 HUGE = finished_step(2).changed(seconds=1e308).model_dump_json().encode() + b"\n"
@@ -44,11 +43,6 @@ def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: b
     assert path.read_bytes() == whole
 
 
-def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 @pytest.mark.filterwarnings(
     "error::pytest.PytestUnhandledThreadExceptionWarning"
 )  # Python would print a traceback
@@ -78,22 +72,6 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
     assert all("no more curves" in warning for warning in warnings)
 
 
-def test_a_tracker_that_fails_is_told_once_and_not_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise FileNotFoundError("the folder is gone")
-
-    warnings: list[str] = []
-    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: Tracker(fail, fail, fail))
-    metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb", on_warning=warnings.append)
-    for step in (1, 2):
-        metrics.add(finished_step(step))
-    metrics.close()
-    assert warnings == ["no more curves: the folder is gone; metrics.jsonl has all numbers"]
-    assert metrics.losses == [1.0, 0.5]
-
-
 def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for step in (1, 2, 3):
@@ -106,21 +84,6 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
     second.close()
     assert read_metrics(path) == [finished_step(1), finished_step(2), finished_step(3)]
     assert second.losses == [1.0, 0.5, 1 / 3]
-
-
-def test_a_step_that_was_skipped_stays_on_record(tmp_path: Path) -> None:
-    """Its gradient overflowed, so it has no norm."""
-    told = [
-        finished_step(1),
-        finished_step(2).changed(gradient_norm=None, overflowed_gradients=1),
-        finished_step(3),
-    ]
-    first = Metrics(tmp_path, resumed_at=0, report_to="none")
-    for event in told:
-        first.add(event)
-    first.close()
-    Metrics(tmp_path, resumed_at=3, report_to="none").close()
-    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == told
 
 
 def test_trackers_draw_what_is_known_of_a_step(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 change nothing.
 """
 
-import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from autotune.data.cache import Cache
 from autotune.data.dataset import read_dataset
@@ -30,12 +26,11 @@ from autotune.schema.plan import TrainingPlan
 from autotune.training.context import RunContext
 from autotune.training.files import ADAPTER_FILE
 from autotune.training.loop import TrainingLoop
-from autotune.training.model import TrainingModel, load_model
+from autotune.training.model import load_model
 from autotune.training.processes import Processes
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
-from autotune.weights.files import KeyMismatch, ShapeMismatch
 from tests.events import steps_to
 from tests.training.conftest import CPU, Bench, Killed
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
@@ -242,24 +237,6 @@ def test_random_weights_are_those_of_resident_layers(bench: Bench, precision: st
     assert losses[0] == pytest.approx(losses[1], rel=1e-6 if precision == "fp32" else 1e-2)
 
 
-def test_headers_of_layers_that_are_not_loaded_are_checked(bench: Bench, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(bench.model_folder, folder)
-    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    whole, workload = load_file(file), bench.plan().frozen.workload
-    name = next(name for name in whole if name.endswith("img_mod.1.weight"))
-
-    def load() -> TrainingModel:
-        return load_model(resolve_model(str(folder)), workload, AHEAD, CPU, 0)
-
-    save_file({**whole, name: whole[name][:-1].clone()}, file)
-    with pytest.raises(ShapeMismatch, match=name):
-        load()
-    save_file({key: tensor for key, tensor in whole.items() if key != name}, file)
-    with pytest.raises(KeyMismatch, match=name):
-        load()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_process_computes_the_draws_of_its_own_images(
     bench: Bench, rank: int, short_windows: int, fetches: list[int]
@@ -277,22 +254,3 @@ def test_each_process_computes_the_draws_of_its_own_images(
         )
         loop.noising.loss(loop.model.family, loop.model.transformer, batch, step, rank * share)
     assert len(fetches) == 1
-
-
-def test_what_it_is_conditioned_on_tells_rows_apart(bench: Bench, fetches: list[int]) -> None:
-    """A draw that no window holds is computed on the spot, and is right."""
-    loop, plain = (loop_of(bench, plan_with(bench, settings)) for settings in (AHEAD, SETTINGS))
-    batch = loop._to_device(loop.model.family.collate([bench.encoded.sample(0)]))
-    predict: Callable[..., torch.Tensor] = partial(
-        loop.model.family.predict, levels=torch.tensor([0.123]), batch=batch
-    )
-    with torch.no_grad():
-        one, other = (predict(each.model.transformer, batch["latents"]) for each in (loop, plain))
-    assert fetches == [1]
-    assert torch.equal(one, other)
-
-
-def test_the_plan_of_an_older_version_keeps_its_layers(bench: Bench) -> None:
-    text = json.loads(bench.plan().frozen.settings.model_dump_json())
-    del text["modulation"]
-    assert Candidate.model_validate(text).modulation == "resident"

@@ -12,16 +12,13 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.schema.events import ignore_event
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
@@ -30,8 +27,6 @@ from autotune.training.files import ADAPTER_FILE
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare
 from autotune.training.processes import join_processes
-from autotune.training.run import _Run
-from autotune.training.sharding import num_shards_of
 from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
@@ -231,45 +226,9 @@ def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
     started[1].kill()
 
 
-def test_other_processes_wait_before_they_look_for_what_the_first_encodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(
-        "autotune.training.run.encode_dataset",
-        lambda *_, **named: done.append("data") or SimpleNamespace(problems=()),
-    )
-    run = SimpleNamespace(
-        previews=["preview"],
-        cache=None,
-        sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
-        processes=SimpleNamespace(is_first_of_node=False, wait=lambda: done.append("wait")),
-        on_event=ignore_event,
-        _start_phase=lambda name: None,
-        plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0, flip=False, mask_floor=0.0)),
-        prepared=SimpleNamespace(
-            data=SimpleNamespace(
-                training=SimpleNamespace(problem_summary=()), whole=None, held_out=()
-            ),
-            workload=SimpleNamespace(buckets=()),
-        ),
-        encoders=SimpleNamespace(release=lambda: done.append("release")),
-    )
-    _Run._encode(run)  # type: ignore[arg-type]
-    assert done == ["wait", "prompts", "data", "release"]
-
-
 def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
         join_processes(bench.plan(num_processes=2).frozen.hardware, CPU)
-
-
-@pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])
-def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(
-    bench: Bench, number: int, strategy: str
-) -> None:
-    with pytest.raises(ValidationError, match="cannot train by the strategy"):
-        bench.plan(num_processes=number, strategy=strategy)
 
 
 def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(
@@ -306,7 +265,3 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's own")
     with pytest.raises(DoesNotFit, match="here"):
         _require_machine(plan, full)
-
-
-def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
-    assert num_shards_of(bench.trained.transformer) == 1

@@ -140,14 +140,6 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: P
     assert same(longer, bench.loop(bench.plan(num_steps=4), tmp_path / "whole"))
 
 
-def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
-    plan = bench.plan(
-        num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3
-    )
-    bench.loop(plan, tmp_path)
-    assert list(list_checkpoints(tmp_path / "checkpoints")) == [3, 6, 7]
-
-
 @pytest.mark.quick("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(
@@ -167,19 +159,6 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(
     assert stopped.value.exit_status == 75
     assert "--resume" in stopped.value.hint
     assert same(bench.loop(plan, tmp_path / "cut"), bench.loop(plan, tmp_path / "whole"))
-
-
-def test_a_signal_that_nohup_ignores_stays_ignored(bench: Bench, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        plan = bench.plan(num_steps=2)
-        ended = bench.loop(
-            plan, tmp_path, on_step=lambda event: os.kill(os.getpid(), signal.SIGHUP)
-        )
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert ended.seconds[1:]
-    assert list(list_checkpoints(tmp_path / "checkpoints")) == [2]
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
@@ -289,18 +268,6 @@ def test_other_base_weights_of_the_same_architecture_are_refused(
                 )
 
 
-def test_what_else_has_changed_is_named_before_the_weights(bench: Bench, tmp_path: Path) -> None:
-    """Another expert has other weights; and a field that only the earlier plan has set has
-    changed, too.
-    """
-    plan = bench.plan(output=str(tmp_path), crop="top")
-    with Checkpoints(tmp_path / "checkpoints", "key", keep_last=1, weights="others") as checkpoints:
-        checkpoints.save(1, {"a": torch.zeros(1)}, {})
-    write_plan(tmp_path / "run-plan.yaml", plan)
-    with pytest.raises(InvalidInput, match="started with another crop"):
-        prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=True)
-
-
 def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=1, preview_every=2)
     previews: list[int] = []
@@ -338,16 +305,6 @@ def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(
     claim_folder(plan, resume=False, needed_bytes=0, lock=False)
     first.release()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_run_without_room_leaves_its_folder_to_the_next(bench: Bench, tmp_path: Path) -> None:
-    plan = bench.plan(output=str(tmp_path))
-    with pytest.raises(
-        AutotuneError, match="MiB free"
-    ) as failed:  # which is kept, as a notebook keeps it
-        claim_folder(plan, resume=False, needed_bytes=1 << 60)
-    assert failed.value.exit_status == 1
-    claim_folder(plan, resume=False, needed_bytes=0).release()
 
 
 def test_equal_runs_write_equal_bytes(bench: Bench, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Every storage of the weights trains, looks at previews, is interrupted, goes on and samples."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ from safetensors.torch import load_file
 
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import read_plan, seal
+from autotune.schema.plan_file import seal
 from autotune.training.files import ADAPTER_FILE
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
-from tests.builders import BITSANDBYTES, storages
+from tests.builders import storages
 from tests.events import steps_to
-from tests.forked import autotune_forked
 from tests.training.conftest import Bench, Killed
 
 PROMPT = "a red circle on a white background"
@@ -63,39 +61,3 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
         bench.cache,
     )
     assert Image.open(written).size == (32, 32)
-
-
-@pytest.mark.slow
-@BITSANDBYTES
-def test_4_bits_from_plan_to_training_through_the_commands(bench: Bench, tmp_path: Path) -> None:
-    plan, result = tmp_path / "plan.yaml", tmp_path / "result"
-    source = (
-        "--model",
-        bench.model_folder,
-        "--data",
-        bench.images,
-        "--resolution",
-        32,
-        "--rank",
-        2,
-    )
-    limits = (
-        "--steps",
-        4,
-        "--max-trials",
-        1,
-        "--quality",
-        "compact",
-        "--pin",
-        "quantization=bnb-nf4",
-    )
-    for command in (("plan", *source, *limits, "-o", plan), ("train", plan, "--output", result)):
-        done = autotune_forked(*command)
-        assert done.returncode == 0, done.stderr
-        assert "bitsandbytes" not in done.stderr
-        assert "kernels" not in done.stderr
-    frozen = read_plan(plan).frozen
-    assert frozen.settings.quantization == "bnb-nf4"
-    assert frozen.expected.evidence == "measured"
-    report = json.loads((result / "report.json").read_text())
-    assert report["verdict"]["num_unmoved"] == report["verdict"]["num_not_finite"] == 0

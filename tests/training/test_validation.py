@@ -13,12 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.errors import InvalidInput
 from autotune.reporting.run import validation_lines
-from autotune.runtime.memory import measure_peak_memory
 from autotune.schema.events import StepFinished
 from autotune.training import validation
-from autotune.training.describe import check_job
 from autotune.training.files import ADAPTER_FILE
 from autotune.training.folder import read_report
 from autotune.training.loop import TrainingLoop
@@ -26,7 +23,7 @@ from autotune.training.metrics import read_metrics
 from autotune.training.monitor import MIN_SPIKE_STEPS, Monitor
 from autotune.training.overfitting import ValidationHistory
 from autotune.training.run import train
-from autotune.training.step import Noising, live_tensors
+from autotune.training.step import Noising
 from autotune.training.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
 from autotune.weights.loaders import load_file
@@ -74,25 +71,12 @@ def test_overfitting_begins_where_the_loss_was_lowest_once_it_has_risen_twice() 
     assert history.overfitting_from is None, "a new low ends it"
 
 
-def test_an_adapter_that_never_helped_is_named_too() -> None:
-    history = history_of(shifted(0.1), shifted(0.2))
-    assert (history.overfitting_from, history.best_step) == (0, 10)
-    assert "above the model's own" in str(history.warning)
-
-
 def test_chance_is_no_overfitting() -> None:
     """Draws that go up and down by more than their mean does."""
     uneven = ((0.9, 1.9, 2.9, 3.9), (0.5, 2.4, 2.5, 4.3), (1.4, 1.5, 3.4, 3.4))
     history = history_of(*uneven, *uneven[1:])
     assert history.final_loss > history.best_loss
     assert history.overfitting_from is None
-
-
-def test_a_history_goes_on_from_its_state() -> None:
-    state = json.loads(json.dumps(history_of(shifted(-0.3), shifted(-0.2)).state()))
-    again = ValidationHistory(**state)
-    again.add(30, shifted(-0.1))
-    assert again == history_of(shifted(-0.3), shifted(-0.2), shifted(-0.1))
 
 
 def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench) -> None:
@@ -181,22 +165,6 @@ def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(
             )
 
     check()
-
-
-def test_a_measurement_takes_less_memory_than_a_step(bench: Bench, tmp_path: Path) -> None:
-    loop = bench.loop(bench.plan(num_steps=2, validation="40%"), tmp_path, held_out=2)
-    meter = loop.validation.meter
-    assert meter
-
-    def live() -> list[torch.Tensor]:
-        return live_tensors(loop.model.transformer, loop.optimizer)
-
-    loop.done = 1
-    _, step_bytes = measure_peak_memory(
-        loop.model.device, live, lambda: loop._step(1, iter(loop._make_loader()))
-    )
-    _, measured_bytes = measure_peak_memory(loop.model.device, live, lambda: meter.measure(2))
-    assert 0 < measured_bytes < step_bytes
 
 
 def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
@@ -305,11 +273,6 @@ def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_pat
     assert "validation" in [phase.name for phase in report.phases]
     assert best.overfitting_from == best.lowest_step == steps[-1].overfitting_from
     assert sum(text.startswith("overfitting began after step") for text in report.warnings) == 1
-
-
-def test_what_a_job_needs_held_out_images_for_is_refused_without(bench: Bench) -> None:
-    with pytest.raises(InvalidInput, match="nothing shows which adapter is best"):
-        check_job(bench.plan(keep_best=True).job, bench.resolved.family)
 
 
 def test_spikes_of_the_gradient_are_counted() -> None:

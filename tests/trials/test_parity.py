@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
-from autotune.knobs.attention import Attention
-from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.compile import CompiledBlock
-from autotune.knobs.knob import Parity, TuningContext, parity_capability
+from autotune.knobs.knob import TuningContext, parity_capability
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.registry import PARITY
 from autotune.knobs.settings import optimizer_parity, precision_parity
@@ -32,7 +29,7 @@ from autotune.trials.gradients import (
     relative_error,
     update_error,
 )
-from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
+from autotune.trials.requests import ChildState, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
 from tests.kinds import KINDS
 
@@ -89,32 +86,6 @@ def test_kinds_of_blocks_go_together_and_change_no_bit(family: str) -> None:
         {"selective_blocks": 2, "swapped_blocks": 2},
     ):
         assert gradient_error(request_of(family, precision="fp32", **numbers), child) == 0.0
-
-
-def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *args, **named: plain(*args, **named).add_(0),
-    )
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
-
-
-def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[torch.Tensor] = []
-    copy = BlockSwap._copy_to_device
-    monkeypatch.setattr(
-        BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part)
-    )
-    rule = PARITY["swapped_blocks"](1)
-    assert rule is not None
-    request = request_of(
-        "qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices
-    )
-    assert gradient_error(request, ChildState()) <= rule.tolerance
-    assert copied
 
 
 @pytest.fixture(scope="module")
@@ -273,53 +244,6 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(
     assert {"_native_math": capability.reason}.items() <= {
         r.choice: r.reason for r in space.rejected["attention"]
     }.items()
-
-
-def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
-    usual = [
-        capability for capability in here.hardware.capabilities if capability.name != "compile"
-    ]
-    can = Capability(name="compile", available=True, reason="test")
-    wrong = Capability(
-        name=parity_capability("compile", "block"),
-        available=False,
-        reason="adapter gradients differ by 1",
-    )
-    hardware = HardwareProfile.model_validate(
-        {**dict(here.hardware), "capabilities": (*usual, can, wrong)}
-    )
-    with pytest.raises(InvalidInput, match="gradients differ by 1"):
-        build_search_space(
-            TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")]
-        )
-
-
-@pytest.mark.parametrize(
-    ("answer", "available", "kept", "words"),
-    [
-        (0.001, True, True, "differ by 0.001"),
-        (0.9, False, True, "differ by 0.9"),
-        (float("inf"), False, True, "not finite"),
-        (float("nan"), False, True, "not finite"),
-        (Failure("crash", "SIGSEGV"), False, True, "SIGSEGV"),
-        (Failure("timeout", "no answer"), False, False, "no answer"),
-        (Failure("oom", "full"), False, False, "full"),
-    ],
-)
-def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
-    rule = Attention().parity("_native_math")
-    assert isinstance(rule, Parity)
-    capability, lasting = parity.judge_parity("attention", rule, request_of("qwen-image"), answer)
-    assert (capability.available, lasting) == (available, kept)
-    assert words in capability.reason
-
-
-def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
-    path = tmp_path / "verdicts.json"
-    parity._save_verdict(path, Capability(name="parity.a.b", available=True, reason="x"))
-    assert set(parity._read_verdicts(path)) == {"parity.a.b"}
-    path.write_text(path.read_text() + "{")
-    assert parity._read_verdicts(path) == {}
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("fp32", [False]), ("fp16", [True])])

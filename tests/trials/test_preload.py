@@ -17,27 +17,6 @@ from autotune.trials.requests import ChildState, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import run_trial
 from autotune.trials.worker import TASKS
-from tests.builders import BITSANDBYTES
-from tests.trials.conftest import FIRST
-
-PARALLEL_FROM = 32768
-"""Elements from which ATen shares out an operation among threads (at::internal::GRAIN_SIZE)."""
-
-LARGEST_OPERATION = """
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-class Counting(TorchDispatchMode):
-    largest = 0
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
-        Counting.largest = max([Counting.largest, *(one.numel() for one in tensors)])
-        return result
-with Counting():
-    import autotune.trials.preload
-print(Counting.largest, torch.cuda.is_initialized())
-"""
-
 
 PRETEND_A_GPU = """
 import torch, sys
@@ -97,46 +76,12 @@ def run_and_tell(request: TrialThatTells, child: ChildState) -> tuple[str, bool]
 TASKS[TrialThatTells] = run_and_tell
 
 
-@BITSANDBYTES
-def test_a_trial_does_not_wait_for_a_library_that_it_has_no_use_for(
-    runner: ProcessTrialRunner,
-) -> None:
-    """peft would import bitsandbytes to look for its layers: a second or two, in every child."""
-    trial = TrialRequest(runner.model, runner.workload, FIRST, runner.device, num_steps=1)
-    assert runner.ask(TrialThatTells(trial)) == ("ok", False)
-
-
-@pytest.mark.slow
-def test_no_parallel_operation_runs_while_it_imports() -> None:
-    """Libraries build a few constants of a handful of numbers; a parallel operation would
-    deadlock the children.
-    """
-    command = [sys.executable, "-c", LARGEST_OPERATION]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=True)
-    largest, cuda = done.stdout.split()
-    assert int(largest) < PARALLEL_FROM
-    assert cuda == "False"
-
-
 def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         sys.modules, "autotune.trials.preload", None
     )  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
         worker._require_preload()
-
-
-@pytest.mark.slow
-@BITSANDBYTES
-def test_a_library_that_is_there_already_stays_whole() -> None:
-    code = (
-        "import bitsandbytes, autotune.trials.preload, sys; "
-        "sys.modules['bitsandbytes'].nn.Linear4bit"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=480
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -149,11 +94,3 @@ def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
         timeout=480,
     )
     assert done.stdout.splitlines()[-1] == "[] False True 0"
-
-
-def test_torch_compiles_none_of_its_own_kernels_at_their_first_call() -> None:
-    """On CUDA it would need a C compiler; `tests/conftest.py` silenced libraries before torch
-    was imported.
-    """
-    native = pytest.importorskip("torch._native.common_utils")
-    assert native.check_native_jit_disabled()

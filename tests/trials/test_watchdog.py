@@ -90,11 +90,6 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
         assert runner.classify(FIRST, answer).outcome == outcome
 
 
-def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
-    assert 0 < Watchdog.of_device("host").floor_bytes <= 2 * GIB
-    assert Watchdog.of_device("discrete").floor_bytes <= sources.available_bytes() // 4 + 64 * MIB
-
-
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,9 +121,3 @@ def test_the_next_trial_waits_for_memory_to_return(readings: list[int], looks: i
 
     Watchdog(0, available).wait_for_memory(10 * GIB)
     assert len(seen) == looks
-
-
-def test_what_someone_else_took_meanwhile_is_not_waited_for() -> None:
-    started = time.monotonic()
-    Watchdog(0, lambda: GIB).wait_for_memory(10 * GIB)
-    assert time.monotonic() - started < 15, "half of what is waited for memory that comes back"
