@@ -98,10 +98,8 @@ def write_config(folder, part, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("place", [(), ("vision_config",), ("text_config",)])
-@pytest.mark.parametrize(
-    "name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
-)
+@pytest.mark.parametrize("place", [(), ("vision_config",)])
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation_internal"])
 @pytest.mark.parametrize(
     "value", ["owner/repo@sha", "kernels-community/flash-attn2", "flash_attention_2", {"": "a/b"}]
 )

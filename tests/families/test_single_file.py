@@ -20,7 +20,6 @@ from autotune.families.registry import FAMILIES, find_published, get_family
 from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
 from autotune.families.single_file import (
     _by_name,
-    _words,
     named_expert,
     open_single_file,
     recognize,
@@ -204,20 +203,6 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
     file, expected = next(iter(files.items()))
     taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
     assert (taken.name, taken.expert) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("Wan2_2-T2V", "2.2"),
-        ("wan22_low", "2.2"),
-        ("ltx23_dev", "2.3"),
-        ("sd35-large", "3.5"),
-        ("krea2_4step", "2"),
-    ],
-)
-def test_versions_in_names_are_read_however_they_are_written(name: str, number: str) -> None:
-    assert number in _words(name)
 
 
 def test_a_file_of_one_of_two_transformers_has_to_say_of_which(tmp_path: Path) -> None:
