@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         read_report,
         require_separate_output,
     )
-    from autotune.training.inputs import RunInputs, read_inputs
     from autotune.training.metrics import METRICS_FILE, read_metrics
     from autotune.training.model import (
         TrainingModel,
@@ -46,13 +45,12 @@ if TYPE_CHECKING:
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import SPILL_FACTOR, Monitor, allocator_retries
     from autotune.training.optimizer import AdapterOptimizer
-    from autotune.training.preparation import fetch_weights, prepare
+    from autotune.training.preparation import RunInputs, fetch_weights, prepare, read_inputs
     from autotune.training.preview import Preview, PreviewSampler
     from autotune.training.processes import card_misfits, device_misfits, make_current
     from autotune.training.quality import QualityMissed
     from autotune.training.run import train
-    from autotune.training.sample import sample_run
-    from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+    from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
     from autotune.training.several import train_in_processes
     from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
     from autotune.training.watchdog import POLL_SECONDS, Watchdog

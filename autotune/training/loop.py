@@ -37,8 +37,7 @@ from autotune.training.monitor import (
     EnergyWatch,
     profile_steps,
 )
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.schedule import LearningRate
+from autotune.training.optimizer import AdapterOptimizer, LearningRate
 from autotune.training.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
 from autotune.training.validation import HeldOutLoss, Validation
 

@@ -9,20 +9,31 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import SplitDataset
+from autotune.data import SplitDataset, make_options, read_split
+from autotune.errors import InvalidInput
 from autotune.families import (
     ResolvedModel,
     adapter_shapes,
     add_adapter,
     build_on_meta,
+    check_weights,
     fetch_model,
+    get_family,
+    is_fetchable,
     is_on_hub,
+    resolve_model,
 )
-from autotune.knobs import TuningContext, optimizer_bytes
+from autotune.knobs import TuningContext, check_options, optimizer_bytes
 from autotune.runtime import current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
+from autotune.training.adapter_file import starting_values
 from autotune.training.checkpoint import require_same_weights
-from autotune.training.describe import describe_workload, overrides_from
+from autotune.training.describe import (
+    check_job,
+    describe_workload,
+    overrides_from,
+    require_even_shares,
+)
 from autotune.training.fit import (
     data_misfits,
     hardware_misfits,
@@ -30,11 +41,56 @@ from autotune.training.fit import (
     model_misfits,
     require_fit,
 )
-from autotune.training.folder import claim_folder
-from autotune.training.inputs import RunInputs, read_inputs, read_model
+from autotune.training.folder import check_folder, claim_folder, require_separate_output
+from autotune.training.metrics import require_tracker
 from autotune.training.processes import card_misfits
-from autotune.training.start import starting_values
-from autotune.weights import open_weights, weights_digest
+from autotune.weights import open_weights, read_header, weights_digest
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads, found sound."""
+
+    data: SplitDataset
+    model: ResolvedModel | None
+    """None while it is to be fetched from the hub."""
+
+
+def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
+    """Check the job, the output folder and a local model's files, and read the data: before the
+    machine is looked at, weights are fetched and a predicted plan is tried.
+
+    Raises:
+        InvalidInput, AutotuneError: as in `train`.
+    """
+    job, workload = plan.job, plan.frozen.workload
+    if job.data is None:
+        raise InvalidInput(
+            "the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER"
+        )
+    require_even_shares(workload.effective_batch_size, plan.frozen.hardware.num_processes)
+    require_tracker(job.report_to)
+    family = get_family(workload.model.family)
+    check_job(job, family.with_expert(job.expert))
+    require_separate_output(job)
+    check_folder(plan, resume=resume)
+    if job.from_adapter is not None:
+        read_header(Path(job.from_adapter))
+    model = None if is_fetchable(job.model_ref) else read_model(plan)
+    data = read_split(
+        job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed
+    )
+    check_options(workload.optimizer)  # which imports that of another name
+    return RunInputs(data, model)
+
+
+def read_model(plan: TrainingPlan) -> ResolvedModel:
+    """The plan's model, whose files are on this machine: the headers of all weights are read.
+    Errors as in `train`.
+    """
+    model = resolve_model(plan.job.model_ref)
+    check_weights(model)
+    return model
 
 
 @dataclass(frozen=True)

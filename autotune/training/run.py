@@ -38,7 +38,7 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import export_trained, judge_adapter, save_trained
+from autotune.training.adapter_file import export_trained, judge_adapter, save_trained, start_from
 from autotune.training.checkpoint import Checkpoints, require_same_run
 from autotune.training.context import RunContext
 from autotune.training.files import (
@@ -49,16 +49,21 @@ from autotune.training.files import (
     preview_file,
 )
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
-from autotune.training.inputs import RunInputs
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import NUM_WARMUP_STEPS, Monitor
-from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
-from autotune.training.preparation import PreparedRun, prepare
-from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
+from autotune.training.preparation import PreparedRun, RunInputs, prepare
+from autotune.training.preview import (
+    ComparedPictures,
+    Preview,
+    PreviewSampler,
+    PreviewTooLarge,
+    make_sheet,
+    save_frames,
+    save_image,
+)
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
-from autotune.training.start import start_from
 from autotune.training.watchdog import Watchdog
 
 TRACE_FILE = "trace.json"

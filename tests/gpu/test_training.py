@@ -15,8 +15,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event
 from autotune.schema.plan_file import seal
 from autotune.training.run import train
-from autotune.training.sample import sample_run
-from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
 from autotune.weights.files import open_weights
 from autotune.weights.loaders import LOADERS
 from tests.events import notices_to, steps_to

@@ -18,11 +18,10 @@ from autotune.families.base import build_on_meta
 from autotune.families.registry import get_family
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal
-from autotune.training.adapter_file import save_trained
+from autotune.training.adapter_file import save_trained, start_from
 from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.training.loop import TrainingLoop
 from autotune.training.model import load_model
-from autotune.training.start import start_from
 from autotune.weights.adapters import read_adapter
 from tests.builders import workload
 from tests.cost.tiny_models import TINY

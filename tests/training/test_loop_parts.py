@@ -20,8 +20,7 @@ from autotune.families.registry import get_family
 from autotune.schema.plan_file import seal, with_job
 from autotune.training.adapter_file import update_norm
 from autotune.training.files import list_checkpoints
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.schedule import LearningRate
+from autotune.training.optimizer import AdapterOptimizer, LearningRate
 from autotune.training.step import Noising, optimizer_step
 from autotune.weights.joined_layers import LoraLayer
 from tests.training.conftest import Bench

@@ -29,8 +29,7 @@ from autotune.training.loop import TrainingLoop
 from autotune.training.model import load_model
 from autotune.training.processes import Processes
 from autotune.training.run import train
-from autotune.training.sample import sample_run
-from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.events import steps_to
 from tests.training.conftest import CPU, Bench, Killed
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images

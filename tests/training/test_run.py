@@ -31,12 +31,10 @@ from autotune.schema.plan_file import write_plan
 from autotune.schema.run import RunReport
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.files import ADAPTER_FILE
-from autotune.training.pictures import MIN_LINE_PX
 from autotune.training.preparation import prepare
-from autotune.training.preview import Preview, PreviewSampler
+from autotune.training.preview import MIN_LINE_PX, Preview, PreviewSampler
 from autotune.training.run import train
-from autotune.training.sample import sample_run
-from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
 from autotune.weights.saving import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.planning.machines import make_plan

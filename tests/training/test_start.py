@@ -14,8 +14,7 @@ from autotune.families.adapter import add_adapter
 from autotune.families.base import build_on_meta
 from autotune.families.resolve import resolve_model
 from autotune.schema.job import Job
-from autotune.training.adapter_file import update_norm
-from autotune.training.start import start_from, starting_values
+from autotune.training.adapter_file import start_from, starting_values, update_norm
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.joined_layers import LoraLayer
 from tests.training.small import machine, make_plan, write_model_and_images

@@ -12,8 +12,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.training.files import ADAPTER_FILE
 from autotune.training.run import train
-from autotune.training.sample import sample_run
-from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.builders import storages
 from tests.events import steps_to
 from tests.training.conftest import Bench, Killed

@@ -6,8 +6,7 @@ from PIL import Image
 
 from autotune.data.video import read_facts
 from autotune.training.run import train
-from autotune.training.sample import sample_run
-from autotune.training.sample_inputs import SampleRequest, read_sample_inputs
+from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.data.pictures import write_pictures, write_video
 from tests.small import write_small_pipeline
 from tests.training.small import machine, make_plan
