@@ -16,7 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware.catalog import gpu_named, is_gpu_name, profile_of_gpu
 from autotune.hardware.probing import RATE_NOTES, measure_rates, probe
 from autotune.runtime import cache_path, read_bounded, write_text_atomic
-from autotune.schema import HardwareProfile, digest_of, from_schema_1
+from autotune.schema import HardwareProfile, digest_of
 
 MAX_PROFILE_BYTES = 4 << 20
 
@@ -118,7 +118,7 @@ def load_profile(path: Path | str) -> HardwareProfile:
             raise InvalidInput(
                 f"{path} was damaged or edited: its digest does not match", hint=hint
             )
-        return HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))
+        return HardwareProfile.model_validate_json(json.dumps(content["profile"]))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:

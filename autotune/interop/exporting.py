@@ -159,7 +159,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     head = _head(plan, trainer, differences, tuple(remarks))
     return ExportedConfig(
         trainer=trainer.name,
-        plan_digest=plan.identity,
+        plan_digest=plan.digest,
         files=dict(write_files(trainer, renamed, head)),
         differences=differences,
         remarks=tuple(remarks),
@@ -307,7 +307,7 @@ def _head(
     lines = [
         f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from "
         "the plan",
-        plan.identity,
+        plan.digest,
         f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
         f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
     ]

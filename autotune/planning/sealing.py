@@ -94,7 +94,7 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
         return None
     same_work = (
         sealed.frozen.workload == plan.frozen.workload
-        and sealed.frozen.predicted_digest == plan.identity
+        and sealed.frozen.predicted_digest == plan.digest
     )
     same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
@@ -233,8 +233,7 @@ def _measured(
             "trials": trials,
             "forecast": frozen.forecast
             and frozen.forecast.rebased(frozen.settings, best.candidate),
-            "predicted_digest": plan.identity,
-            "original_digest": None,
+            "predicted_digest": plan.digest,
             "overheads": None,  # autotune's executor ran it
         }
     )

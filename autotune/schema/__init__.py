@@ -16,6 +16,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.schema.base import (
+        SCHEMA_VERSION,
         TRIAL_PROTOCOL_VERSION,
         Frozen,
         NaturalInt,
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
         num_previews,
     )
     from autotune.schema.listing import read_listing
-    from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.overheads import (
         AdapterPractice,
         KeptPart,

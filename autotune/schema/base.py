@@ -4,9 +4,15 @@ one.
 
 import hashlib
 import json
-from typing import Self
+from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA_VERSION: Final = 2
+"""Version of the plans and records that are written, and the only one that is read."""
+
+MAX_DEPTH = 32
+"""Levels of lists and mappings in a document; real ones have fewer than ten."""
 
 TRIAL_PROTOCOL_VERSION = 1
 """Version of how a trial measures; results of different versions are never compared."""

@@ -165,10 +165,6 @@ class FrozenPart(Frozen):
     """What other choices of the user would gain, one sentence each."""
     predicted_digest: str | None = None
     """Identity of the predicted plan that this one was measured from, if it was."""
-    original_digest: str | None = None
-    """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields
-    since.
-    """
 
     @model_validator(mode="after")
     def _alternatives_are_candidates(self) -> Self:
@@ -188,14 +184,7 @@ class TrainingPlan(Frozen):
     job: Job
     frozen: FrozenPart
     digest: str
-    """Digest of `frozen`, as it was written."""
-
-    @property
-    def identity(self) -> str:
-        """The digest that the plan was made with, which its runs and the plan sealed from it
-        refer to.
-        """
-        return self.frozen.original_digest or self.digest
+    """Digest of `frozen`, by which runs and the plan sealed from it refer to the plan."""
 
     @property
     def job_seconds(self) -> float:

@@ -2,7 +2,7 @@
 whole and unedited.
 
 A file is refused when it is too large, uses tags, anchors or repeated keys, holds unknown keys,
-comes from a newer schema, or when its frozen part does not match its digest. Nothing that a plan
+comes from another schema, or when its frozen part does not match its digest. Nothing that a plan
 names is ever executed.
 """
 
@@ -16,11 +16,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from autotune.errors import InvalidInput, InvalidPlan
+from autotune.errors import InvalidPlan
 from autotune.runtime import write_text_atomic
-from autotune.schema.base import digest_of, first_problem
+from autotune.schema.base import MAX_DEPTH, SCHEMA_VERSION, digest_of, first_problem
 from autotune.schema.job import Job
-from autotune.schema.migration import MAX_DEPTH, migrate
 from autotune.schema.plan import FrozenPart, TrainingPlan
 
 MAX_PLAN_BYTES = 4 << 20
@@ -162,11 +161,8 @@ def write_plan(path: Path, plan: TrainingPlan) -> None:
 def read_plan(path: Path) -> TrainingPlan:
     """Read and validate a plan; says nothing about whether it fits this machine.
 
-    A plan of an older autotune is brought to today's fields: its digest is then that of its frozen
-    part as it now is, and its `identity` stays the digest in the file.
-
     Raises:
-        InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited
+        InvalidPlan: the file cannot be read, is not a plan, has another schema, or was edited
             where it is frozen.
     """
     return _load(str(path), _parse(path, _read_text(path)))
@@ -188,23 +184,21 @@ def parse_plan(text: str) -> TrainingPlan:
 
 def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
     frozen = written.get("frozen")
-    try:
-        data = migrate(written, frozen.get("schema_version") if isinstance(frozen, dict) else None)
-    except InvalidInput as error:
-        raise InvalidPlan(f"{source} {error.message}", hint=error.hint) from error
-    plan = _validated(source, data)
-    actual = digest_of(
-        written["frozen"]
-    )  # as written: an older plan has other names, and lacks newer fields
+    version = frozen.get("schema_version") if isinstance(frozen, dict) else None
+    if type(version) is int and version != SCHEMA_VERSION:
+        raise InvalidPlan(
+            f"{source} has schema {version}, and this autotune reads schema {SCHEMA_VERSION} only",
+            hint=PLAN_AGAIN if version < SCHEMA_VERSION else "update autotune",
+        )
+    plan = _validated(source, written)
+    actual = digest_of(plan.frozen)
     if actual != plan.digest:
         raise InvalidPlan(
             f"the frozen part of {source} was edited: it has digest {actual[:15]}..., not "
             f"{plan.digest[:15]}...",
             hint=f"undo the edit (only `job` may be changed), or {PLAN_AGAIN}",
         )
-    if digest_of(plan.frozen) == plan.digest:
-        return plan
-    return seal(plan.job, plan.frozen.changed(original_digest=plan.identity))
+    return plan
 
 
 def _read_text(path: Path) -> str:

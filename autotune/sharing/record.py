@@ -195,9 +195,14 @@ def parse_record(content: bytes, name: str) -> Record:
         if reason := next(find_impossibilities(record), None):
             raise ValueError(f"cannot be true: {reason}")
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
+        first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))[:80] or "the whole"
-        why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+        if field == "schema_version" and type(first["input"]) is int:
+            why = (
+                f"has schema {first['input']}, and this autotune reads schema {SCHEMA_VERSION} only"
+            )
+        else:
+            why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
     except UnicodeDecodeError:
         why = "is not a record: it is not UTF-8 text"
     except ValueError as error:

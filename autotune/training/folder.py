@@ -104,7 +104,7 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
         if getattr(plan.job, name) == Job.model_fields[name].get_default()
     }
     return {
-        "plan": plan.identity,
+        "plan": plan.digest,
         **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS | unused},
     }
 

@@ -158,7 +158,7 @@ class Preview:
         """
         made_by = {
             "software": f"autotune {__version__}",
-            "plan": plan.identity,
+            "plan": plan.digest,
             "model": plan.job.model,
         }
         return {

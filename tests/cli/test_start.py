@@ -11,17 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tests.api.test_report import PLAN, run_folder
+from tests.sharing.examples import record
 from tests.training.small import write_model_and_images
 
-SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema1"
 PLACES = {
-    "PLAN": SCHEMA_1 / "plan-measured.yaml",
-    "FINISHED": SCHEMA_1 / "run-finished",
-    "STORE": SCHEMA_1 / "store",
+    "PLAN": PLAN,
     "CONFIG": Path(__file__).parents[1] / "interop" / "configs" / "ai_toolkit.yaml",
-    "ADAPTER": SCHEMA_1 / "run-finished" / "pytorch_lora_weights.safetensors",
-    **{name.upper(): Path(name) for name in ("model", "images", "bare", "half", "cut")},
+    "ADAPTER": Path("adapter.safetensors"),
+    **{
+        name.upper(): Path(name)
+        for name in ("model", "images", "bare", "half", "cut", "finished", "store")
+    },
 }
 """What words of a command stand for; relative ones lie in the folder where the commands run."""
 HEAVY = (
@@ -45,7 +49,7 @@ DONE = {
     "explain PLAN": "part of the fastest settings",
     "diff PLAN PLAN": "do not differ",
     "report FINISHED PLAN -o page.html": "page.html",
-    "profiles list --store STORE": "AMD EPYC",
+    "profiles list --store STORE": "RTX 4090",
     "profiles verify --store STORE": "records",
     "import-config CONFIG": "ai-toolkit",
     "weights inspect --no-values ADAPTER": "lora_A",
@@ -136,8 +140,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     model, images = write_model_and_images(folder)
     (folder / "garbage.yaml").write_text("a: [1, 2\n")
     (folder / "newer.yaml").write_text(
-        PLACES["PLAN"].read_text().replace("schema_version: 1", "schema_version: 99")
+        PLACES["PLAN"].read_text().replace("schema_version: 2", "schema_version: 99")
     )
+    run_folder(folder / "finished")
+    for path in ("adapter.safetensors", "finished/pytorch_lora_weights.safetensors"):
+        save_file({"transformer.a.lora_A.weight": torch.ones(1, 1)}, folder / path)
+    shared = record()
+    stored = folder / "store" / shared.key
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(shared.content)
     shutil.copytree(images, folder / "bare", ignore=shutil.ignore_patterns("*.txt"))
     (folder / "half").mkdir()
     shutil.copy(model / "model_index.json", folder / "half")

@@ -1,7 +1,6 @@
 """A saved profile is used while it holds, and never trusted once it is damaged."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -161,16 +160,6 @@ def test_an_edited_rate_is_not_trusted(probes):
     with pytest.raises(InvalidInput, match="damaged or edited"):
         load_profile(path)
     assert cached_profile().rates == RATES
-
-
-def test_a_profile_that_0_1_0_saved_keeps_its_rates():
-    """Its file has other names for some fields and no fingerprint."""
-    saved = load_profile(
-        Path(__file__).parents[1] / "fixtures" / "schema1" / "hardware-profile.json"
-    )
-    assert saved.rates
-    assert saved.capability("attention.native").available
-    assert has_valid_rates(saved, saved.changed(notes=()))
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput, InvalidPlan
-from autotune.schema.base import digest_of
 from autotune.schema.hardware import Versions
 from autotune.schema.job import Job
 from autotune.schema.plan import (
@@ -31,8 +30,10 @@ from autotune.schema.plan_file import (
     with_job,
     write_plan,
 )
+from autotune.sharing.record import DamagedRecord, name_of, parse_record
 from tests import builders
 from tests.conftest import autotune_here
+from tests.sharing.examples import record
 
 
 def make_plan(**job: Any) -> TrainingPlan:
@@ -230,10 +231,6 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
             lambda t: "a: 1" + ":1" * (1 << 20),
             "not a valid plan",
         ),  # YAML 1.1 makes a number of it, in minutes
-        (
-            lambda t: t.replace("schema_version: 2", "schema_version: 3"),
-            "has schema 3, and this autotune knows schemas up to 2",
-        ),
         (lambda t: t.replace("micro_batch_size: 1", "micro_batch_size: 8", 1), "frozen part"),
         (lambda t: t.replace("seed: 0", "seed: 0\n  seed: 1"), "repeated keys"),
         (lambda t: "", "is empty"),
@@ -315,15 +312,6 @@ def test_steps_whose_times_would_be_absurd_are_refused() -> None:
         job.steps_on(5, 4)
 
 
-def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> None:
-    data = yaml.safe_load(plan_text(make_plan()))
-    del data["frozen"]["settings"]["loader"]
-    data["digest"] = digest_of(data["frozen"])
-    path = tmp_path / "older.yaml"
-    path.write_text(yaml.safe_dump(data))
-    assert read_plan(path).frozen.settings.loader == "safetensors"
-
-
 def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
     assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
@@ -341,3 +329,13 @@ def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
     assert missing.stderr.startswith(
         f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one"
     )
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_schema_is_refused_with_both_versions(version: int, tmp_path: Path) -> None:
+    text = plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
+    error = refusal(tmp_path / "plan.yaml", text)
+    assert f"has schema {version}, and this autotune reads schema 2 only" in error.message
+    content = record().content.replace(b'"schema_version":2', b'"schema_version":%d' % version)
+    with pytest.raises(DamagedRecord, match=f"has schema {version}"):
+        parse_record(content, name_of(content))
