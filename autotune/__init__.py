@@ -13,8 +13,8 @@ importing this package loads no library.
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime import __version__ as __version__
-from autotune.runtime import lazy_exports
+from autotune.system.lazy import lazy_exports
+from autotune.system.version import __version__
 
 if TYPE_CHECKING:
     from autotune.api.audits import audit
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     )
     from autotune.api.reports import report
     from autotune.api.runs import sample, train
-    from autotune.data import DataReport
-    from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
+    from autotune.data.check import DataReport
+    from autotune.demo.folders import Demo, make_demo
+    from autotune.demo.lesson import ConceptFidelity, judge_lesson
     from autotune.errors import (
         AutotuneError,
         DoesNotFit,
@@ -51,50 +52,49 @@ if TYPE_CHECKING:
         NothingFits,
         Preempted,
     )
-    from autotune.families import FetchedModel, fetch
-    from autotune.hardware import CatalogGpu, Finding, doctor
-    from autotune.interop import Audit, ConfigLine, ExportedConfig, ImportedConfig
-    from autotune.planning import (
-        CatalogPrediction,
-        ComparedGpu,
-        Comparison,
-        ModelSummary,
-        NoGpu,
-        PlanInterrupted,
-    )
-    from autotune.runtime import explain_error, is_first_process, prepare_process
-    from autotune.schema import (
-        Candidate,
+    from autotune.events import (
         CandidatesPredicted,
-        CheckResult,
-        Estimate,
         Event,
-        HardwareProfile,
-        Job,
-        JobOverrides,
-        ModelSpec,
         Notice,
         PhaseStarted,
-        Prediction,
         PreviewsWritten,
         Progressed,
         RecordsMatched,
-        RunReport,
         RunStarted,
         SearchSpaceBuilt,
         StatusChanged,
         StepFinished,
-        TrainingPlan,
         TrialFinished,
-        TrialResult,
         TrialStarted,
-        Workload,
         event_line,
-        plan_text,
     )
-    from autotune.search import SearchSpace
-    from autotune.sharing import Record, Transfer
-    from autotune.trials import warm_up
-    from autotune.weights import FileSummary, require_hub
+    from autotune.interop.auditing import Audit
+    from autotune.interop.exporting import ExportedConfig
+    from autotune.interop.importing import ConfigLine, ImportedConfig
+    from autotune.machine.catalog import CatalogGpu
+    from autotune.machine.diagnosis import Finding, doctor
+    from autotune.models.resolve import FetchedModel, fetch
+    from autotune.plan.candidate import Candidate
+    from autotune.plan.hardware import HardwareProfile
+    from autotune.plan.job import Job, JobOverrides
+    from autotune.plan.plan import CheckResult, TrainingPlan
+    from autotune.plan.plan_file import plan_text
+    from autotune.plan.prediction import Estimate, Prediction
+    from autotune.plan.run import RunReport
+    from autotune.plan.trial import TrialResult
+    from autotune.plan.workload import ModelSpec, Workload
+    from autotune.search.comparison import ComparedGpu, Comparison
+    from autotune.search.elsewhere import CatalogPrediction, NoGpu
+    from autotune.search.fork_server import warm_up
+    from autotune.search.planner import PlanInterrupted
+    from autotune.search.published_models import ModelSummary
+    from autotune.search.space import SearchSpace
+    from autotune.share.record import Record
+    from autotune.share.store import Transfer
+    from autotune.system.failures import explain_error
+    from autotune.system.launching import is_first_process
+    from autotune.system.process import prepare_process
+    from autotune.weights.inspection import FileSummary
+    from autotune.weights.publishing import require_hub
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -17,8 +17,7 @@ from difflib import get_close_matches
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
     """A hint for an unknown name: the nearest known one, if any is near, and all of them, or
-    where they are listed.
-    """
+    where they are listed."""
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"

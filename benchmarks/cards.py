@@ -11,25 +11,21 @@ import json
 import statistics
 from pathlib import Path
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
 from autotune.errors import NothingFits
-from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.planning.elsewhere import FILE
-from autotune.planning.planner import make_plan
-from autotune.planning.request import PlanRequest
-from autotune.runtime.files import write_text_atomic
-from autotune.runtime.paths import shipped_path
+from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.search.elsewhere import FILE
+from autotune.search.planner import make_plan
+from autotune.search.request import PlanRequest
+from autotune.system.files import write_text_atomic
+from autotune.system.paths import shipped_path
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MODELS = {"qwen-image": "Qwen-Image", "flux1-dev": "FLUX.1 dev"}
-LEVERS = (
-    ("modulation", "resident"),
-    ("norm_rope", "stock"),
-    ("selective_blocks", "0"),
-)
+LEVERS = (("modulation", "resident"), ("norm_rope", "stock"), ("selective_blocks", "0"))
 """Values of the levers' knobs that leave them out."""
 
 TEXT = """# What the exact levers are predicted to be worth, card by card

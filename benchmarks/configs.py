@@ -1,11 +1,10 @@
 """Mid-size transformers of every family: the real classes, a few hundred channels wide, four to
-eight blocks.
-"""
+eight blocks."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.families.sdxl import UNET
+from autotune.models.sdxl import UNET
 
 QWEN = {
     "num_layers": 6,

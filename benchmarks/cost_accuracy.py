@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
@@ -29,16 +29,16 @@ from cpu_truth import run
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
-from autotune.families.base import Family
-from autotune.families.registry import FAMILIES
-from autotune.families.resolve import build_on_meta
-from autotune.hardware.probing import probe
-from autotune.hardware.rates import Meter, kernel_names
-from autotune.schema.base import digest_of
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile, Rate
-from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Bucket, ModelSpec, Workload
+from autotune.machine.probing import probe
+from autotune.machine.rates import Meter, kernel_names
+from autotune.models.base import Family
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import build_on_meta
+from autotune.plan.base import digest_of
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile, Rate
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 SIDE_PX = 256
 TEXT_TOKENS = 32
@@ -57,8 +57,7 @@ def timed(call: Any, num_calls: int) -> float:
 
 def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile:
     """`hardware` with rates at the shapes that do most of the work, as a probe would measure
-    them.
-    """
+    them."""
     trace = predictor.model.traced("fp32", "none", kernel_for("native", "cpu", False), 2, 0)
     work: dict[tuple[str, tuple[int, ...]], int] = {}
     for segment in (*trace.forward, *trace.backward):
@@ -107,8 +106,7 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
 
 def candidates(family: Family, num_blocks: int) -> list[Candidate]:
     """Twelve that every family takes, and up to four with what it can compute ahead, fuse or
-    keep of its attention.
-    """
+    keep of its attention."""
     last, half = num_blocks - 1, num_blocks // 2
     plans: list[tuple[int, int, dict[str, Any]]] = [
         (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last,
@@ -209,8 +207,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are
-    found.
-    """
+    found."""
     memory = sorted(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
     found = {
         "num_configurations": len(rows),

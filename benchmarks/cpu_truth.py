@@ -1,6 +1,5 @@
 """Ground truth on a CPU: what PyTorch's own profiler says a real training step allocates, and
-how long steps take.
-"""
+how long steps take."""
 
 import os
 import time
@@ -12,17 +11,17 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autotune.families.adapter import add_adapter
-from autotune.families.base import Batch, Family
 from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
 from autotune.knobs.settings import torch_dtype
-from autotune.runtime.quiet import redirect_output
-from autotune.schema.candidate import Candidate
-from autotune.schema.workload import Workload
-from autotune.training.model import TrainingModel, apply_knobs
-from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.step import Noising, optimizer_step, to_device
+from autotune.models.adapter import add_adapter
+from autotune.models.base import Batch, Family
+from autotune.plan.candidate import Candidate
+from autotune.plan.workload import Workload
+from autotune.system.quiet import redirect_output
+from autotune.train.model import TrainingModel, apply_knobs
+from autotune.train.modulation import ConditionedImage, ModulationWindows, pick_inputs
+from autotune.train.optimizer import AdapterOptimizer
+from autotune.train.step import Noising, optimizer_step, to_device
 from autotune.weights.streaming import cast_as_loaded
 
 
@@ -32,8 +31,7 @@ class Truth:
 
     peak_bytes: int
     """Everything live at the highest moment of a step: frozen weights, buffers, adapter,
-    optimizer and the rest.
-    """
+    optimizer and the rest."""
     pass_peak_bytes: int
     """Of that, what the step itself allocated."""
     step_seconds: tuple[float, ...]
@@ -44,8 +42,7 @@ class Truth:
 
 def open_blocks(transformer: Any) -> None:
     """Give what starts as zero small random values: closed blocks would let neither loss nor
-    gradients through.
-    """
+    gradients through."""
     for parameter in transformer.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
@@ -55,8 +52,7 @@ def build(
     family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate
 ) -> tuple[Any, list[Any]]:
     """A real transformer with random weights, the candidate's settings and an adapter; and the
-    adapter's parameters.
-    """
+    adapter's parameters."""
     dtype = torch_dtype(candidate.precision)
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
@@ -92,16 +88,14 @@ def batches(
 
 def storage_bytes(tensors: Any) -> int:
     """Bytes behind `tensors`, each storage counted once; quantized tensors by what they are made
-    of.
-    """
+    of."""
     plain = [part for tensor in tensors for part in read_parts(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
 def read_parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: torchao's are wrappers, bitsandbytes' have
-    more as attributes.
-    """
+    more as attributes."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     if names:
         return [getattr(tensor, name) for name in names]

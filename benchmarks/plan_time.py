@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune.families.registry import FAMILIES
+from autotune.models.registry import FAMILIES
 
 CARDS = "nvidia-rtx-3060,nvidia-rtx-4090,nvidia-h100-sxm"
 

@@ -15,18 +15,18 @@ import json
 import sys
 from collections.abc import Mapping
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
 from autotune.errors import NothingFits
-from autotune.families.registry import FAMILIES
-from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.planning.elsewhere import FILE
-from autotune.planning.planner import make_plan
-from autotune.planning.request import PlanRequest
-from autotune.runtime.files import write_text_atomic
-from autotune.runtime.paths import shipped_path
+from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.models.registry import FAMILIES
+from autotune.search.elsewhere import FILE
+from autotune.search.planner import make_plan
+from autotune.search.request import PlanRequest
+from autotune.system.files import write_text_atomic
+from autotune.system.paths import shipped_path
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:

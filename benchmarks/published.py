@@ -54,19 +54,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import STEP_OVER_KERNELS
-from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
-from autotune.interop import get_trainer
-from autotune.schema import Overheads
-from autotune.schema.candidate import Candidate
-from autotune.schema.prediction import Prediction
-from autotune.schema.workload import Bucket, Workload
+from autotune.interop.trainer import get_trainer
+from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.overheads import Overheads
+from autotune.plan.prediction import Prediction
+from autotune.plan.workload import Bucket, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",
@@ -130,8 +130,7 @@ TRAINERS = {
     "OneTrainer": "onetrainer",
 }
 """Autotune's name of a trainer, by how the row's begins. What has a diffusers script of its own
-is none of these.
-"""
+is none of these."""
 OPTIMIZERS: dict[str, tuple[str, dict[str, str | bool]]] = {
     "simpletuner": ("optimizer", {}),
     "ai-toolkit": ("train.optimizer", {"AdamW8bit": "adamw8bit"}),
@@ -364,8 +363,7 @@ def copied_bytes_of(row: Row) -> int:
 
 def overheads_of(row: Row, model: str) -> Overheads | None:
     """Of a program that autotune knows as another trainer, as its table says; what stays on the
-    device is rule 10's.
-    """
+    device is rule 10's."""
     name = next(
         (ours for theirs, ours in TRAINERS.items() if row["trainer"].startswith(theirs)), None
     )
@@ -555,8 +553,7 @@ def report(title: str, rows: Sequence[Row], *, steps_alone: bool = False) -> lis
 
 def report_factors(readings: Sequence[Reading]) -> None:
     """Published steps over their kernels, by program, and the errors that are left after one
-    factor for each.
-    """
+    factor for each."""
     factors: dict[str, list[float]] = defaultdict(list)
     for reading in readings:
         if reading.over_kernels is not None:

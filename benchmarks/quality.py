@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).with_name("world")))
 from teach import CPU, Classroom, Job
 
 from autotune.demo.lesson import known_scenes, unseen_scenes
-from autotune.quantization import quantized_layers
-from autotune.schema.candidate import Candidate
-from autotune.training.quality import QualityMissed
-from autotune.training.step import Noising, to_device
+from autotune.knobs import quantized_layers
+from autotune.plan.candidate import Candidate
+from autotune.train.quality import QualityMissed
+from autotune.train.step import Noising, to_device
 
 REFERENCE = Candidate(micro_batch_size=8, checkpointed_blocks=0, precision="fp32")
 SETTINGS: dict[str, dict[str, Any]] = {

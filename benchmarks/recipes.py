@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
@@ -39,12 +39,12 @@ from cpu_truth import Truth, run
 from search_tasks import StepMemoryModel
 
 from autotune.cost.predict import CostModel
-from autotune.families.registry import FAMILIES
-from autotune.hardware.store import cached_profile
 from autotune.knobs.knob import TuningContext
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.trial import TrialResult
+from autotune.machine.store import cached_profile
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.trial import TrialResult
 from autotune.search.mixtures import with_mixtures
 from autotune.search.residual import ResidualSearch
 from autotune.search.space import build_search_space

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
 import optuna
 from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, table_tasks
 
-from autotune.cost import BLOCK_NUMBERS
-from autotune.schema.candidate import Candidate
-from autotune.schema.trial import TrialResult
+from autotune.cost.predict import BLOCK_NUMBERS
+from autotune.plan.candidate import Candidate
+from autotune.plan.trial import TrialResult
 from autotune.search.residual import ResidualSearch
 from autotune.search.study import SearchLimits, run_search
 

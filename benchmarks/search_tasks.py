@@ -16,26 +16,24 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.cost import BLOCK_NUMBERS
 from autotune.cost.calibration import PriorResiduals
-from autotune.cost.predict import CostModel
-from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
-from autotune.hardware.store import hardware_named
+from autotune.cost.predict import BLOCK_NUMBERS, CostModel
 from autotune.knobs.knob import TuningContext
-from autotune.schema.candidate import Candidate, Choice
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.prediction import Prediction
-from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Bucket, Workload
+from autotune.machine.store import hardware_named
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Bucket, Workload
 from autotune.search.mixtures import with_mixtures
 from autotune.search.space import SearchSpace, build_search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)
 """Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES,
-never on the rest.
-"""
+never on the rest."""
 
 Prior = Literal["good", "bad"]
 BIAS: Mapping[Prior, tuple[float, float]] = {"good": (0.10, 0.03), "bad": (0.35, 0.25)}
@@ -55,8 +53,7 @@ BASES = (
 @dataclass(frozen=True)
 class StepMemoryModel:
     """A cost model that counts steps alone, as tables do: of models as small as theirs the other
-    phases need more.
-    """
+    phases need more."""
 
     cost: CostModel
 
@@ -89,8 +86,7 @@ class Task:
     """What a trial of each candidate tells, with the noise of one measurement."""
     seconds: Mapping[Candidate, float]
     """True step seconds of those that run, as far as they are known: the luck of a measurement
-    is no speed.
-    """
+    is no speed."""
 
     @property
     def best_seconds(self) -> float:
@@ -190,8 +186,7 @@ def _capped(task: Task, share: float, measured: bool) -> Task:
 
 def measured_once() -> list[float]:
     """Regrets of the fastest by its first measurement alone, in each reporting table under each
-    cap and without.
-    """
+    cap and without."""
     found = []
     for path in sorted(TABLES.glob("*.jsonl")):
         if path.stem in DEVELOPMENT_TABLES:

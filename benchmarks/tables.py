@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 
@@ -34,14 +34,14 @@ from cost_accuracy import workload_of
 from cpu_truth import RealSteps
 from search_tasks import CAPS, cap_bytes, merged
 
-from autotune.families.registry import FAMILIES
-from autotune.hardware.store import cached_profile
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
-from autotune.schema.candidate import Candidate, Choice
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Workload
+from autotune.machine.store import cached_profile
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Workload
 from autotune.search.space import build_search_space
 
 FOLDER = Path(__file__).parent / "results" / "tables"
@@ -118,8 +118,7 @@ def workload_for(table: Table) -> Workload:
 
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
     """All combinations that do not conflict and that leave the last block alone, in an order
-    drawn at random.
-    """
+    drawn at random."""
     context = TuningContext(hardware, FAMILIES[table.family], workload)
     usual = build_search_space(context).candidates[0]
     rows = itertools.product(*table.values.values())
@@ -137,8 +136,7 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
 @dataclass(frozen=True)
 class Reference:
     """Steps that run beside those that are measured, so that a slow minute of the machine meets
-    both.
-    """
+    both."""
 
     steps: RealSteps
     seconds: float
@@ -156,8 +154,7 @@ class Bench:
         self, table: Table, workload: Workload, reference_seconds: Mapping[str, float]
     ) -> None:
         """`reference_seconds`, by precision: what an earlier part of the table was measured by,
-        if there is one.
-        """
+        if there is one."""
         self.table, self.workload = table, workload
         self.references: dict[str, Reference] = {}
         for precision in table.values["precision"]:
@@ -178,8 +175,7 @@ class Bench:
         self, candidate: Candidate, best_seconds: float, known: TrialResult | None
     ) -> TrialResult:
         """One measurement; memory, which does not vary, only if `known`, an earlier one, does
-        not tell it.
-        """
+        not tell it."""
         steps, reference = self._steps(candidate), self.references[candidate.precision]
         steps.take()
         if known:

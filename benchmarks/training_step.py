@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.runtime.quiet import silence_libraries, silence_progress_bars
+from autotune.system.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
@@ -26,12 +26,12 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from autotune.families.registry import get_family
-from autotune.schema.candidate import Candidate
-from autotune.schema.events import StepFinished
-from autotune.training.run import train
+from autotune.events import StepFinished
+from autotune.models.registry import get_family
+from autotune.plan.candidate import Candidate
+from autotune.train.run import train
 from tests.events import steps_to
-from tests.training.small import machine, make_plan, write_model_and_images
+from tests.train.small import machine, make_plan, write_model_and_images
 
 BATCH, MICRO_BATCH, RANK, SHIFT = 4, 2, 2, 2.2
 MID_SIZE = {
@@ -140,8 +140,7 @@ class PlainLoop:
 
 class Interleaved:
     """Called after each of our steps: notes what it took, then takes and times a step of the
-    plain loop.
-    """
+    plain loop."""
 
     def __init__(self, plain: PlainLoop) -> None:
         self.plain = plain
@@ -165,8 +164,7 @@ class Interleaved:
 
 def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dict[str, Any]:
     """Each of our steps is followed by one of the plain loop; the first three of a round warm
-    up.
-    """
+    up."""
     hardware = machine()
     ours: list[float] = []
     theirs: list[float] = []

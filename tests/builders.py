@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import get_family
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
-from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Bucket, ModelSpec, Workload
+from autotune.models.registry import get_family
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 GIB = 2**30
 
@@ -24,8 +24,7 @@ BITSANDBYTES = pytest.mark.skipif(
 
 def storages() -> list[Any]:
     """Every way to quantize weights, for `parametrize`; what needs a package that is not
-    installed is skipped.
-    """
+    installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
         pytest.param(name, marks=BITSANDBYTES)

@@ -1,6 +1,5 @@
 """What several parts share: caches of their own, and one real journey made by the commands as a
-user runs them.
-"""
+user runs them."""
 
 import gc
 import json
@@ -23,9 +22,9 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell starts background jobs with SIGINT ignored
 
-from autotune.runtime.quiet import silence_libraries
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import read_plan
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import read_plan
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 hypothesis.settings.register_profile(
@@ -70,8 +69,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _imports_are_no_garbage() -> None:
     """Runs and trials collect garbage between phases, and look at all that lives: half a million
-    objects of imports.
-    """
+    objects of imports."""
     if len(sys.modules) > _num_frozen_modules[0] + 200:
         gc.collect()
         gc.freeze()
@@ -84,8 +82,7 @@ _num_frozen_modules = [0]
 
 def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would, in a process that imports everything anew; see also
-    `tests.forked`.
-    """
+    `tests.forked`."""
     return subprocess.run(
         [sys.executable, "-m", "autotune", *map(str, arguments)],
         capture_output=True,
@@ -101,8 +98,7 @@ def autotune_here(
     capfd: pytest.CaptureFixture[str], *arguments: object
 ) -> subprocess.CompletedProcess[str]:
     """The command in this process: what it prints and exits with, without paying for the imports
-    again.
-    """
+    again."""
     import autotune
     from autotune.cli.app import main
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from autotune.schema.events import Event, Notice, OnEvent, PhaseStarted, StepFinished
+from autotune.events import Event, Notice, OnEvent, PhaseStarted, StepFinished
 
 
 def events_of(kind: type[Event], call: Callable[[Any], object]) -> OnEvent:

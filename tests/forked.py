@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from autotune.trials.fork_server import fork_server_context
+from autotune.search.fork_server import fork_server_context
 
 
 def start_forked(
@@ -83,10 +83,10 @@ def _run(
 
     torch.set_num_threads(1)
     if step_wait_seconds:
-        importlib.import_module("autotune.training.processes").MAX_STEP_WAIT = timedelta(
+        importlib.import_module("autotune.train.processes").MAX_STEP_WAIT = timedelta(
             seconds=step_wait_seconds
         )
     sys.argv = ["autotune", *words]
-    from autotune.cli import main
+    from autotune.cli.app import main
 
     main()

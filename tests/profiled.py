@@ -7,8 +7,7 @@ import torch
 
 def peak_allocated_bytes(call: Callable[[], object]) -> int:
     """The most that `call` has allocated at any moment, on a CPU; its result is kept until the
-    end.
-    """
+    end."""
     with torch.profiler.profile(profile_memory=True) as trace:
         kept = call()
     level = most = 0

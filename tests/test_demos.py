@@ -1,14 +1,13 @@
 """The journey of every family, start to end, as a user walks it: a minute each, so only when
-asked for.
-"""
+asked for."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from autotune.families.registry import FAMILIES
-from autotune.schema.plan_file import read_plan
+from autotune.models.registry import FAMILIES
+from autotune.plan.plan_file import read_plan
 from tests.conftest import autotune
 from tests.small import write_small
 

@@ -1,6 +1,5 @@
 """The product as a user meets it: the demo, then each command as a process with its exit status
-and output.
-"""
+and output."""
 
 import contextlib
 import json
@@ -16,9 +15,9 @@ import torch
 from safetensors import safe_open
 
 from autotune.knobs.registry import KNOBS
-from autotune.schema.candidate import Candidate
-from autotune.schema.plan import FrozenPart
-from autotune.schema.plan_file import read_plan, seal, write_plan
+from autotune.plan.candidate import Candidate
+from autotune.plan.plan import FrozenPart
+from autotune.plan.plan_file import read_plan, seal, write_plan
 from autotune.search.winner import TIE
 from tests.conftest import Journey, autotune, autotune_here
 from tests.planning.machines import wait_until

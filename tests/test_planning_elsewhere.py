@@ -1,6 +1,5 @@
 """Plans and estimates for machines that are not here: predictions alone, said to be so, nothing
-downloaded.
-"""
+downloaded."""
 
 import json
 import subprocess
@@ -13,14 +12,14 @@ import pytest
 from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
-from autotune.hardware.store import hardware_named
 from autotune.knobs.registry import KNOBS
-from autotune.planning.request import PlanRequest, ResolvedRequest
-from autotune.schema.hardware import MemoryBudget
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import read_plan
-from autotune.schema.prediction import Estimate
-from autotune.training.describe import WorkloadOverrides
+from autotune.machine.store import hardware_named
+from autotune.plan.hardware import MemoryBudget
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import read_plan
+from autotune.plan.prediction import Estimate
+from autotune.search.request import PlanRequest, ResolvedRequest
+from autotune.train.describe import WorkloadOverrides
 from tests.conftest import autotune_here
 from tests.planning.machines import make_plan
 

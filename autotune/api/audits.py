@@ -3,37 +3,30 @@
 from contextlib import suppress
 from pathlib import Path
 
-from autotune import planning
 from autotune.api.configs import import_config
 from autotune.api.machines import hardware_for
 from autotune.api.options import PlanOptions
 from autotune.api.plans import plan, request_for
-from autotune.cost import CostModel
-from autotune.cost import estimate as estimate_candidate
+from autotune.cost.job_estimate import estimate as estimate_candidate
+from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import read_parts
-from autotune.interop import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
-from autotune.knobs import (
-    KNOBS,
-    NAMES,
-    PIN,
-    TuningContext,
-    describe_caching,
-    plain_choices,
-    unusable_reason,
-)
-from autotune.planning import ResolvedRequest
-from autotune.schema import (
-    CachingSettings,
-    Candidate,
-    Estimate,
-    HardwareProfile,
-    ModelRef,
-    OnEvent,
-    Reason,
-    StatusChanged,
-    ignore_event,
-)
+from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.interop.auditing import Audit, SettingWorth
+from autotune.interop.exporting import BLOCKS
+from autotune.interop.importing import ImportedConfig
+from autotune.interop.rules import count_blocks
+from autotune.knobs.caching import PIN, describe_caching
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import KNOBS, NAMES, unusable_reason
+from autotune.knobs.settings import plain_choices
+from autotune.models.resolve import read_parts
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
+from autotune.plan.plan import Reason
+from autotune.plan.prediction import Estimate
+from autotune.search.backend import PlannerBackend
+from autotune.search.request import ResolvedRequest
 
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
 """Settings that files seldom name."""
@@ -116,7 +109,7 @@ def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
 def _measured(found: Audit, model: ModelRef | str, cost: CostModel, on_event: OnEvent) -> Audit:
     """The audit with a trial of both on this machine."""
     on_event(StatusChanged(text="running a few steps of both"))
-    with planning.PlannerBackend().trials(model, cost) as run:
+    with PlannerBackend().trials(model, cost) as run:
         written = run(found.as_written.prediction.candidate)
         fastest = None if found.fastest is None else run(found.fastest.prediction.candidate)
     return found.changed(measured_as_written=written, measured_fastest=fastest)
@@ -166,8 +159,7 @@ def _as_written(
 
 def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
     """Each setting that differs, changed alone; those that cannot go without another are left
-    out.
-    """
+    out."""
     written = as_written.prediction.candidate
     found = []
     for name, value in better:

@@ -1,15 +1,15 @@
 """`check`: whether a plan fits a machine. What is wrong with its file is told before any library
-is loaded.
-"""
+is loaded."""
 
 from pathlib import Path
 
-from autotune import training
 from autotune.api.machines import hardware_for
 from autotune.api.plan_files import load_plan
-from autotune.hardware import probe
-from autotune.schema import CheckResult, HardwareProfile, TrainingPlan
-from autotune.training import hardware_misfits
+from autotune.machine.probing import probe
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import CheckResult, TrainingPlan
+from autotune.train.fit import hardware_misfits
+from autotune.train.processes import card_misfits
 
 
 def check(
@@ -35,5 +35,5 @@ def check(
         misfits = hardware_misfits(chosen, hardware_for(hardware))
     else:
         machine = probe()
-        misfits = hardware_misfits(chosen, machine) + training.card_misfits(chosen, machine)
+        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)

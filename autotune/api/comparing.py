@@ -11,46 +11,31 @@ from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plans import plan, request_for
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import Parts, ResolvedModel, read_parts
-from autotune.hardware import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
-from autotune.planning import (
+from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.machine.catalog import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
+from autotune.models.base import Parts
+from autotune.models.resolve import ResolvedModel, read_parts
+from autotune.plan.base import Frozen
+from autotune.plan.job import DataPlace
+from autotune.plan.plan_file import TEXT_TAG, BoundedLoader
+from autotune.search.comparison import (
     ComparedGpu,
     Comparison,
     ComparisonOrder,
-    ResolvedRequest,
     compared_gpu,
     download_bytes,
     select_gpus,
 )
-from autotune.runtime import read_bounded
-from autotune.schema import (
-    TEXT_TAG,
-    BoundedLoader,
-    DataPlace,
-    Frozen,
-    OnEvent,
-    Progressed,
-    StatusChanged,
-    ignore_event,
-)
+from autotune.search.request import ResolvedRequest
+from autotune.system.files import read_bounded
 
 DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A
-round figure.
-"""
+round figure."""
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
 LOCAL = {
-    *(
-        "hardware",
-        "host_memory",
-        "assume",
-        "path",
-        "storage",
-        "study",
-        "fresh",
-        "price_per_hour",
-    ),
+    *("hardware", "host_memory", "assume", "path", "storage", "study", "fresh", "price_per_hour"),
     "num_gpus",
 }
 """Arguments of `plan` that make no sense for several GPUs that are not here."""

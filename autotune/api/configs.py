@@ -3,11 +3,14 @@
 from pathlib import Path
 
 from autotune.api.plan_files import load_plan
-from autotune.data import data_text, is_list
+from autotune.data.sources import data_text, is_list
 from autotune.errors import InvalidInput
-from autotune.interop import ExportedConfig, ImportedConfig, export_plan, get_trainer, read_config
-from autotune.runtime import write_text_atomic
-from autotune.schema import TrainingPlan, with_job
+from autotune.interop.exporting import ExportedConfig, export_plan
+from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.trainer import get_trainer
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import with_job
+from autotune.system.files import write_text_atomic
 
 
 def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:

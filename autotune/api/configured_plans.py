@@ -8,10 +8,13 @@ from typing import Any, Unpack
 from autotune.api.options import PlanOptions
 from autotune.api.plans import list_choices, plan
 from autotune.errors import InvalidInput
-from autotune.families import resolve_model
-from autotune.interop import BLOCKS, ImportedConfig, count_blocks
-from autotune.schema import OnEvent, TrainingPlan, ignore_event
-from autotune.search import SearchSpace
+from autotune.events import OnEvent, ignore_event
+from autotune.interop.exporting import BLOCKS
+from autotune.interop.importing import ImportedConfig
+from autotune.interop.rules import count_blocks
+from autotune.models.resolve import resolve_model
+from autotune.plan.plan import TrainingPlan
+from autotune.search.space import SearchSpace
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,7 @@ def _possible_pins(
 
 def _nearest(space: SearchSpace, name: str, value: str) -> tuple[str, str]:
     """A value that can be pinned, and why there is none: of numbers of blocks the next that
-    needs no more memory.
-    """
+    needs no more memory."""
     usable: Mapping[str, Any] = {
         str(choice): choice for choice in (*space.choices[name], *space.on_request[name])
     }

@@ -7,29 +7,25 @@ from pydantic import ValidationError
 from autotune.api.amounts import ImageSize, MemoryAmount, image_size
 from autotune.api.machines import hardware_for
 from autotune.api.options import choose_optimizer
-from autotune.cost import CostModel, require_divisor
-from autotune.cost import estimate as estimate_candidate
+from autotune.cost.job_estimate import estimate as estimate_candidate
+from autotune.cost.job_estimate import require_divisor
+from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput
-from autotune.families import read_parts, resolve_model
-from autotune.knobs import TuningContext, plain_choices, require_choice
-from autotune.runtime import collect_rarely
-from autotune.schema import (
-    ADAMW,
-    AdapterKind,
-    Candidate,
-    Estimate,
-    HardwareProfile,
-    OnEvent,
-    OptionValue,
-    StatusChanged,
-    ignore_event,
-)
-from autotune.training import WorkloadOverrides, check_overrides, describe_workload
+from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import require_choice
+from autotune.knobs.settings import plain_choices
+from autotune.models.resolve import read_parts, resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.prediction import Estimate
+from autotune.plan.workload import ADAMW, AdapterKind, OptionValue
+from autotune.system.garbage import collect_rarely
+from autotune.train.describe import WorkloadOverrides, check_overrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the
-field's default.
-"""
+field's default."""
 
 
 @collect_rarely()

@@ -4,28 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args
 
-from autotune import weights
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.options import require_known
-from autotune.data import (
-    MAX_CROP,
-    MAX_UPSCALING,
-    DataReport,
-    check_dataset,
-    make_options,
-)
+from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
+from autotune.data.options import make_options
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import build_on_meta, get_family, resolve_model
-from autotune.schema import (
-    AdapterFormat,
-    DataPlace,
-    JobOverrides,
-    OnEvent,
-    Progressed,
-    StatusChanged,
-    ignore_event,
-)
-from autotune.weights import FileSummary, inspect_file, is_model_path, read_header
+from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.models.base import build_on_meta
+from autotune.models.registry import get_family
+from autotune.models.resolve import resolve_model
+from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides
+from autotune.weights.adapters import read_adapter, write_adapter
+from autotune.weights.files import is_model_path, read_header
+from autotune.weights.inspection import FileSummary, inspect_file
+from autotune.weights.resharding import reshard
 
 
 def check_data(
@@ -134,13 +126,13 @@ def convert_weights(
                 f"only adapters are written for {to}",
                 hint="leave the format out, or name an adapter",
             )
-        return weights.reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
+        return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
     read_header(source)
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
     transformer = named.family.transformer_class if named else None
-    adapter = weights.read_adapter(source, [name for name, _ in modules], transformer)
-    weights.write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
+    adapter = read_adapter(source, [name for name, _ in modules], transformer)
+    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
     return (target,)
 
 

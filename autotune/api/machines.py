@@ -1,36 +1,29 @@
 """What there is to train: the published models; and to train on: this machine and the catalog of
-GPUs.
-"""
+GPUs."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.errors import InvalidInput
-from autotune.families import find_published, open_single_file, recognize
-from autotune.hardware import (
-    NO_BF16,
-    NOT_SAVED,
+from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.machine.capabilities import NO_BF16
+from autotune.machine.catalog import (
     CatalogGpu,
-    cached_profile,
     gpu_named,
-    hardware_named,
-    limited_budget,
     load_catalog,
-    may_have_gpu,
     with_assumed_packages,
     with_host_memory,
 )
-from autotune.hardware import probe as read_machine
-from autotune.planning import ModelSummary, NoGpu, summarize_models
-from autotune.schema import (
-    HardwareProfile,
-    MemoryBudget,
-    Notice,
-    OnEvent,
-    StatusChanged,
-    ignore_event,
-)
+from autotune.machine.memory import limited_budget
+from autotune.machine.probing import may_have_gpu
+from autotune.machine.probing import probe as read_machine
+from autotune.machine.store import NOT_SAVED, cached_profile, hardware_named
+from autotune.models.registry import find_published
+from autotune.models.single_file import open_single_file, recognize
+from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.search.elsewhere import NoGpu
+from autotune.search.published_models import ModelSummary, summarize_models
 
 
 def list_gpus() -> tuple[CatalogGpu, ...]:

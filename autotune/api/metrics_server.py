@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from autotune.errors import InvalidInput
-from autotune.schema import Event, OnEvent, RunStarted, StepFinished
+from autotune.events import Event, OnEvent, RunStarted, StepFinished
 
 
 @contextlib.contextmanager

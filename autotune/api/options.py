@@ -1,6 +1,5 @@
 """The keyword arguments of `plan` and `estimate`, each documented below its name. None is
-needed.
-"""
+needed."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,17 +9,11 @@ from pydantic import ValidationError
 
 from autotune.api.amounts import ImageSize, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs import allow_optimizer
-from autotune.schema import (
-    AdapterKind,
-    HardwareProfile,
-    JobOverrides,
-    Objective,
-    OptimizerChoice,
-    OptionValue,
-    Quality,
-    TrainingPlan,
-)
+from autotune.knobs.optimizer import allow_optimizer
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import JobOverrides
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.workload import AdapterKind, Objective, OptimizerChoice, OptionValue, Quality
 
 KnobValues = Mapping[str, str | int]
 """A value for each of some knobs, e.g. `{"quantization": "none"}`."""
@@ -59,8 +52,7 @@ class WorkloadOptions(TypedDict, total=False):
     """`lora` (default), `rslora` or `dora`."""
     ema_decay: float
     """Decay of an average of the adapter over steps, which is saved in place of the last; 0 by
-    default: none.
-    """
+    default: none."""
     optimizer: str
     """`adamw` (default), `adamw-8bit`, `adafactor`, `lion`, `prodigy`, `schedule-free`, or
     `package:Class`, which is imported: a subclass of torch.optim.Optimizer."""
@@ -92,16 +84,14 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     """Least fidelity of the base weights: `exact`, `high` (default) or `compact`."""
     objective: Objective
     """What to optimize: `throughput` (default), `memory`, or `energy`, which the GPU here must
-    tell.
-    """
+    tell."""
     pins: KnobValues
     """The only value to choose, for some knobs."""
     exclusions: KnobValues | tuple[tuple[str, str], ...]
     """A value never to choose, for some knobs; pairs if one knob has several."""
     for_trainer: str
     """Another trainer, as `export_config` names it: choose only what it can express, predicted
-    as it takes memory.
-    """
+    as it takes memory."""
     num_gpus: int
     """GPUs that train together, one process each."""
     max_memory: MemoryAmount

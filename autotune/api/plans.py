@@ -5,35 +5,30 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune import planning, search
 from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for, require_named
 from autotune.api.options import PlanOptions, choose_optimizer, require_known
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families import is_single_file, resolve_model
-from autotune.hardware import with_assumed_packages
-from autotune.interop import expressible_targets, get_trainer, inexpressible, overheads_for
-from autotune.knobs import caching_choices
-from autotune.planning import PlanRequest, ResolvedRequest, request_from
-from autotune.runtime import require_writable
-from autotune.schema import (
-    DataPlace,
-    HardwareProfile,
-    JobOverrides,
-    ModelRef,
-    Notice,
-    OnEvent,
-    StatusChanged,
-    TrainingPlan,
-    as_job_data,
-    ignore_event,
-    read_plan,
-    write_plan,
-)
-from autotune.search import SearchSpace
-from autotune.sharing import save_record, unshareable_reason
-from autotune.training import WorkloadOverrides
-from autotune.trials import warm_up
+from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.interop.exporting import expressible_targets, inexpressible, overheads_for
+from autotune.interop.trainer import get_trainer
+from autotune.knobs.caching import caching_choices
+from autotune.machine.catalog import with_assumed_packages
+from autotune.models.resolve import is_single_file, resolve_model
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import DataPlace, JobOverrides, ModelRef, as_job_data
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import read_plan, write_plan
+from autotune.search.fork_server import warm_up
+from autotune.search.planner import PlanInterrupted, PlanningResult, make_plan
+from autotune.search.problem import require_devices
+from autotune.search.request import PlanRequest, ResolvedRequest, request_from
+from autotune.search.space import SearchSpace
+from autotune.search.study import check_storage
+from autotune.share.record import unshareable_reason
+from autotune.share.store import save_record
+from autotune.system.files import require_writable
+from autotune.train.describe import WorkloadOverrides
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 """Options that limit the memory of the hardware."""
@@ -91,8 +86,8 @@ def plan(
         require_writable(Path(path))
     resolved, profile = _resolve_on_hardware(request, options, on_event)
     try:
-        result = planning.make_plan(resolved, profile, on_event)
-    except planning.PlanInterrupted as stopped:
+        result = make_plan(resolved, profile, on_event)
+    except PlanInterrupted as stopped:
         _offer(stopped.plan, path, on_event)
         raise
     _remember(result, profile, on_event)
@@ -146,11 +141,11 @@ def _resolve_on_hardware(
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.storage is not None:
-        search.check_storage(request.storage)
+        check_storage(request.storage)
 
     def require(facts: HardwareProfile) -> None:
         if tries:
-            planning.require_devices(resolved, facts)
+            require_devices(resolved, facts)
             resolved.space(facts)  # what is pinned is refused before rates are measured
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
@@ -166,8 +161,7 @@ def _as_assumed_earlier(
     profile: HardwareProfile, earlier: TrainingPlan | str | Path | None, on_event: OnEvent
 ) -> HardwareProfile:
     """The card with those packages that an earlier plan's card was taken to have, and that it
-    can run.
-    """
+    can run."""
     kept = []
     for name in _loaded(earlier).frozen.hardware.assumed if earlier is not None else ():
         try:
@@ -182,8 +176,7 @@ def _suited_to_trainer(
     resolved: ResolvedRequest, profile: HardwareProfile, options: PlanOptions
 ) -> PlanRequest:
     """The request without what the trainer that the options name cannot express, and with what
-    its program takes.
-    """
+    its program takes."""
     request = resolved.request
     if (name := options.get("for_trainer")) is None:
         return request
@@ -259,8 +252,7 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
 
 def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) -> PlanRequest:
     """The request with a set of adapted layers that the trainer named can adapt, if the user
-    named none.
-    """
+    named none."""
     if (name := asked.get("for_trainer")) is None:
         return request
     trainer, family, overrides = (
@@ -279,8 +271,7 @@ def _with_expressible_targets(request: PlanRequest, asked: Mapping[str, Any]) ->
 
 def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:
     """What the arguments say of the workload; another rank brings its own alpha, if none is
-    given.
-    """
+    given."""
     named = {
         field.name: asked[field.name] for field in fields(WorkloadOverrides) if field.name in asked
     }
@@ -299,9 +290,7 @@ def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(value)) for name, value in pairs)
 
 
-def _remember(
-    result: "planning.PlanningResult", profile: HardwareProfile, on_event: OnEvent
-) -> None:
+def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return

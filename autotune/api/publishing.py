@@ -4,11 +4,11 @@ from pathlib import Path
 
 from autotune.api.reports import read_run
 from autotune.errors import InvalidInput
-from autotune.families import find_published, get_family
-from autotune.reporting import model_card
-from autotune.schema import TrainingPlan
-from autotune.training import ADAPTER_FILE, comparison_file
-from autotune.weights import upload
+from autotune.models.registry import find_published, get_family
+from autotune.plan.plan import TrainingPlan
+from autotune.report.cards import model_card
+from autotune.train.files import ADAPTER_FILE, comparison_file
+from autotune.weights.publishing import upload
 
 
 def publish(run: str | Path, repo: str, *, private: bool = True) -> str:

@@ -8,18 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-from autotune.hardware import probe as read_machine
-from autotune.runtime import shipped_path
-from autotune.schema import Frozen
-from autotune.sharing import (
-    Store,
-    Transfer,
-    compare_machine,
-    merge_stores,
-    prune_store,
-    user_store,
-    workload_class,
-)
+from autotune.machine.probing import probe as read_machine
+from autotune.plan.base import Frozen
+from autotune.share.matching import compare_machine
+from autotune.share.record import workload_class
+from autotune.share.store import Store, Transfer, merge_stores, prune_store, user_store
+from autotune.system.paths import shipped_path
 
 
 class RecordSummary(Frozen):

@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.data import open_image, to_rgb
+from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
-from autotune.reporting import (
-    PAGE_FILE,
+from autotune.events import Event, Notice, OnEvent, PreviewsWritten, StepFinished
+from autotune.plan.job import MAX_PREVIEW_PROMPTS
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan
+from autotune.plan.run import RunReport
+from autotune.report.page import (
     Comparison,
     Picture,
     PreviewPicture,
@@ -18,27 +22,11 @@ from autotune.reporting import (
     build_page,
     has_plotly,
 )
-from autotune.runtime import __version__, read_bounded, write_text_atomic
-from autotune.schema import (
-    MAX_PREVIEW_PROMPTS,
-    RUN_PLAN_FILE,
-    Event,
-    Notice,
-    OnEvent,
-    PreviewsWritten,
-    RunReport,
-    StepFinished,
-    TrainingPlan,
-    read_plan,
-)
-from autotune.training import (
-    METRICS_FILE,
-    PREVIEW_NAME,
-    PREVIEWS,
-    REPORT_FILE,
-    comparison_file,
-    read_metrics,
-)
+from autotune.report.run import PAGE_FILE
+from autotune.system.files import read_bounded, write_text_atomic
+from autotune.system.version import __version__
+from autotune.train.files import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
+from autotune.train.metrics import METRICS_FILE, read_metrics
 
 MAX_PAGE_BYTES = 8 << 20
 MAX_METRICS_BYTES = 64 << 20
@@ -50,8 +38,7 @@ PICTURE_BYTES = 3 << 19
 """Encoded pictures of all runs on a page, of which plotly takes 4.8 MB."""
 PAGE_SHARE = 0.01
 """Share of a run's time that may go into pages of the run as it stands; the page at its end
-comes on top.
-"""
+comes on top."""
 MAX_PREVIEWS = 48
 """Previews on a page: of more, some of each prompt, the first and the last among them."""
 MAX_FILES = 10_000
@@ -229,8 +216,7 @@ def _read_comparisons(
     folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
 ) -> tuple[Comparison, ...]:
     """Pictures of the same noise without and with the adapter, as far as the run has ended with
-    them.
-    """
+    them."""
     pairs = []
     for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
@@ -247,8 +233,7 @@ def _read_comparisons(
 
 def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
     """A picture made small and encoded anew, so that no byte of a file goes into the page as it
-    is.
-    """
+    is."""
     try:
         with open_image(path) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -295,8 +280,7 @@ class RunPage:
 
     def write(self) -> None:
         """Write the page; if that fails tell why, but of missing plotly it was told at the
-        start.
-        """
+        start."""
         if not has_plotly():
             return
         try:

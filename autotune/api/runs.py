@@ -6,44 +6,30 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune import planning, training
 from autotune.api import plans
 from autotune.api.metrics_server import serve_metrics
 from autotune.api.options import require_known, require_optimizer
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
 from autotune.errors import InvalidInput
-from autotune.hardware import lock_for_run
-from autotune.hardware import probe as read_machine
-from autotune.runtime import (
-    Launch,
-    adopt_launch,
-    cache_path,
-    silence_progress_bars,
-    started_by_launcher,
-)
-from autotune.schema import (
-    RUN_PLAN_FILE,
-    DataPlace,
-    HardwareProfile,
-    Job,
-    JobOverrides,
-    Notice,
-    OnEvent,
-    RunReport,
-    RunStarted,
-    StatusChanged,
-    TrainingPlan,
-    as_job_data,
-    ignore_event,
-    with_job,
-)
-from autotune.training import (
-    SampleRequest,
-    check_folder,
-    read_inputs,
-    read_sample_inputs,
-)
+from autotune.events import Notice, OnEvent, RunStarted, StatusChanged, ignore_event
+from autotune.machine.device_lock import lock_for_run
+from autotune.machine.probing import probe as read_machine
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import DataPlace, Job, JobOverrides, as_job_data
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
+from autotune.plan.run import RunReport
+from autotune.search.sealing import measured_here
+from autotune.system.launching import Launch, adopt_launch, started_by_launcher
+from autotune.system.paths import cache_path
+from autotune.system.quiet import silence_progress_bars
+from autotune.train.fit import hardware_misfits, require_fit
+from autotune.train.folder import check_folder
+from autotune.train.preparation import fetch_weights, prepare, read_inputs
+from autotune.train.run import train as run_training
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.several import train_in_processes
 
 ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""
@@ -131,7 +117,7 @@ def _train_here(
     hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
     if launch and hardware.device.kind == "cuda" and launch.local_rank:
         hardware = read_machine(index=launch.local_rank % hardware.device.count)
-    chosen = measure_predicted(training.fetch_weights(chosen, hardware), hardware, file, on_event)
+    chosen = measure_predicted(fetch_weights(chosen, hardware), hardware, file, on_event)
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(
@@ -139,12 +125,12 @@ def _train_here(
     ):
         cache = cache_path(ENCODED)
         if launch or number == 1:
-            report = training.train(
+            report = run_training(
                 chosen, hardware, cache, page, resume=resume, trace=trace, inputs=inputs
             )
         else:  # checked here, so that what is wrong is reported once, before any process starts
-            training.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
-            report = training.train_in_processes(chosen, cache, page, resume=resume, trace=trace)
+            prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+            report = train_in_processes(chosen, cache, page, resume=resume, trace=trace)
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
     return report
@@ -152,8 +138,7 @@ def _train_here(
 
 def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the
-    arguments say.
-    """
+    arguments say."""
     output = Path(changes.get("output") or Job.model_fields["output"].default)
     if (file := output / RUN_PLAN_FILE).exists():
         earlier = load_plan(file)
@@ -178,11 +163,10 @@ def measure_predicted(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
     """The plan, whose weights are here: tried on this machine if it was predicted, else as it
-    is.
-    """
+    is."""
     if plan.frozen.expected.evidence != "predicted":
         return plan
-    return planning.measured_here(plan, hardware, file, on_event)
+    return measured_here(plan, hardware, file, on_event)
 
 
 def sample(
@@ -232,8 +216,8 @@ def sample(
     machine = cache(read_machine)
 
     def require(plan: TrainingPlan) -> None:
-        training.require_fit(training.hardware_misfits(plan, machine(), 1))
+        require_fit(hardware_misfits(plan, machine(), 1))
 
     inputs = read_sample_inputs(Path(run), wanted, on_event, require)
     silence_progress_bars()
-    return training.sample_run(inputs, machine(), cache_path(ENCODED), on_event)
+    return sample_run(inputs, machine(), cache_path(ENCODED), on_event)

@@ -6,9 +6,15 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import Json
 from autotune.cli.output import print_remark, print_result, show_events
+from autotune.report.machine import (
+    catalog_view,
+    fetched_lines,
+    findings_view,
+    model_lines,
+    profile_view,
+)
 
 
 def probe(
@@ -24,19 +30,18 @@ def probe(
 ) -> None:
     """Find out what this machine can really do, and keep the answer."""
     if list_catalog:
-        print_result(autotune.list_gpus(), as_json, reporting.catalog_view)
+        print_result(autotune.list_gpus(), as_json, catalog_view)
         return
     with show_events() as show:
         profile = autotune.probe(quick=quick, device=device, on_event=show)
-    print_result(profile, as_json, reporting.profile_view)
+    print_result(profile, as_json, profile_view)
 
 
 def doctor(as_json: Json = False) -> None:
     """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
-    something blocks.
-    """
+    something blocks."""
     findings = autotune.doctor()
-    print_result(findings, as_json, reporting.findings_view)
+    print_result(findings, as_json, findings_view)
     if any(finding.severity == "blocks" for finding in findings):
         raise typer.Exit(1)
 
@@ -52,10 +57,9 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted
-    to do with each.
-    """
+    to do with each."""
     found = autotune.list_models(hardware, file=file)
-    print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))
+    print_result(found, as_json, lambda models: model_lines(models, hardware))
     if file is not None and len(found) > 1:
         print_remark(
             f"only its name tells these apart: without --base, {file.name} is taken for "
@@ -72,4 +76,4 @@ def fetch(
     """Download a model and verify its files, so that plan and train need no network."""
     with show_events() as show:
         fetched = autotune.fetch(model, on_event=show)
-    print_result(fetched, as_json, reporting.fetched_lines)
+    print_result(fetched, as_json, fetched_lines)

@@ -17,7 +17,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli import data, profiles, weights
 from autotune.cli.about import doctor, fetch, models, probe
 from autotune.cli.compare import compare
@@ -29,14 +28,14 @@ from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain, report
 from autotune.cli.train import publish, sample, train
+from autotune.report.text import printable, wrapped
 
 INTERRUPTED = 130
 """Exit status of typer on Ctrl-C."""
 
 UsageError: Any = typer.BadParameter.__base__
 """Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click
-of its own.
-"""
+of its own."""
 
 app = typer.Typer(
     help=(
@@ -78,16 +77,7 @@ def top(
 
 
 PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
-for command in (
-    *PLANS,
-    train,
-    sample,
-    publish,
-    demo,
-    import_config,
-    export_config,
-    audit,
-):
+for command in (*PLANS, train, sample, publish, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)
@@ -105,7 +95,7 @@ def main() -> None:
     autotune.prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
     explain, _ = (
         autotune.explain_error,
-        reporting.printable,
+        printable,
     )  # when memory has run out, nothing can be imported
     try:
         status = app(
@@ -140,8 +130,7 @@ def _only_predicts(words: Sequence[str]) -> bool:
 
 def _with_loudness_first(words: Sequence[str]) -> list[str]:
     """The arguments with `--quiet` and `--verbose` where options of all commands stand, wherever
-    they were typed.
-    """
+    they were typed."""
     end = words.index("--") if "--" in words else len(words)
     moved = [word for word in words[:end] if word in ("--quiet", "--verbose")]
     return [*moved, *(word for word in words[:end] if word not in moved), *words[end:]]
@@ -149,8 +138,7 @@ def _with_loudness_first(words: Sequence[str]) -> list[str]:
 
 def _open_streams() -> None:
     """Open streams that were closed: the next file would take their number, and what libraries
-    print.
-    """
+    print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -158,8 +146,7 @@ def _open_streams() -> None:
 
 def _repeat_interrupt(lost: Any) -> None:
     """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many):
-    Python drops it.
-    """
+    Python drops it."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         threading.Timer(
@@ -170,11 +157,9 @@ def _repeat_interrupt(lost: Any) -> None:
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (
-        _hide_logins(reporting.printable(" ".join(text.split()))) for text in (message, hint)
-    )
+    message, hint = (_hide_logins(printable(" ".join(text.split()))) for text in (message, hint))
     for line in (f"error: {message}", f"hint: {hint}"):  # whole lines are easier to find in a log
-        shown = reporting.wrapped(line, 4) if sys.stderr.isatty() else [line]
+        shown = wrapped(line, 4) if sys.stderr.isatty() else [line]
         sys.stderr.write("".join(f"{part}\n" for part in shown))
     _exit(message, hint, status)
 

@@ -7,16 +7,15 @@ from pathlib import Path
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import REQUIRED, Data, Json, ShapeOptions, given, one_of, option, takes
 from autotune.cli.output import print_result, show_events
+from autotune.report.machine import comparison_lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """What `autotune compare` can be asked; the names are those of `autotune.compare`. None: not
-    given.
-    """
+    given."""
 
     model: str = option(
         "A known model's name, a folder in the diffusers layout, or a hub id.", default=REQUIRED
@@ -46,7 +45,7 @@ def compare(options: CompareOptions, shape: ShapeOptions) -> None:
     max_hours = None if options.within is None else _hours(options.within)
     with show_events() as show:
         found = autotune.compare(max_hours=max_hours, on_event=show, **arguments)
-    print_result(found, options.as_json, reporting.comparison_lines)
+    print_result(found, options.as_json, comparison_lines)
 
 
 def _hours(text: str) -> float:

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_out, print_remark, print_result, show_events
+from autotune.report.audit import audit_lines, audit_markdown
+from autotune.report.configs import export_lines, import_lines
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")
@@ -40,7 +41,7 @@ def import_config(
     carry over.
     """
     config = autotune.import_config(config_file, trainer=trainer)
-    print_result(config, as_json, reporting.import_lines)
+    print_result(config, as_json, import_lines)
     if path is None:
         return
     options: autotune.PlanOptions = {"path": path}
@@ -73,7 +74,7 @@ def export_config(
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
     exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
-    print_result(exported, as_json, reporting.export_lines)
+    print_result(exported, as_json, export_lines)
 
 
 def audit(
@@ -90,11 +91,10 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Predict another trainer's file on a card: memory, time, whether it fits, and what other
-    settings would gain.
-    """
+    settings would gain."""
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if markdown:
-        print_out(reporting.audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
+        print_out(audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
         return
-    print_result(found, as_json, reporting.audit_lines)
+    print_result(found, as_json, audit_lines)

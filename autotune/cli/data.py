@@ -6,9 +6,9 @@ from pathlib import Path
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import DataOptions, Json, argument, given, option, takes
 from autotune.cli.output import print_result, show_events
+from autotune.report.machine import data_report_lines
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,8 +21,7 @@ def group() -> None:
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """What `autotune data check` can be asked beside how the data is read; the names are those
-    of `check_data`.
-    """
+    of `check_data`."""
 
     folder: list[Path] = argument(
         "Folders of images with same-stem .txt captions, or a data.yaml.", metavar="DIR..."
@@ -44,12 +43,11 @@ class CheckOptions:
 @takes(CheckOptions, DataOptions)
 def check(options: CheckOptions, data: DataOptions) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make
-    of the rest.
-    """
+    of the rest."""
     with show_events() as show:
         report = autotune.check_data(
             **given(options, but=("as_json", "strict")), **data.values(), on_event=show
         )
-    print_result(report, options.as_json, reporting.data_report_lines)
+    print_result(report, options.as_json, data_report_lines)
     if not (report.is_clean if options.strict else report.can_train):
         raise typer.Exit(2)

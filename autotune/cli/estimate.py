@@ -1,20 +1,18 @@
 """`autotune estimate`: what one candidate would take, on this machine or one that nobody here
-owns.
-"""
+owns."""
 
 from dataclasses import dataclass
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import REQUIRED, Json, WorkloadOptions, given, option, takes
 from autotune.cli.output import print_result, show_events
+from autotune.report.machine import estimate_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
     """What `autotune estimate` can be asked; the names are those of `autotune.estimate`. None:
-    not given.
-    """
+    not given."""
 
     model: str = option(
         "A known model's name, or a folder in the diffusers layout.", default=REQUIRED
@@ -48,7 +46,7 @@ def estimate(options: EstimateOptions, work: WorkloadOptions) -> None:
         answer = autotune.estimate(
             checkpointed_blocks=_checkpointed(options.checkpointing), on_event=show, **arguments
         )
-    print_result(answer, options.as_json, reporting.estimate_text)
+    print_result(answer, options.as_json, estimate_text)
 
 
 def _checkpointed(text: str) -> int | None:

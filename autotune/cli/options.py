@@ -66,8 +66,7 @@ PlansOptimizer = Annotated[
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
     """What is trained, as far as all predictions ask, by the names of
-    `autotune.WorkloadOptions`.
-    """
+    `autotune.WorkloadOptions`."""
 
     resolution: str | None = option("Side of a square in pixels, or WIDTHxHEIGHT.")
     num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
@@ -84,8 +83,7 @@ class ShapeOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(ShapeOptions):
     """What is trained and on what, by the names of `autotune.WorkloadOptions`. None, empty: not
-    given.
-    """
+    given."""
 
     host_memory: str | None = option("Memory of that GPU's host; 64GiB by default.")
     assume: list[str] | None = option(
@@ -156,8 +154,7 @@ class DataOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions(DataOptions):
     """How a job trains, by the names of `Job`: what a plan starts with and a run may change.
-    None, empty: not given.
-    """
+    None, empty: not given."""
 
     base: str | None = option(
         "For a --model in one file: folder or hub id that its other parts come from."
@@ -262,8 +259,7 @@ def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
 
 def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """Values by name of texts such as `betas=(0.9, 0.99)`; None if there are none. Raises
-    BadParameter for others.
-    """
+    BadParameter for others."""
     values: dict[str, Any] = {}
     for text in texts or ():
         name, sign, value = text.partition("=")
@@ -316,8 +312,7 @@ def _annotated(options: type) -> dict[str, Any]:
 
 def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command whose options are the fields of dataclasses, each an `option`, an
-    `argument`, or annotated.
-    """
+    `argument`, or annotated."""
     hints = {name: hint for one in options for name, hint in _annotated(one).items()}
     defaults = {field.name: field.default for one in options for field in dataclasses.fields(one)}
     signature = inspect.Signature(

@@ -1,6 +1,5 @@
 """What commands print: data on stdout, progress and remarks on stderr. The terminal's library is
-loaded when needed.
-"""
+loaded when needed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import typer
 
 import autotune
-from autotune import reporting
+from autotune.report.text import with_command, wrapped
 
 if TYPE_CHECKING:
     from autotune import Event
@@ -22,8 +21,7 @@ Listener = Callable[["Event"], None]
 
 class Progress:
     """How commands show the stream of events, and how much they tell; options of `autotune` set
-    it.
-    """
+    it."""
 
     form: ClassVar[str] = "bar"
     is_verbose: ClassVar[bool] = False
@@ -32,8 +30,7 @@ class Progress:
 
 def show_events() -> AbstractContextManager[Listener]:
     """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON
-    lines, or nothing.
-    """
+    lines, or nothing."""
     if Progress.form == "json":
         return nullcontext(lambda event: typer.echo(autotune.event_line(event), err=True))
     if Progress.form == "none":
@@ -54,7 +51,7 @@ def print_remark(text: str, command: str = "") -> None:
     """Print a remark to stderr, beside the data; a command to copy at its end stays whole."""
     from autotune.cli import terminal
 
-    lines = reporting.with_command(text, command) if command else reporting.wrapped(text, 4)
+    lines = with_command(text, command) if command else wrapped(text, 4)
     terminal.err.print(
         "\n".join(lines) if terminal.err.is_terminal else f"{text} {command}".rstrip()
     )
@@ -62,8 +59,7 @@ def print_remark(text: str, command: str = "") -> None:
 
 def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
     """Print a result, made of frozen objects, dataclasses and containers, as JSON or as `view`
-    makes it for people.
-    """
+    makes it for people."""
     if not as_json:
         print_out(view(result))
         return

@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import (
     Data,
     JobOptions,
@@ -22,13 +21,23 @@ from autotune.cli.options import (
     takes,
 )
 from autotune.cli.output import Progress, print_out, print_result, show_events
+from autotune.report.machine import elsewhere_lines
+from autotune.report.plan import (
+    explain_lines,
+    full_settings_lines,
+    knob_lines,
+    origin_lines,
+    plan_lines,
+    train_hint,
+    user_values_line,
+)
+from autotune.report.text import wrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What `autotune plan` alone can be asked; the names are those of `autotune.plan`. None: not
-    given.
-    """
+    given."""
 
     model: str | None = option(
         "A folder in the diffusers layout, a known name, a hub id, or a single file."
@@ -110,7 +119,7 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     if options.list_knobs:
         with show_events() as show:
             space = autotune.list_choices(on_event=show, **arguments)
-        print_out(reporting.knob_lines(space))
+        print_out(knob_lines(space))
         return
     try:
         if options.model and not options.hardware:
@@ -119,7 +128,7 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
             made = autotune.plan(on_event=show, **arguments)
     except autotune.NoGpu as error:
         if error.elsewhere and not options.as_json:
-            print_out(reporting.elsewhere_lines(error))
+            print_out(elsewhere_lines(error))
         error.hint = error.advice(
             shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu])
         )
@@ -135,16 +144,12 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
 
 def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
-    about, hint = reporting.plan_lines(made), reporting.train_hint(made, file)
+    about, hint = plan_lines(made), train_hint(made, file)
     if Progress.is_verbose:
-        everything = (
-            reporting.full_settings_lines,
-            reporting.explain_lines,
-            reporting.origin_lines,
-        )
+        everything = (full_settings_lines, explain_lines, origin_lines)
         return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
     more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
-    return [*about, *reporting.user_values_line(made), *reporting.wrapped(more, 15), hint]
+    return [*about, *user_values_line(made), *wrapped(more, 15), hint]
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:

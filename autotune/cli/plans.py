@@ -7,9 +7,15 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_remark, print_result
+from autotune.report.plan import (
+    check_lines,
+    difference_lines,
+    differences,
+    explain_lines,
+    origin_lines,
+)
 
 
 def check(
@@ -36,7 +42,7 @@ def check(
     lines = [
         line
         for name, result in results.items()
-        for line in reporting.check_lines(result, f"{plan_file}", name)
+        for line in check_lines(result, f"{plan_file}", name)
     ]
     print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
     if not all(result.fits for result in results.values()):
@@ -51,7 +57,7 @@ def check(
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
     plan = autotune.load_plan(plan_file)
-    lines = reporting.explain_lines, reporting.origin_lines
+    lines = explain_lines, origin_lines
     print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
 
 
@@ -90,6 +96,4 @@ def diff(
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""
     plans = autotune.load_plan(first), autotune.load_plan(second)
-    print_result(
-        reporting.differences(*plans, price_per_hour=price), as_json, reporting.difference_lines
-    )
+    print_result(differences(*plans, price_per_hour=price), as_json, difference_lines)

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import Json
 from autotune.cli.output import print_out, print_remark, print_result
+from autotune.report.records import record_list_lines
 
 app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -53,7 +53,7 @@ def list_records(
 ) -> None:
     """List records; with --why, whether each counts here."""
     found = autotune.list_records(store, compare_here=why)
-    print_result(found, as_json, lambda _: reporting.record_list_lines(found))
+    print_result(found, as_json, lambda _: record_list_lines(found))
 
 
 @app.command()
@@ -70,8 +70,7 @@ def prune(
     store: StoreUrl = None,
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an
-    older trial protocol.
-    """
+    older trial protocol."""
     reasons = autotune.prune_records(
         names or (), store, older_than_days=older_than, dry_run=dry_run
     )

@@ -1,6 +1,5 @@
 """What the commands show while they work: bars and rows on stderr, data on stdout, color only
-where it is wanted.
-"""
+where it is wanted."""
 
 import contextlib
 import os
@@ -40,23 +39,18 @@ from autotune import (
     TrialResult,
     TrialStarted,
 )
-from autotune.reporting import (
-    PAGE_FILE,
+from autotune.report.page import has_plotly
+from autotune.report.plan import (
     TRIAL_HEADER,
-    has_plotly,
     job_line,
     note_text,
     prediction_lines,
-    printable_lines,
     records_lines,
-    smooth,
-    step_text,
-    time_left_text,
     trial_lines,
-    validation_text,
     workload_lines,
-    wrapped,
 )
+from autotune.report.run import PAGE_FILE, step_text, validation_text
+from autotune.report.text import printable_lines, smooth, time_left_text, wrapped
 
 QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
@@ -68,8 +62,7 @@ NOTE_MARGIN = 50
 
 class PlainConsole(Console):
     """Prints text as it is, without markup or control characters: some of it comes from
-    untrusted files.
-    """
+    untrusted files."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -90,8 +83,7 @@ class PlainConsole(Console):
 
     def _fall_silent(self) -> None:
         """Print nothing any more: nobody reads stderr, and that must neither end a run nor make
-        it exit with 120.
-        """
+        it exit with 120."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -112,8 +104,7 @@ class _Count(MofNCompleteColumn):
 
 class _TimeLeft(TimeRemainingColumn):
     """By the speed so far; of work whose number of parts is only a limit, at most what the event
-    display says.
-    """
+    display says."""
 
     def render(self, task: Task) -> Text:
         left = task.fields["max_seconds_left"]
@@ -261,7 +252,6 @@ class EventDisplay:
 @contextmanager
 def show_events(*, every_step: bool = False) -> Iterator[EventDisplay]:
     """A listener for `on_event` that shows what long work tells; off a terminal, a line for
-    every step if asked.
-    """
+    every step if asked."""
     with _bar() as progress:
         yield EventDisplay(progress, every_step=every_step)

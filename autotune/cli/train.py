@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import (
     Data,
     JobOptions,
@@ -19,13 +18,13 @@ from autotune.cli.options import (
     takes,
 )
 from autotune.cli.output import print_out, print_remark, print_result, show_events
+from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What `autotune train` can be asked beside the job; the names are those of
-    `autotune.train`.
-    """
+    `autotune.train`."""
 
     plan_file: Path | None = argument(
         "A plan made by `autotune plan`; without one, --model is planned first.",
@@ -81,9 +80,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     plan = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml")
     planned = plan.job
     output = Path(arguments.get("output") or planned.output)
-    has_page = (output / reporting.PAGE_FILE).is_file()
-    after = reporting.after_training_lines(report, output, planned.report_to, has_page=has_page)
-    print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), *after])
+    has_page = (output / PAGE_FILE).is_file()
+    after = after_training_lines(report, output, planned.report_to, has_page=has_page)
+    print_result(report, options.as_json, lambda _: [*report_lines(report), *after])
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)
     if options.push_to_hub is not None:
@@ -92,8 +91,7 @@ def train(options: TrainOptions, job: JobOptions) -> None:
 
 def _require_success(report: "autotune.RunReport") -> None:
     """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the
-    answer is printed.
-    """
+    answer is printed."""
     if report.failures:
         for failure in report.failures:
             print_remark(f"error: {failure}")
@@ -144,8 +142,7 @@ def sample(
     ] = None,
 ) -> None:
     """Sample from a trained adapter, or from a plan's model alone, through the model's stock
-    pipeline.
-    """
+    pipeline."""
     with show_events() as show:
         written = autotune.sample(
             run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (),

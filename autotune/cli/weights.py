@@ -1,6 +1,5 @@
 """`autotune weights`: look into safetensors files, convert adapters between programs, write
-models in shards.
-"""
+models in shards."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +7,9 @@ from typing import Annotated
 import typer
 
 import autotune
-from autotune import reporting
 from autotune.cli.options import Json, one_of
 from autotune.cli.output import print_out, print_result, show_events
+from autotune.report.machine import weights_lines
 
 app = typer.Typer(
     help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None
@@ -32,7 +31,7 @@ def inspect(
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
     with show_events() as show:
         summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
-    print_result(summary, as_json, reporting.weights_lines)
+    print_result(summary, as_json, weights_lines)
 
 
 @app.command()

@@ -142,8 +142,7 @@ class CachingAllocator:
     @property
     def reserved_bytes(self) -> int:
         """What the device has lent; it never shrinks, as the allocator gives back only when
-        memory runs out.
-        """
+        memory runs out."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, number: int, size: int) -> None:
@@ -196,8 +195,7 @@ def waste_of(
     expandable_segments: bool = False,
 ) -> Waste:
     """From the events of a short pass, and those of its tensors that outlive one block's forward
-    pass.
-    """
+    pass."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     share = waste_share(kept, expandable_segments=expandable_segments)

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
+from autotune.plan.candidate import Candidate
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import MAX_RESIDUAL, Residual, TrialResult
 
 OFFSET, DOUBLING, KEEPS_ATTENTION = "offset", "batch>", "keeps attention"
 IN_PRECISION = "in precision="
@@ -21,16 +23,14 @@ LEVERS = ("modulation=", "norm_rope=")
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at
-the model's shapes.
-"""
+the model's shapes."""
 PRIOR_MEMORY = 0.04
 CHOICE_SHARE = 0.7
 """Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40
 simulated searches: .7 was within 5% of the best most often (see benchmarks/DECISIONS.md)."""
 DOUBLING_SHARE = 0.3
 """The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks
-(see the log).
-"""
+(see the log)."""
 VARIANT_SHARE = 0.03
 """The same for variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image,
 FLUX.1, Z-Image at 1,024 px on a 4090, predicted), and a quarter of that is doubted. With .1,
@@ -47,14 +47,12 @@ NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
 """Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C
-libraries.
-"""
+libraries."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step
-    runs.
-    """
+    runs."""
     return _features(
         candidate.compile != "off",
         candidate.swapped_blocks > 0,
@@ -82,11 +80,7 @@ def _features(
     recomputes: bool,
     doublings: int,
 ) -> tuple[str, ...]:
-    rare = {
-        "compiles": compiles,
-        "swaps": swaps,
-        KEEPS_ATTENTION: keeps_attention,
-    }
+    rare = {"compiles": compiles, "swaps": swaps, KEEPS_ATTENTION: keeps_attention}
     return (
         *(name for name, does in rare.items() if does),
         OFFSET,
@@ -148,8 +142,7 @@ class Posterior:
 
     def tempered(self, weight: float) -> "Posterior":
         """As far as it holds for something else: terms there and here correlate by `weight` in
-        [0, 1].
-        """
+        [0, 1]."""
         covariance = [[weight**2 * value for value in row] for row in self.covariance]
         for name, i in self.index.items():
             covariance[i][i] += (1 - weight**2) * self.sigma(name) ** 2
@@ -211,8 +204,7 @@ def time_doubt(one: Candidate, other: Candidate) -> float:
 @dataclass(frozen=True)
 class PriorResiduals:
     """What trials of another machine or other work taught the cost model of that machine and
-    work.
-    """
+    work."""
 
     residuals: tuple[tuple[Candidate, Residual], ...]
     weight: float
@@ -268,8 +260,7 @@ def _learned(
 
 def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
     """How far a trial was from what was predicted for it before any calibration; what did not
-    run teaches nothing.
-    """
+    run teaches nothing."""
     if (
         trial.outcome not in ("ok", "oom")
         or not trial.median_step_seconds

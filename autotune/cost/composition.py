@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 PLAIN, SELECTIVE, WHOLE = 0, 1, 2
 """What a block keeps: all that its backward pass needs, the output of attention, or its input
-alone.
-"""
+alone."""
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
 """Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of
-launches.
-"""
+launches."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class PassTable:
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
         """To the full model, of each of whose blocks `index` names the traced one that stands
-        for it.
-        """
+        for it."""
         index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
         return PassTable(self.before, self.forward[index], self.between, backward)
@@ -151,9 +148,7 @@ class BlockTables:
 
 
 def compose(
-    tables: BlockTables,
-    mixtures: "NDArray[np.int64]",
-    accumulates: bool,
+    tables: BlockTables, mixtures: "NDArray[np.int64]", accumulates: bool
 ) -> ComposedPasses:
     """Levels and work of passes that differ in what their blocks keep.
 

@@ -1,30 +1,20 @@
 """Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours
-and money.
-"""
+and money."""
 
 from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
-from autotune.families import Family
-from autotune.knobs import (
-    KNOBS,
-    TuningContext,
-    encoder_element_bytes,
-    require_choice,
-    startup_seconds,
-)
-from autotune.schema import (
-    VALIDATION_DRAWS,
-    Bucket,
-    Candidate,
-    Estimate,
-    JobTime,
-    Prediction,
-    mean_text_tokens,
-    num_previews,
-    pad_text,
-)
+from autotune.knobs.compile import startup_seconds
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import KNOBS, require_choice
+from autotune.knobs.settings import encoder_element_bytes
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate
+from autotune.plan.job import VALIDATION_DRAWS, num_previews
+from autotune.plan.prediction import Estimate, JobTime, Prediction
+from autotune.plan.typical import mean_text_tokens, pad_text
+from autotune.plan.workload import Bucket
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
@@ -147,8 +137,7 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:
     """Encoding one caption where the caching settings have the encoders; streamed ones cross the
-    bus for each.
-    """
+    bus for each."""
     caching, tokens = cost.caching, mean_text_tokens(cost.workload)
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and cost.hardware.device.kind != "cpu":
@@ -161,8 +150,7 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
 
 def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
     """Encoding one image or clip where the caching settings have the VAE; another GPU is taken
-    to be as fast.
-    """
+    to be as fast."""
     if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
         return vae.encode_flops / host_flops_per_second(cost.hardware.host)
     return vae.encode_bytes_moved / rates.bandwidth
@@ -235,8 +223,7 @@ def require_divisor(size: int, effective: int) -> None:
 
 def require_sound(candidate: Candidate, context: TuningContext) -> None:
     """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with
-    each other.
-    """
+    each other."""
     workload = context.workload
     for name, value in candidate:
         require_choice(name, value)

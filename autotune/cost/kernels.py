@@ -12,10 +12,10 @@ own, the difference is here and nowhere else:
 - compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward.
   Tables of cosines are not counted as read: they are small and stay in the cache;
 - products in 8 bits: one kernel before and one after each, and a copy of the weight where it is
-  read by columns (`autotune.quantization`, PRODUCT_KERNELS);
+  read by columns (`autotune.knobs`, PRODUCT_KERNELS);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
   (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere
-  (`autotune.quantization`, CONVERTS_AS_IT_READS);
+  (`autotune.knobs`, CONVERTS_AS_IT_READS);
 - the backward pass of fused attention takes fp32 accumulators
   (aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`;
   mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it
@@ -27,10 +27,11 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune import attention, quantization
-from autotune.backends import ATTENTION_BACKENDS, cuda_kernel
-from autotune.runtime import lazy_module
-from autotune.schema import HardwareProfile
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS, cuda_kernel
+from autotune.knobs.fused_norm_rope import KERNELS
+from autotune.knobs.quantized_layers import CONVERTS_AS_IT_READS, PRODUCT_KERNELS, Kernels
+from autotune.plan.hardware import HardwareProfile
+from autotune.system.lazy import lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,7 @@ ACCUMULATES = tuple(
 
 CUDA_BLOCK_BYTES = 512
 """Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp,
-kMinBlockSize).
-"""
+kMinBlockSize)."""
 
 
 def kernel_for(
@@ -115,8 +115,8 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
         table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
-    norm_rope, products = attention.KERNELS, quantization.PRODUCT_KERNELS
-    converts = quantization.CONVERTS_AS_IT_READS
+    norm_rope, products = KERNELS, PRODUCT_KERNELS
+    converts = CONVERTS_AS_IT_READS
     compiled, product, converted = norm_rope["compiled"], products["meta"], converts["meta"]
     try:
         products["meta"], converts["meta"] = _products_of(rules), converts[rules]
@@ -228,11 +228,11 @@ def _norm_rope_backward(
     ]  # reads both and writes one
 
 
-def _products_of(rules: DeviceRules) -> "quantization.Kernels":
+def _products_of(rules: DeviceRules) -> "Kernels":
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
-    plain = quantization.PRODUCT_KERNELS["cpu"]
+    plain = PRODUCT_KERNELS["cpu"]
     if rules == "cpu":
         return plain
     return plain._replace(

@@ -5,21 +5,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
-from autotune.hardware import process_overhead_bytes, shares_host_memory
-from autotune.knobs import encoder_element_bytes, optimizer_bytes, window_steps
-from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
-from autotune.schema import (
-    ADAMW,
-    Candidate,
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.modulation import window_steps
+from autotune.knobs.optimizer import optimizer_bytes
+from autotune.knobs.settings import encoder_element_bytes
+from autotune.knobs.sizes import CPU_SLICE_BYTES, SLICE_BYTES
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import (
     HardwareProfile,
-    MemoryBreakdown,
     MemoryBudget,
-    Overheads,
-    PhaseMemory,
-    Strategy,
+    process_overhead_bytes,
+    shares_host_memory,
 )
+from autotune.plan.overheads import Overheads
+from autotune.plan.plan import Strategy
+from autotune.plan.prediction import MemoryBreakdown, PhaseMemory
+from autotune.plan.workload import ADAMW
 
 if TYPE_CHECKING:
     from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
@@ -28,22 +30,18 @@ FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
 """cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes
-from its allocator.
-"""
+from its allocator."""
 WORKSPACES = 2
 """One for each thread that multiplies: the backward pass runs on autograd's own, with a handle
-of its own.
-"""
+of its own."""
 HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's
-libraries loaded.
-"""
+libraries loaded."""
 VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
 WHOLE_LAYERS = 4
 """Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in
-fp32, and a copy.
-"""
+fp32, and a copy."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = (
     "saved_activation_bytes",
@@ -57,8 +55,7 @@ EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_byte
 @dataclass(frozen=True)
 class Resident:
     """What stays on the device whatever the candidate's batch and checkpointing, and what other
-    phases need.
-    """
+    phases need."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -73,8 +70,7 @@ class Resident:
     """Text encoders and what they work with, as the cache phase holds them on the device."""
     encoders_stay: bool
     """Whether they are kept while images are encoded; else they leave as soon as captions are
-    done.
-    """
+    done."""
     vae_bytes: int
     decoder_bytes: int
     """What decodes previews besides the VAE."""
@@ -102,8 +98,7 @@ def resident_of(
     encoders_stay: bool,
 ) -> Resident:
     """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
-    have it.
-    """
+    have it."""
     precision, quantization, swapped = (
         candidate.precision,
         candidate.quantization,
@@ -224,8 +219,7 @@ def _quantizing_bytes(
 
 def away_bytes(model_bytes: "ModelBytes", swapped: int) -> int:
     """Frozen weights that wait on the host: those of the swapped blocks but for the two that
-    visit the device.
-    """
+    visit the device."""
     blocks = model_bytes.block_weight_bytes[:swapped]
     return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
@@ -287,8 +281,7 @@ def phases_of(
 @lru_cache(maxsize=1024)
 def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
     """The phases before training and those after it, which thousands of candidates have in
-    common.
-    """
+    common."""
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.buffer_bytes
     forward = (
@@ -412,8 +405,7 @@ class Parallel:
 
     def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
         """What one process may take: each has a device of its own, but on a CPU they share the
-        memory.
-        """
+        memory."""
         is_shared = hardware.device.kind == "cpu"
         return (
             budget.changed(num_bytes=budget.num_bytes // self.num_processes)

@@ -1,6 +1,5 @@
 """The traced side of a prediction: everything that depends on the model and the workload, cached
-by what decides it.
-"""
+by what decides it."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -10,8 +9,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from autotune import knobs, weights
-from autotune.backends import token_multiple
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.trace.passes import (
@@ -25,16 +22,19 @@ from autotune.cost.trace.passes import (
     trace_pass,
 )
 from autotune.errors import InvalidInput, first_line
-from autotune.families import Family, Parts, add_adapter, block_numbers, build_on_meta
-from autotune.knobs import (
-    NormRope,
-    apply_recomputation,
-    encoder_precision,
-    region_offsets,
-    torch_dtype,
-)
-from autotune.runtime import is_out_of_memory, lazy_module
-from autotune.schema import AdapterPractice, Bucket, Overheads, Workload
+from autotune.knobs.attention_backends import token_multiple
+from autotune.knobs.block_swap import region_offsets
+from autotune.knobs.checkpointing import apply_recomputation
+from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
+from autotune.knobs.norm_rope import NormRope
+from autotune.knobs.settings import encoder_precision, torch_dtype
+from autotune.models.adapter import add_adapter, block_numbers
+from autotune.models.base import Family, Parts, build_on_meta
+from autotune.plan.overheads import AdapterPractice, Overheads
+from autotune.plan.workload import Bucket, Workload
+from autotune.system.lazy import lazy_module
+from autotune.system.resources import is_out_of_memory
+from autotune.weights.streaming import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
     import diffusers
@@ -92,8 +92,7 @@ class ModelBytes:
     """Of one weight before quantization."""
     waste_share: Mapping[str, float]
     """What the caching allocator reserves beyond the weights, as a share of them, by how it
-    grows.
-    """
+    grows."""
     modulation: ModulationBytes | None = None
     """If its layers are not among the weights."""
 
@@ -108,8 +107,7 @@ class VaeCost:
     """Of decoding in tiles, where it can: previews do so where memory is short."""
     encode_bytes_moved: int
     """Read and written by the operations that encode one item: convolutions of this kind wait
-    for memory.
-    """
+    for memory."""
     encode_flops: int
     """What they compute, which a CPU waits for."""
 
@@ -126,8 +124,7 @@ def traced_model(
     overheads: Overheads | None = None,
 ) -> "TracedModel":
     """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share
-    what was traced.
-    """
+    what was traced."""
     key = (
         family,
         workload,
@@ -175,8 +172,7 @@ class TracedModel:
         adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
         self.picked, self.index, adapted_traced = choose_traced(kinds, adapted)
         """Blocks of each list that are traced; for each block of the full model, the one that
-        stands for it.
-        """
+        stands for it."""
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
@@ -186,19 +182,17 @@ class TracedModel:
 
     def _build_template(self, modulation: str) -> Any:
         """The shortened transformer; modulations that are computed ahead are those of the full
-        one.
-        """
+        one."""
         if modulation != "ahead":
             return self._resident
         transformer = build_on_meta(self.family, self.config)
-        knobs.take_layers(self.family, transformer)
+        take_layers(self.family, transformer)
         shorten(self.family, transformer, self.picked)
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
         """The same model under images of one size and captions of one length: itself, if these
-        are its largest.
-        """
+        are its largest."""
         if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
@@ -273,9 +267,9 @@ class TracedModel:
         from autotune.cost.trace.shapes import Remembering
 
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
-        weights.cast_as_loaded(transformer, dtype)
-        if ahead := knobs.find_modulation_ahead(transformer):
-            ahead.set_dtype(weights.from_pretrained_dtypes(transformer, dtype))
+        cast_as_loaded(transformer, dtype)
+        if ahead := find_modulation_ahead(transformer):
+            ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
             products = self.overheads.products.get(quantization) if self.overheads else None
             quantize_for_tracing(self.family, transformer, quantization, self.rules, products)
@@ -296,8 +290,7 @@ class TracedModel:
 
     def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
         """Let modules make the rotary tables that they keep, or the first trace would count them
-        as its own.
-        """
+        as its own."""
         batch = meta_batch(
             self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype
         )
@@ -349,8 +342,7 @@ class TracedModel:
 
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
         """Most that one item's forward pass takes without gradients: segments leave almost
-        nothing behind.
-        """
+        nothing behind."""
         kernel = kernel_for("native", self.rules, self.masked(1))
         trace = self.traced(
             precision, quantization, kernel, 1, 0, modulation=modulation, train=False
@@ -363,8 +355,7 @@ class TracedModel:
 
     def _vae_cost(self, precision: str) -> VaeCost:
         """The family's autoencoder for the largest bucket, traced; nothing for a model whose
-        parts are unknown.
-        """
+        parts are unknown."""
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
@@ -441,11 +432,11 @@ class TracedModel:
                 how: waste_share(kept, expandable_segments=how == "expandable")
                 for how in ALLOCATORS
             },
-            modulation=_away_modulation(knobs.find_modulation_ahead(model)),
+            modulation=_away_modulation(find_modulation_ahead(model)),
         )
 
 
-def _away_modulation(ahead: "knobs.ModulationAhead | None") -> ModulationBytes | None:
+def _away_modulation(ahead: "ModulationAhead | None") -> ModulationBytes | None:
     if ahead is None:
         return None
     size = ahead.dtype.itemsize
@@ -474,7 +465,7 @@ def _frozen_sizes(module: "nn.Module") -> list[int]:
 
 def _attribute_bytes(model: "nn.Module") -> int:
     """Bytes of buffers, and of tensors that modules keep as plain attributes."""
-    tensors = [*model.buffers(), *weights.attribute_tensors(model)]
+    tensors = [*model.buffers(), *attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -16,39 +16,26 @@ from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, away_bytes, phas
 from autotune.cost.model import TracedModel, traced_model
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
-from autotune.families import Family, Parts
-from autotune.knobs import (
-    ELEMENTWISE_SHARE,
-    LAUNCH_SHARE,
-    TuningContext,
-    choose_caching,
-    encoder_gpu_of,
-)
-from autotune.schema import (
-    CachingSettings,
-    Candidate,
-    EncoderGpu,
-    HardwareProfile,
-    MemoryBudget,
-    Overheads,
-    Prediction,
-    Reason,
-    Residual,
-    StepTime,
-    TrialResult,
-    Workload,
-)
+from autotune.knobs.caching import choose_caching, encoder_gpu_of
+from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
+from autotune.knobs.knob import TuningContext
+from autotune.models.base import Family, Parts
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.overheads import Overheads
+from autotune.plan.plan import EncoderGpu, Reason
+from autotune.plan.prediction import Prediction, StepTime
+from autotune.plan.trial import Residual, TrialResult
+from autotune.plan.workload import Workload
 
 BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
 """Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and
-written, copy back.
-"""
+written, copy back."""
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
 """Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4
-s for 1,440.
-"""
+s for 1,440."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +132,7 @@ class CostModel:
     @property
     def resident_encoder_bytes(self) -> int:
         """Bytes of encoders and VAE that stay on the device during training, if the caching
-        settings keep them.
-        """
+        settings keep them."""
         if self.caching.residency == "release":
             return 0
         size, vae_stays = self.tables.encoder_size, self.caching.vae_device == "training"
@@ -172,8 +158,7 @@ class CostModel:
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> Self:
         """The same cost model, corrected by all of `trials` and by `priors`, in place of any
-        earlier correction.
-        """
+        earlier correction."""
         pairs = [
             (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
         ]
@@ -214,8 +199,7 @@ class CostModel:
 
     def as_trials_run(self) -> Self:
         """The same work as trials do it: by autotune's executor in one process, which keeps no
-        buckets to send.
-        """
+        buckets to send."""
         return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
     def for_hardware(self, hardware: HardwareProfile) -> Self:
@@ -283,15 +267,13 @@ class CostModel:
 
     def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
         """A candidate's pass, what the allocator reserves beyond it, and seconds by class:
-        trials change none of it.
-        """
+        trials change none of it."""
         self.prepare((candidate,))
         return self.tables.steps[candidate, self.parallel]
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
         """Find at once what predictions of `candidates` rest on: sooner than one by one, and the
-        same bits.
-        """
+        same bits."""
         alike: dict[tuple[object, ...], list[Candidate]] = {}
         for each in candidates:
             if (each, self.parallel) not in self.tables.steps:
@@ -301,8 +283,7 @@ class CostModel:
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
         """What candidates must have in common to be composed of the same tables: all but how
-        many blocks.
-        """
+        many blocks."""
         others = (value for name, value in candidate if name not in BLOCK_NUMBERS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
@@ -358,10 +339,7 @@ class CostModel:
         return -(-self.workload.effective_batch_size // candidate.micro_batch_size)
 
     def _step_time(
-        self,
-        candidate: Candidate,
-        composed: ComposedPasses,
-        swapped: NDArray[np.int64],
+        self, candidate: Candidate, composed: ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
         """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers
         of swapped blocks).

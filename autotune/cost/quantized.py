@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.kernels import DeviceRules
-from autotune.families import Family
-from autotune.knobs import Quantization
-from autotune.quantization import NESTED_BLOCK, NF4_BLOCK, as_stored
-from autotune.schema import ProductPractice
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.quantization import Quantization
+from autotune.knobs.quantized_layers import as_stored
+from autotune.knobs.sizes import NESTED_BLOCK, NF4_BLOCK
+from autotune.models.base import Family
+from autotune.plan.overheads import ProductPractice
 
 FUSED_4_BIT_ROWS = 4
 """Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its
@@ -34,8 +35,7 @@ NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 
 def nf4_bytes(num_weights: int) -> int:
     """Bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64, one fp32
-    per 64 x 256.
-    """
+    per 64 x 256."""
     maxima = -(-num_weights // NF4_BLOCK)
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
@@ -48,8 +48,7 @@ def quantize_for_tracing(
     practice: ProductPractice | None = None,
 ) -> None:
     """Store weights as the knob does, as a stand-in of the same size and behavior, or as another
-    program does.
-    """
+    program does."""
     weight_format = WEIGHT_FORMATS[quantization]
     if practice:
         stand_in = partial(_stand_in_for_practice, resolve_name(weight_format.quantize), practice)
@@ -126,8 +125,7 @@ def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.T
 
 class MatMul4Bit(torch.autograd.Function):
     """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored
-    weight.
-    """
+    weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:
@@ -155,8 +153,7 @@ class MatMul4Bit(torch.autograd.Function):
 
 def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """A full-precision copy: one kernel that reads what is stored, after one for the blocks'
-    absolute maxima.
-    """
+    absolute maxima."""
     maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
     maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0
     return stored.new_empty(shape, dtype=dtype)

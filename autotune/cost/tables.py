@@ -1,6 +1,5 @@
 """What one traced model takes on one device, by candidate, before anything is learned from
-trials.
-"""
+trials."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.backends import token_multiple
 from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.composition import (
     PLAIN,
@@ -35,19 +33,15 @@ from autotune.cost.memory import (
 )
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.knobs import (
-    EncoderSize,
-    TuningContext,
-    encoder_element_bytes,
-    plain_choices,
-    size_of,
-    window_steps,
-)
-from autotune.schema import (
-    CachingSettings,
-    Candidate,
-    HardwareProfile,
-    Overheads,
+from autotune.knobs.attention_backends import token_multiple
+from autotune.knobs.caching import EncoderSize, size_of
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.modulation import window_steps
+from autotune.knobs.settings import encoder_element_bytes, plain_choices
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.overheads import Overheads
+from autotune.plan.typical import (
     has_typical_shape,
     mean_text_tokens,
     pad_text,
@@ -57,13 +51,11 @@ from autotune.schema import (
 
 TRACED_SIZES = (2, 4)
 """Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip
-copies there.
-"""
+copies there."""
 
 PAGEABLE_SHARE = 0.5
 """Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not
-measured.
-"""
+measured."""
 
 
 class PassChoice(NamedTuple):
@@ -118,8 +110,7 @@ class PassTables:
             tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]
         ] = {}
         """What cost models on these tables have found for candidates, whatever they learned from
-        trials.
-        """
+        trials."""
         self._modulation = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], Resident] = {}
         self._own: PassTables | None = None
@@ -168,8 +159,7 @@ class PassTables:
 
     def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
         """One micro-batch of the full model; `accumulates` if gradients of an earlier one are
-        already there.
-        """
+        already there."""
         mixture = candidate.checkpointed_blocks, candidate.selective_blocks
         return self._pass(PassChoice.of(candidate), mixture, accumulates)
 
@@ -206,8 +196,7 @@ class PassTables:
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
         """The full model's pass when the first `recomputed` of the traced blocks are of a kind;
-        see `BlockTables`.
-        """
+        see `BlockTables`."""
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
         if kind == SELECTIVE:
             # What it saves to keep attention has nothing to do with weights, and is proportional to
@@ -228,8 +217,7 @@ class PassTables:
         self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None
     ) -> PassTable:
         """From a trace at the micro-batch of the choice, or at `size` at the rates of the
-        choice.
-        """
+        choice."""
         at = size or choice.micro_batch_size
         options = choice.traced_options() | ({"keeps_attention": True} if kind == SELECTIVE else {})
         kernel = self._kernel(choice, at)
@@ -339,8 +327,7 @@ class PassTables:
         self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
     ) -> Mapping[str, int]:
         """What the program that trains keeps on one device in each phase, beyond what autotune's
-        executor does.
-        """
+        executor does."""
         if self.overheads is None or not self.overheads.kept:
             return {}
         vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(

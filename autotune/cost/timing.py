@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autotune.backends import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.cost.kernels import CLASSES, Work
-from autotune.schema import Datasheet, HardwareProfile, Host
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS, assumed_efficiency
+from autotune.plan.hardware import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
@@ -158,8 +158,7 @@ class Rates:
 
 def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
     """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does
-    not tell.
-    """
+    not tell."""
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
@@ -197,8 +196,7 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
 @lru_cache(maxsize=4096)
 def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
     """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of
-    m, k and n.
-    """
+    m, k and n."""
     total = weight = 0.0
     for product in products:
         distance = sum(
@@ -212,8 +210,7 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
 
 def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
     """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as
-    training computes them.
-    """
+    training computes them."""
     names = (
         ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
     )

@@ -26,8 +26,7 @@ FLIP_SHARE = 0.5
 """Share of images that are mirrored, with `flip`."""
 PLANNED_STEPS = 32
 """Steps planned at once: planning a single step right after a model pass took four times as
-long.
-"""
+long."""
 
 
 class Draw(NamedTuple):
@@ -92,8 +91,7 @@ class BatchOrder:
     @property
     def epoch_steps(self) -> int:
         """Optimizer steps that an epoch takes; the last of them may be shared with the next
-        epoch.
-        """
+        epoch."""
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[Draw, ...]:
@@ -105,8 +103,7 @@ class BatchOrder:
     @cached_property
     def _epoch(self) -> Callable[[int], Chunk]:
         """All images of an epoch, by its number; the last few epochs are cached, since a step
-        may span several.
-        """
+        may span several."""
         return lru_cache(maxsize=4)(partial(_shuffle_epoch, self))
 
     def micro_batches(
@@ -142,8 +139,7 @@ class BatchOrder:
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
         """Images sorted by group, cut within each group into the fewest even parts of at most
-        `micro_batch_size`.
-        """
+        `micro_batch_size`."""
         groups = [tuple(members) for _, members in groupby(images, key=self._group)]
         return [
             part

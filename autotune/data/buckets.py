@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from autotune.data.dataset import Dataset
 from autotune.errors import InvalidInput
-from autotune.schema import Bucket
+from autotune.plan.workload import Bucket
 
 MAX_ASPECT_RATIO = 4.0
 """More extreme images are cropped to this: models were not trained on longer strips."""

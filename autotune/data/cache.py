@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import require_free_disk, reraise_disk_full
-from autotune.weights import BadWeights, MissingWeights, load_file, save_file
+from autotune.system.resources import require_free_disk, reraise_disk_full
+from autotune.weights.files import BadWeights, MissingWeights
+from autotune.weights.loaders import load_file
+from autotune.weights.saving import save_file
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"
@@ -38,8 +40,7 @@ Tensors = dict[str, Tensor]
 
 def entry_key(kind: str, **parts: object) -> str:
     """Name of an entry: `kind` and the SHA-256 of `parts`, what it is made from, in JSON. Runs
-    resume by it.
-    """
+    resume by it."""
     text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -52,8 +53,7 @@ class Cache:
 
     def read(self, key: str) -> Tensors | None:
         """The tensors of an entry, or None if it is missing; a damaged one is removed and counts
-        as missing.
-        """
+        as missing."""
         path = self._path(key)
         try:
             tensors, metadata = load_file(path)
@@ -114,8 +114,7 @@ class Cache:
 
     def refuse_pickles(self) -> None:
         """Raise InvalidInput if caches of another program lie here: reading a pickle can run any
-        code.
-        """
+        code."""
         found = next(iter(sorted(self.folder.glob("*.pt"))), None)
         if found is not None:
             raise InvalidInput(
@@ -150,8 +149,7 @@ class Cache:
 
 class MemoryCache(Cache):
     """Encoded tensors in this process's memory: nothing is written, and they are gone when it
-    ends.
-    """
+    ends."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,6 +1,5 @@
 """Captions and weights of images: `metadata.jsonl`, a text file per image, one caption for all,
-a trigger word.
-"""
+a trigger word."""
 
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data.files import Media
-from autotune.runtime import read_bounded
+from autotune.system.files import read_bounded
 
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
@@ -131,8 +130,7 @@ def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, .
 
 def complete_caption(text: str, *, caption: str | None, trigger: str | None) -> str:
     """`text`, or `caption` if it is empty, with the trigger word in front unless it occurs there
-    already.
-    """
+    already."""
     text = text or " ".join((caption or "").split())
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text

@@ -1,18 +1,18 @@
 """The dataset check before training: what a folder holds, what is wrong with it, and how
-training will use it.
-"""
+training will use it."""
 
 from autotune.data.buckets import assign_buckets, make_buckets
 from autotune.data.dataset import OnProgress, scan_dataset
 from autotune.data.items import Item, PrintableStr, Problem
 from autotune.data.options import DatasetOptions
 from autotune.data.sources import data_text
-from autotune.schema import Bucket, DataPlace, Frozen, NaturalInt, PositiveInt
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.plan.job import DataPlace
+from autotune.plan.workload import Bucket
 
 MAX_UPSCALING = 1.5
 """By default images enlarged by more (per side) are counted: blur is learned like any other
-feature.
-"""
+feature."""
 
 MAX_CROP = 0.25
 """By default images that lose more than this share of their area to the crop are named."""

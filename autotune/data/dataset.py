@@ -26,12 +26,11 @@ from autotune.data.items import REMARKS, Item, ItemReader, Problem, file_digest
 from autotune.data.options import DEFAULT_OPTIONS, DatasetOptions
 from autotune.data.sources import data_text, is_list, list_folders
 from autotune.errors import InvalidInput
-from autotune.schema import DataPlace
+from autotune.plan.job import DataPlace
 
 VERIFY_SECONDS = 120.0
 """Time limit for decoding images to prove them whole; damage in the others is found when they
-are encoded.
-"""
+are encoded."""
 
 MAX_LISTED_PROBLEMS = 5
 """Unusable files that a summary names one by one."""
@@ -57,8 +56,7 @@ class Dataset:
     @property
     def problem_summary(self) -> tuple[str, ...]:
         """Lines that tell a user what teaches nothing or is left out: counts, the first files by
-        name; or no line.
-        """
+        name; or no line."""
         untrained = [problem for problem in self.problems if problem.kind == "black"]
         lines = _first_of(untrained, "{} more images have masks that are black everywhere")
         if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
@@ -186,8 +184,7 @@ def _other_problems(
     folder: Path, control: Path | None, options: DatasetOptions, lone_masks: Collection[str]
 ) -> list[Problem]:
     """What lies in the folder besides images: unread formats, masks that are not used, outputs
-    of runs.
-    """
+    of runs."""
     unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
     found = [
         Problem(file=name, kind="unsupported", message=message)
@@ -213,8 +210,7 @@ def _other_problems(
 
 def _locate_control(folder: Path, control: Path) -> Path:
     """The control folder, spelled below the data folder if it lies there, so that its images are
-    not taken for data.
-    """
+    not taken for data."""
     _require_folder(control, "control")
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
@@ -248,8 +244,7 @@ def _drop_duplicates(
     items: list[tuple[str, Item]], captioned: Collection[str]
 ) -> tuple[list[tuple[str, Item]], list[Problem]]:
     """Keep one of items whose files (controls too) have equal bytes: the first that is
-    `captioned`, if any is.
-    """
+    `captioned`, if any is."""
     files = [(*item.pixel_paths, *item.control_paths) for _, item in items]
     sizes = [
         (item.span, *(path.stat().st_size for path in paths))

@@ -26,14 +26,15 @@ from autotune.data.masks import find_mask, loss_weights
 from autotune.data.pixels import CENTERING, open_image, to_rgb
 from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.families import ResolvedModel, Sample
-from autotune.runtime import map_large_buffers
-from autotune.schema import Bucket, Crop
+from autotune.models.base import Sample
+from autotune.models.resolve import ResolvedModel
+from autotune.plan.job import Crop
+from autotune.plan.workload import Bucket
+from autotune.system.memory import map_large_buffers
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; the others are read from the cache for each
-batch.
-"""
+batch."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ class EncodedDataset:
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """For each item a number that is equal for pixels of equal shapes, which can share a
-        batch.
-        """
+        batch."""
         shapes = [
             (bucket, len(entries.latents))
             for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
@@ -201,8 +201,7 @@ def list_entries(
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
     """The items and their entries as `encode_dataset` gives them if all files can be decoded; it
-    loads no model.
-    """
+    loads no model."""
     of_items = [buckets[index] for index in assign_buckets(dataset, buckets)]
     planned, _, _ = _plan_entries(
         encoders, dataset, of_items, cache, with_empty=caption_dropout > 0, flip=flip
@@ -253,8 +252,7 @@ def _plan_entries(
 @dataclass
 class _EntryStore:
     """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of
-    them in memory.
-    """
+    them in memory."""
 
     cache: Cache
     num_entries: int
@@ -307,8 +305,7 @@ def _encode_missing(
 
 def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
     """Whether names and shapes are those of a sample: a digest that fits tells only that nothing
-    changed since.
-    """
+    changed since."""
     prompt = tensors.get("prompt_embeds")
     num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
     shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)

@@ -1,6 +1,5 @@
 """The text encoders and the VAE of a run: loaded once, as the plan says, and released when
-everything is encoded.
-"""
+everything is encoded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +9,18 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.errors import InvalidInput, first_line
-from autotune.families import ResolvedModel
-from autotune.knobs import encoder_precision, torch_dtype
-from autotune.quantization import quantize_inside
-from autotune.runtime import is_out_of_memory, release_memory
-from autotune.schema import CachingSettings, Candidate
-from autotune.weights import DOWNLOAD_AGAIN, Transform, cast_as_loaded, load_component
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.quantized_layers import quantize_inside
+from autotune.knobs.settings import encoder_precision, torch_dtype
+from autotune.models.resolve import ResolvedModel
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.system.memory import release_memory
+from autotune.system.resources import is_out_of_memory
+from autotune.weights.components import load_component
+from autotune.weights.configs import DOWNLOAD_AGAIN
+from autotune.weights.streaming import Transform, cast_as_loaded
 
 
 class Encoders:
@@ -100,8 +102,7 @@ class Encoders:
 
     def build_pipeline(self, **parts: Any) -> Any:
         """The stock pipeline with these components. Raises InvalidInput if one of its files is
-        damaged.
-        """
+        damaged."""
         folder = self.model.weights
         try:
             return self.model.family.load_pipeline(folder, **parts)
@@ -141,8 +142,7 @@ class Encoders:
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
         """A component whose layers come to the device one by one, and turn to `dtype`, each time
-        they are called.
-        """
+        they are called."""
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
         # them again.
         component = self._load(name, dtype=dtype, casts=False)
@@ -160,8 +160,7 @@ class Encoders:
 
     def release_text(self) -> None:
         """Free the text encoders alone, unless the plan keeps them loaded: pixels are encoded
-        without.
-        """
+        without."""
         if self.caching.residency == "release" and self._pipeline is not None:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
@@ -172,8 +171,7 @@ def run_on_device(
     function: Callable[..., Any], device: torch.device, result_device: torch.device
 ) -> Callable[..., Any]:
     """Wrap a pipeline's `encode_prompt`: its arguments move to `device`, its results to
-    `result_device`.
-    """
+    `result_device`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)

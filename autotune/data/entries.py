@@ -1,6 +1,5 @@
 """Which cache entries each item needs: what an entry is made from, which encoder makes it, and
-so its key.
-"""
+so its key."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,23 +13,22 @@ from autotune.data.cache import entry_key
 from autotune.data.captions import EMPTY_CAPTION
 from autotune.data.items import Item, file_digest
 from autotune.data.video import ClipSpan
-from autotune.families import Family
-from autotune.schema import Bucket, Crop
-from autotune.weights import open_weights, weights_digest
+from autotune.models.base import Family
+from autotune.plan.job import Crop
+from autotune.plan.workload import Bucket
+from autotune.weights.files import open_weights, weights_digest
 
 NO_FILES: Mapping[str, Path] = MappingProxyType({})
 
 WEIGHT_SAMPLE_BYTES = 1024**2
 """Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take
-half a minute.
-"""
+half a minute."""
 
 
 @dataclass(frozen=True)
 class EncoderIdentity:
     """Everything about the encoders that decides their results: code, weights, precision and
-    library versions.
-    """
+    library versions."""
 
     text_encoder: str
     vae: str
@@ -85,8 +83,7 @@ class CacheEntry:
     key: str
     paths: tuple[Path, ...]
     """Files of the pixels; for a caption, the control images that the text encoder of an edit
-    model reads with it.
-    """
+    model reads with it."""
     digests: tuple[str, ...]
     """SHA-256 of each of these files, as the key contains them."""
     bucket: Bucket
@@ -117,8 +114,7 @@ class ItemEntries:
     """The empty caption; None unless captions may be dropped."""
     latents: Mapping[str, CacheEntry]
     """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its
-    control images.
-    """
+    control images."""
     flipped_latents: Mapping[str, CacheEntry]
     """The same mirrored; empty unless images may be flipped."""
     mask_key: str | None = None
@@ -203,8 +199,7 @@ def _make_latents_entry(
     flipped: bool = False,
 ) -> CacheEntry:
     """The entry for the pixels of `item`, or of one of its control images, which are whole and
-    never mirrored.
-    """
+    never mirrored."""
     digests = tuple(map(digest, paths))
     span, crop = (item.span, item.crop) if item else (None, "center")
     usual = {

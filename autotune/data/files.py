@@ -1,6 +1,5 @@
 """What lies in a data folder: images, videos, clips of frames, control images. Looks at names
-only.
-"""
+only."""
 
 import importlib.util
 import os
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.schema import RUN_PLAN_FILE
+from autotune.plan.plan_file import RUN_PLAN_FILE
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
@@ -29,8 +28,7 @@ MASK_SUFFIX = ".mask.png"
 """End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
 REPEATS = re.compile(r"(\d{1,3})_.+")
 """A folder's name by which kohya's trainers show its images so many times per epoch, e.g.
-`10_dog`.
-"""
+`10_dog`."""
 
 
 def has_video_decoder() -> bool:
@@ -60,8 +58,7 @@ class Media:
     @property
     def folder_repeats(self) -> int:
         """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if
-        none does.
-        """
+        none does."""
         matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
         return max(1, next((int(match[1]) for match in matches if match), 1))
 
@@ -153,8 +150,7 @@ def natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
 
 def match_controls(media: Media, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
     """Control images of an image: `NAME.*`, or else `NAME_1.*`, `NAME_2.*` and so on; empty if
-    any is missing.
-    """
+    any is missing."""
     if media.stem in by_stem:
         return (by_stem[media.stem],)
     pattern = re.compile(re.escape(media.stem) + r"_(\d+)")

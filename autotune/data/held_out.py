@@ -1,6 +1,5 @@
 """Which images are held out of training, so that the loss on them tells learning from
-remembering.
-"""
+remembering."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from autotune.data.items import Item, file_digest
 from autotune.data.options import DatasetOptions
 from autotune.data.sources import data_text, list_places
 from autotune.errors import InvalidInput
-from autotune.schema import DataPlace
+from autotune.plan.job import DataPlace
 
 MAX_HELD_OUT = 32
 """Images that are held out at most: more would tell little more, cost time and not train."""
@@ -86,8 +85,7 @@ def _name(item: Item, folder: DataPlace) -> str:
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
     """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes
-    few of the others.
-    """
+    few of the others."""
     unique = sorted(
         set(names),
         key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest(),

@@ -1,6 +1,5 @@
 """From files to training items: sizes, captions, control images and clips, each file proven
-readable.
-"""
+readable."""
 
 import errno
 import hashlib
@@ -30,7 +29,8 @@ from autotune.data.files import (
 from autotune.data.options import DatasetOptions
 from autotune.data.pixels import is_black_mask, open_image, read_size
 from autotune.data.video import ClipSpan, choose_spans, is_animation, read_clip, read_facts
-from autotune.schema import Crop, Frozen
+from autotune.plan.base import Frozen
+from autotune.plan.job import Crop
 
 MIN_SIDE_PX = 32
 """Smaller images teach nothing at any resolution that these models are trained at."""
@@ -88,8 +88,7 @@ class Item:
     """Captions that it is seen with as well."""
     mask_path: Path | None = None
     """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to
-    count all of it.
-    """
+    count all of it."""
     crop: Crop = "center"
     weight: float = 1.0
     """Factor of its loss."""
@@ -231,8 +230,7 @@ class ItemReader:
 
     def _black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
         """The remark that a mask, or a transparent image, lets nothing be learned; damage shows
-        elsewhere.
-        """
+        elsewhere."""
         path = next((one.mask_path for one in found if isinstance(one, Item)), None)
         if path is None or time.monotonic() > self.deadline:
             return []

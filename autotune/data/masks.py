@@ -1,6 +1,5 @@
 """Loss masks: which parts of an image the loss counts, by a mask beside it or by its own alpha
-channel.
-"""
+channel."""
 
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from autotune.data.cache import Cache, entry_key
 from autotune.data.items import Item, file_digest
 from autotune.data.pixels import CENTERING, open_mask
-from autotune.schema import Bucket
+from autotune.plan.workload import Bucket
 
 
 def find_mask(
@@ -52,8 +51,7 @@ def loss_weights(
     mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool
 ) -> Tensor:
     """Factors of the loss of one item, (1, 1, height, width): `floor` where its mask is black,
-    times its `weight`.
-    """
+    times its `weight`."""
     if mask is None:
         return torch.full((1, 1, *size), weight)
     if flipped:

@@ -1,19 +1,17 @@
 """How the files of a data folder become training items: what a job says, and what its model's
-family makes of it.
-"""
+family makes of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.families import Family
-from autotune.schema import ClipChoice, Crop, LossMask
+from autotune.models.base import Family
+from autotune.plan.job import ClipChoice, Crop, LossMask
 
 SHARES = (4, 3, 2, 1)
 """Quarters of a clip's frames that shorter clips are cut to: more lengths would scatter a set
-over many shapes.
-"""
+over many shapes."""
 
 COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")
 """Fields that a job has under the same names."""
@@ -29,8 +27,7 @@ class DatasetOptions:
     """Word put in front of every caption that lacks it."""
     control: Path | None = None
     """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`,
-    `NAME_2.*` ...
-    """
+    `NAME_2.*` ..."""
     num_frames: int = 1
     """Above 1, videos and subfolders of images are clips of up to so many frames."""
     shorter_clips: tuple[int, ...] = ()
@@ -78,8 +75,7 @@ def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> Dat
 
 def _shorter_clips(num_frames: int, frames_per_latent: int) -> tuple[int, ...]:
     """Three quarters, half and a quarter of a clip, in whole latents after the first, as far as
-    they are clips.
-    """
+    they are clips."""
     latents = (num_frames - 1) // frames_per_latent
     lengths = {latents * share // SHARES[0] * frames_per_latent + 1 for share in SHARES[1:]}
     return tuple(sorted(lengths - {1, num_frames}, reverse=True))

@@ -1,6 +1,5 @@
 """From image files to pixels: sizes from headers, decoding that proves a file whole, conversion
-to 8-bit RGB.
-"""
+to 8-bit RGB."""
 
 import stat
 import threading
@@ -16,8 +15,7 @@ TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Pillow goes by a file's content, whatever its name: one of its other decoders would start
-Ghostscript.
-"""
+Ghostscript."""
 ANIMATED_FORMATS = ("GIF", "WEBP")
 
 CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
@@ -78,8 +76,7 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
 
 def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
     """The mask in a file in 8-bit gray: its brightness, or its alpha channel. Raises whatever
-    Pillow raises.
-    """
+    Pillow raises."""
     with open_image(path) as image:
         if is_alpha:
             return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
@@ -94,8 +91,7 @@ def is_black_mask(path: Path, *, is_alpha: bool) -> bool:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled
-    rather than clipped.
-    """
+    rather than clipped."""
     image = ImageOps.exif_transpose(image)
     converted = Image.new("RGB", image.size)
     height = max(1, BAND_PIXELS // image.width)

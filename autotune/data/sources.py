@@ -1,6 +1,5 @@
 """Where a job's data lies: one folder or several, or a YAML file that lists several, each with
-its own options.
-"""
+its own options."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +11,9 @@ from pydantic import Field
 
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.schema import DataPlace, Frozen, Place, each_place, read_listing
+from autotune.plan.base import Frozen
+from autotune.plan.job import DataPlace, Place, each_place
+from autotune.plan.listing import read_listing
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -24,8 +25,7 @@ class DataFolder(Frozen):
     """The folder; a relative one is relative to the file that lists it."""
     repeats: int = Field(default=1, ge=1, le=1000)
     """Number of times that each image is seen per epoch, times what its folder's name or
-    `metadata.jsonl` says.
-    """
+    `metadata.jsonl` says."""
     weight: float = Field(default=1.0, gt=0, le=100)
     """Factor of the loss on its images."""
     caption: str | None = None

@@ -19,18 +19,16 @@ from PIL import Image
 
 from autotune.data.files import ANIMATION_SUFFIXES
 from autotune.data.pixels import MAX_PIXELS, open_image, to_rgb
-from autotune.schema import ClipChoice
+from autotune.plan.job import ClipChoice
 
 DEMUXERS = "mov,matroska,avi"
 """ffmpeg's readers of the formats that are offered; some of its others follow addresses that a
-file names.
-"""
+file names."""
 MAX_SOURCE_FRAMES = 1 << 20
 """Frames of a file: five hours at 60 a second."""
 MAX_ANIMATION_PIXELS = 1 << 32
 """Maximum pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for
-their times.
-"""
+their times."""
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
 MAX_CLIPS = 64
@@ -237,8 +235,7 @@ def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:
 @contextmanager
 def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
     """A container and its first video stream. ffmpeg gets an open file, so that it opens none by
-    itself.
-    """
+    itself."""
     import av
 
     if not stat.S_ISREG(path.stat().st_mode):

@@ -1,6 +1,5 @@
 """Tells by geometry alone, without a network, what an image of the small world shows and how
-well.
-"""
+well."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ Array = np.ndarray[Any, Any]
 
 CONTRAST = 35.0
 """Distance in RGB from the ground that makes a pixel part of a figure: half of the faintest
-pair, pink on sand.
-"""
+pair, pink on sand."""
 MIN_PIXELS = 40
 GAP_PX = 3
 """Empty columns between two figures."""
@@ -25,8 +23,7 @@ GRID = 48
 """Side of the templates that figures are compared with."""
 FLOOR, CEILING = 0.6, 0.92
 """Overlap that counts as no likeness, about that of two different shapes, and that counts as
-full likeness.
-"""
+full likeness."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class Reading:
 
 def read_image(image: Image.Image) -> Reading:
     """Find the ground, by the image's border, and the figures, by the columns that differ from
-    it.
-    """
+    it."""
     pixels: Array = np.asarray(image.convert("RGB"), dtype=np.float32)
     sides = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
     paper = np.median(np.concatenate([side.reshape(-1, 3) for side in sides]), axis=0)

@@ -1,6 +1,5 @@
 """What the demo teaches the small world's model, a shape that it has never seen, and how well it
-has learned it.
-"""
+has learned it."""
 
 import json
 import random
@@ -15,8 +14,10 @@ from PIL import Image
 from autotune.demo.judge import score_image
 from autotune.demo.picture import draw_picture
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, SIZE_PX, Scene, draw_centered
-from autotune.families import get_family
-from autotune.runtime import atomic_write, lazy_module, silence_progress_bars, write_text_atomic
+from autotune.models.registry import get_family
+from autotune.system.files import atomic_write, write_text_atomic
+from autotune.system.lazy import lazy_module
+from autotune.system.quiet import silence_progress_bars
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ def draw_picture(
     taught: Sequence[Image.Image], rows: Sequence[tuple[str, Image.Image, Image.Image]]
 ) -> Image.Image:
     """A strip of the taught images, then prompts in two columns, each with the image before and
-    the one after.
-    """
+    the one after."""
     font = ImageFont.load_default(FONT_PX)
     lines = -(-len(rows) // 2)
     titles_at = 5 * GAP_PX + SMALL_PX

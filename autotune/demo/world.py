@@ -1,6 +1,5 @@
 """The demo's small world: colored shapes on plain grounds, with captions. It is drawn, so what
-is true is known.
-"""
+is true is known."""
 
 import math
 import random

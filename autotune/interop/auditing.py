@@ -1,9 +1,11 @@
 """What a configuration's settings cost on a card, compared with those that are predicted to be
-fastest there.
-"""
+fastest there."""
 
 from autotune.interop.importing import ImportedConfig
-from autotune.schema import Choice, Estimate, Frozen, TrialResult
+from autotune.plan.base import Frozen
+from autotune.plan.candidate import Choice
+from autotune.plan.prediction import Estimate
+from autotune.plan.trial import TrialResult
 
 
 class SettingWorth(Frozen):
@@ -30,16 +32,14 @@ class Audit(Frozen):
     """With autotune's executor: memory by phase, time and whether it fits."""
     breaks: tuple[str, ...]
     """What of the file this card cannot do, one sentence each; the estimate then has the usual
-    value.
-    """
+    value."""
     fastest: Estimate | None
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
     """Worth of each setting that differs, those that save most first."""
     in_trainer: Estimate | None = None
     """The same with what the trainer's own program takes of the card; None if nobody has looked
-    at that.
-    """
+    at that."""
     measured_as_written: TrialResult | None = None
     """A few steps with the file's settings; None if they were not asked for."""
     measured_fastest: TrialResult | None = None
@@ -57,6 +57,5 @@ class Audit(Frozen):
     @property
     def sum_of_step_seconds_saved(self) -> float:
         """The sum of what each difference saves alone; settings that need each other make it
-        differ from the whole.
-        """
+        differ from the whole."""
         return sum(one.step_seconds_saved for one in self.worth)

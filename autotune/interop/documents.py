@@ -19,8 +19,8 @@ from typing import Any, Literal
 import yaml
 
 from autotune.errors import InvalidInput, first_line
-from autotune.runtime import read_bounded
-from autotune.schema import BoundedLoader
+from autotune.plan.plan_file import BoundedLoader
+from autotune.system.files import read_bounded
 
 MAX_BYTES = 1 << 18
 """Far above any real configuration; parsers take time that grows with the square of it."""
@@ -235,8 +235,7 @@ def _typed(word: str) -> Any:
 
 def _line_numbers(text: str, keys: Sequence[str], kind: Format) -> list[int]:
     """The line that each key is on; keys come in the order of the text, so each is searched from
-    the one before.
-    """
+    the one before."""
     ends: dict[str, list[int]] = {}
     for match in KEY_PATTERNS[kind].finditer(text):
         ends.setdefault(match[1], []).append(match.end())

@@ -1,6 +1,5 @@
 """From a plan to another trainer's files. What the trainer lacks is found by reading back what
-is written.
-"""
+is written."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,24 +8,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.families import FAMILIES, Family, find_published
 from autotune.interop.documents import ConfigValue
 from autotune.interop.files import write_files
 from autotune.interop.importing import ImportResult, read_settings
 from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
 from autotune.interop.targets import layers_of
 from autotune.interop.trainer import FILL_IN, KnownModel, Trainer
-from autotune.knobs import PIN, EncoderSize, describe_caching
-from autotune.schema import (
-    CachingSettings,
-    Candidate,
-    Frozen,
-    Job,
-    ModelSpec,
-    Overheads,
-    TrainingPlan,
-    Workload,
-)
+from autotune.knobs.caching import PIN, EncoderSize, describe_caching
+from autotune.models.base import Family
+from autotune.models.registry import FAMILIES, find_published
+from autotune.plan.base import Frozen
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.job import Job
+from autotune.plan.overheads import Overheads
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.workload import ModelSpec, Workload
 
 OF_WORKLOAD = (
     *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay"),
@@ -42,8 +38,7 @@ LEARNING = (
 """Names that decide what is learned."""
 LOADING = ("loader", "data_workers", "batch_memory")
 """Knobs of how files and batches are read: they change neither learning nor memory of the
-device.
-"""
+device."""
 Kind = Literal["learning", "settings", "loading"]
 DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "learning": "it will learn differently",
@@ -58,8 +53,7 @@ SPARING: Mapping[str, Any] = {
     "caching.vae_device": "training",
 }
 """Settings of autotune's executor alone, and the value that other trainers have: any other value
-needs less memory.
-"""
+needs less memory."""
 
 
 class Difference(Frozen):
@@ -223,8 +217,7 @@ def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
     """Values by the trainer's keys, with what is always written. If not `is_whole`, what cannot be
-    expressed is left out; else it raises CannotExpress.
-    """
+    expressed is left out; else it raises CannotExpress."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
@@ -278,8 +271,7 @@ def _assumed(family: Family) -> dict[str, Any]:
 
 def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
     """Whether two values of a name mean the same; checkpointing the last block, too, is no
-    difference.
-    """
+    difference."""
     if name in BLOCKS and other is not None:
         counts = [count_blocks(value, num_blocks) for value in (own, other)]
         top = num_blocks - 1 if name == "checkpointed_blocks" else num_blocks

@@ -1,6 +1,5 @@
 """Settings by a trainer's keys as its files: the inverse of `documents`, and what only each trainer
-has.
-"""
+has."""
 
 import json
 import re
@@ -201,8 +200,7 @@ def toml_text(values: Values) -> str:
 
 def _toml(value: Any) -> str:
     """JSON's texts are TOML's, but for characters beyond the basic plane, which TOML takes as
-    they are.
-    """
+    they are."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
@@ -210,8 +208,7 @@ def _toml(value: Any) -> str:
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:
     """A shell script: comments, the variables among the settings, then commands, a list of words
-    each: an option and its values on a line.
-    """
+    each: an option and its values on a line."""
     text = SCRIPT_HEAD.format(title=title) + head
     for key, value in values.items():
         if key.startswith("env.") and value:

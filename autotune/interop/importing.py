@@ -1,6 +1,5 @@
 """From another trainer's configuration to what `autotune.plan` takes, with an account of every
-key.
-"""
+key."""
 
 import re
 from collections.abc import Mapping
@@ -8,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.interop.documents import ConfigValue, Document, read_document, with_references
 from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import FILL_IN, KnownModel, Trainer, get_trainer, trainers
-from autotune.schema import Frozen, Overheads
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.plan.base import Frozen
+from autotune.plan.overheads import Overheads
 
 
 class ConfigLine(Frozen):
@@ -52,8 +52,7 @@ class ImportedConfig(Frozen):
     """Arguments of `autotune.plan`: what is learned, by the names of the workload and the job."""
     pins: dict[str, str]
     """The settings as written, by knob. Numbers of blocks may be `all`, `25%`, or `2/4`: the first
-    two of every four.
-    """
+    two of every four."""
     carried: tuple[ConfigLine, ...]
     pinned: tuple[ConfigLine, ...]
     decided: tuple[ConfigLine, ...]
@@ -211,8 +210,7 @@ def _value_text(value: Any) -> str:
 
 def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
     """The settings without the names of sections if they mean nothing to this trainer, and keys
-    that it gathers once, with the list of what all of its sections say.
-    """
+    that it gathers once, with the list of what all of its sections say."""
     settings: list[ConfigValue] = []
     for setting in document.settings:
         key = setting.key
@@ -257,8 +255,7 @@ def _model_of(
     trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
 ) -> tuple[str, list[Line]]:
     """What to plan for, and the lines that say so: the weights as written if `plan` can take
-    them, else the model.
-    """
+    them, else the model."""
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
     lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
     named = (settings[key] for key in trainer.weights_keys if key in settings)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.families import MIN_SNR_GAMMA, DiscreteDiffusion, Family
-from autotune.schema import Candidate
+from autotune.models.base import Family
+from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
+from autotune.plan.candidate import Candidate
 
 Values = Mapping[str, Any]
 """Values by the trainer's keys, or by autotune's names."""
@@ -22,8 +23,7 @@ LOST = "lost"
 
 def is_knob(name: str) -> bool:
     """Whether a name is one of the settings that autotune tunes, so that a value for it is a
-    pin.
-    """
+    pin."""
     return name in Candidate.model_fields or name.startswith("caching.")
 
 
@@ -53,14 +53,12 @@ class Rule:
     names: tuple[str, ...]
     read: Callable[[Values, Context], Values]
     """From the keys that are present, or have a default, to names. May raise for a value that
-    makes no sense.
-    """
+    makes no sense."""
     write: Callable[[Values, Context], Values]
     """From all names to keys; None leaves a key out. Raises CannotExpress."""
     synonyms: tuple[str, ...] = ()
     """Those of the keys that mean the same: the first that is present wins, and none has its
-    default beside another.
-    """
+    default beside another."""
 
 
 def whole(value: Any) -> int:
@@ -117,8 +115,7 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
 
 def count_blocks(value: str | int, num_blocks: int) -> int:
     """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of
-    every four.
-    """
+    every four."""
     written = str(value)
     if written == "all":
         return num_blocks
@@ -226,8 +223,7 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 def same(written: str) -> tuple[Rule, ...]:
     """Names whose values are the same in both: words `ours=theirs|another`, the first key being
-    written.
-    """
+    written."""
 
     def rule(name: str, keys: tuple[str, ...]) -> Rule:
         kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
@@ -244,8 +240,7 @@ def same(written: str) -> tuple[Rule, ...]:
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
     """A value, or a list of which autotune takes the largest number, or the first text, and says
-    `otherwise`.
-    """
+    `otherwise`."""
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -290,8 +285,7 @@ def resolution(written: str, *others: str) -> Rule:
 
 def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
     """Micro-batch size (the first of `sizes` that is present), accumulated steps and processes:
-    together they are the effective batch size.
-    """
+    together they are the effective batch size."""
     keys = tuple(sizes.split())
 
     def read(values: Values, context: Context) -> Values:
@@ -314,8 +308,7 @@ def duration(
     steps: str, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
     """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is
-    written.
-    """
+    written."""
 
     def read(values: Values, context: Context) -> Values:
         num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
@@ -380,8 +373,7 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
 
 def min_snr(key: str, off: float | None = None) -> Rule:
     """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under
-    one key that is `off` without it. Noise levels are drawn alike.
-    """
+    one key that is `off` without it. Noise levels are drawn alike."""
 
     def read(values: Values, context: Context) -> Values:
         limit = number(values.get(key) or 0)
@@ -425,8 +417,7 @@ def named_arguments(value: Any) -> dict[str, str]:
 
 def checkpointing(key: str, on: str = "", off: str = "") -> Rule:
     """All blocks or none: a part of them becomes all, which needs less memory. The words are read,
-    too.
-    """
+    too."""
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
 
     def read(values: Values, context: Context) -> Values:
@@ -445,8 +436,7 @@ MAX_STRIDE = 8
 def patterned_checkpointing(key: str, interval: str, stride: str, families: str) -> Rule:
     """All blocks, none, or those whose index modulo the stride is below the interval; without a
     stride every `interval`th block. Of other than these `families` an interval makes several
-    blocks one that is recomputed.
-    """
+    blocks one that is recomputed."""
     beginnings = tuple(families.split())
 
     def read(values: Values, context: Context) -> Values:

@@ -1,6 +1,5 @@
 """Which layers each trainer adapts, in its way of naming them, so that target sets can be compared;
-and the rules that relate these ways to our target sets.
-"""
+and the rules that relate these ways to our target sets."""
 
 import ast
 import json
@@ -12,9 +11,10 @@ from typing import Any
 
 import yaml
 
-from autotune.families import Family, target_matcher
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values, named_arguments
-from autotune.weights import LAYOUTS
+from autotune.models.adapter import target_matcher
+from autotune.models.base import Family
+from autotune.weights.layer_names import LAYOUTS
 
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
 """Numbers of blocks in a layer's name."""
@@ -51,8 +51,7 @@ def _expand(text: str) -> list[str]:
 
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
     """Names of the Linear layers of a family's transformer, one block of each kind standing for
-    all. A UNet's blocks are not apart from the rest.
-    """
+    all. A UNet's blocks are not apart from the rest."""
     is_apart = in_blocks and family.block_lists
     blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
     names = _layers("linear", family.transformer_class)
@@ -66,8 +65,7 @@ def convolutions(family: Family) -> frozenset[str]:
 
 def original_name(family: Family, layer: str) -> str:
     """A layer's name in the code of the model's authors, if the model has another one there:
-    several layers may be one there.
-    """
+    several layers may be one there."""
     layout = LAYOUTS.get(family.transformer_class)
     return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
@@ -79,8 +77,7 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
     """The target set that differs least from these layers, by kinds of layers first, and how it
-    differs.
-    """
+    differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
     kinds = set(map(in_block, layers))
     by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
@@ -99,8 +96,7 @@ def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
 
 def peft_names(family: Family, targets: str) -> list[str]:
     """Ends of names that adapt the target set alone: a layer whose short name another also has,
-    or a module around layers, is named for each block.
-    """
+    or a module around layers, is named for each block."""
     wanted, every = layers_of(family, targets), linear_layers(family)
     found: list[str] = []
     for name in sorted(wanted):
@@ -137,8 +133,7 @@ def _targets(
     arguments: Sequence[str] | None = None,
 ) -> Rule:
     """The rule for adapted layers. `selects` makes of the keys what the trainer matches names
-    with; `arguments` are those of `network_args` that it understands.
-    """
+    with; `arguments` are those of `network_args` that it understands."""
 
     def read(values: Values, context: Context) -> Values:
         layers = linear_layers(context.family) | convolutions(context.family)
@@ -207,8 +202,7 @@ def targets_by_parts(
 
 def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
     """Ends of names as peft takes them: a list, or with `joined` one text with commas; both are
-    read. `usual`: by how families' names begin, what is adapted if the key is not there.
-    """
+    read. `usual`: by how families' names begin, what is adapted if the key is not there."""
 
     def selects(values: Values, context: Context) -> Selects:
         given = values.get(key)
@@ -311,8 +305,7 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
     """Ranks of parts in `network_args`, and the layers of each, as sd-scripts has them for FLUX.1;
     0 adapts none of them. In single blocks query, key, value and the first half of the MLP are one
-    layer there. Of a UNet it adapts the transformers.
-    """
+    layer there. Of a UNet it adapts the transformers."""
     layers = {name: written.split() for name, written in parts.items()}
 
     def selects(values: Values, context: Context) -> Selects:

@@ -1,6 +1,5 @@
 """The trainers whose configurations are read and written: a file of `data/` for each, which import
-and export share. What several have in common is in `data/kohya.yaml` and `data/shared.yaml`.
-"""
+and export share. What several have in common is in `data/kohya.yaml` and `data/shared.yaml`."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +9,12 @@ from functools import cache
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import Family, PublishedModel, find_published
 from autotune.interop import rules, targets
 from autotune.interop.documents import Document
 from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings
-from autotune.schema import AdapterPractice, KeptPart, Overheads, ProductPractice
+from autotune.models.base import Family, PublishedModel
+from autotune.models.registry import find_published
+from autotune.plan.overheads import AdapterPractice, KeptPart, Overheads, ProductPractice
 
 NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onetrainer")
 FILL_IN = "FILL-IN"
@@ -78,14 +78,12 @@ class Trainer:
     rules: tuple[Rule, ...]
     defaults: Values
     """The trainer's own values for keys that may be absent and that change learning or memory:
-    read if a key is absent, always written.
-    """
+    read if a key is absent, always written."""
     fixed: Values
     """Other keys that are always written."""
     accounts: tuple[tuple[re.Pattern[str], str, str, bool], ...]
     """What keys mean that no rule reads: a pattern for keys, words, the value with which it changes
-    nothing besides none, false, 0 and an empty text, and whether it changes learning.
-    """
+    nothing besides none, false, 0 and an empty text, and whether it changes learning."""
     overheads: Mapping[str, Any]
     """What it takes of a device otherwise than autotune's executor, by what `overheads_of` reads."""
     root: str = ""
@@ -142,8 +140,7 @@ class Trainer:
 
     def account(self, key: str, value: Any) -> tuple[str, str] | None:
         """What becomes of a key that no rule reads, as `ImportedConfig` lists it, and in words;
-        None if it is not known.
-        """
+        None if it is not known."""
         found = [one for one in self.accounts if one[0].fullmatch(key)]
         learned = [one for one in found if one[3]]
         if learned:
@@ -156,8 +153,7 @@ class Trainer:
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
         """What it takes of a device with settings by its keys; its defaults count for what these
         lack. A condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
-        `KEY=VALUE` asks for a value.
-        """
+        `KEY=VALUE` asks for a value."""
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -275,8 +271,7 @@ def _as_read(key: str, value: Any) -> Any:
 
 def _models(data: Mapping[str, Any]) -> tuple[KnownModel, ...]:
     """Under each set of keys words `name=value,value`, a value for each key; none if it is
-    empty.
-    """
+    empty."""
     found = []
     for keys, words in data["models"].items():
         for name, _, values in (word.partition("=") for word in words.split()):

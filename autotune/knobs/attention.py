@@ -2,16 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.backends import (
-    ATTENTION_BACKENDS,
-    AttentionBackend,
-    Kernel,
-    assumed_efficiency,
-    cuda_kernel,
-)
-from autotune.families import Family
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS, assumed_efficiency, cuda_kernel
+from autotune.knobs.entries import AttentionBackend, Kernel
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.schema import Candidate, Choice, HardwareProfile
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,14 +16,12 @@ if TYPE_CHECKING:
 DEFAULT = "native"
 MIN_SPEED = 1.03
 """Times the default's measured speed from which a backend is worth a trial: less is within the
-noise.
-"""
+noise."""
 
 
 class Attention(Knob):
     """The backends that this machine can use and that it has measured to be faster than the
-    default.
-    """
+    default."""
 
     name = "attention"
 
@@ -118,8 +112,7 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
 
 def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
     """Whether the backend would be given masks in micro-batches of several, because captions
-    differ in length.
-    """
+    differ in length."""
     work, family = context.workload, context.family
     always = family.has_attention_mask(1, "exact")  # of the text alone
     is_masked = not always and family.has_attention_mask(
@@ -152,8 +145,7 @@ def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
 
 def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
     """Times the speed of `usual` in the longest shape that both were measured in; None if there
-    is none.
-    """
+    is none."""
     theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
     if not (common := theirs.keys() & own.keys()):
         return None

@@ -14,18 +14,19 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import AutotuneError
-from autotune.families import Family
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
-from autotune.runtime import lazy_module
-from autotune.schema import Candidate, Choice, Workload
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.workload import Workload
+from autotune.system.lazy import lazy_module
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from autotune.weights import Transform
+    from autotune.weights.streaming import Transform
 else:
     torch = lazy_module("torch")
     nn = lazy_module("torch.nn")
@@ -93,8 +94,7 @@ class Swapping(Knob):
 PAGE_BYTES = 4096
 REGION_ALIGNMENT_BYTES = 256
 """Where a tensor may begin within its block's region: as well aligned as CUDA's allocator would
-place it.
-"""
+place it."""
 
 
 def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -147,8 +147,7 @@ def _unlock(memory: Tensor) -> None:
 
 class HostWeight(NamedTuple):
     """A frozen parameter whose values wait on the host: one tensor, or each tensor that a
-    quantized one consists of.
-    """
+    quantized one consists of."""
 
     module: nn.Module
     name: str
@@ -163,8 +162,7 @@ class HostWeight(NamedTuple):
 
 class HostBlock(NamedTuple):
     """The frozen weights of a block in one region of the host's memory, so that one copy brings
-    them all.
-    """
+    them all."""
 
     region: HostRegion
     weights: tuple[HostWeight, ...]
@@ -185,8 +183,7 @@ class BlockSwap:
         )
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """When the weights of each block on the device have arrived; None if copies are
-        immediate.
-        """
+        immediate."""
         self.last = -1
         for number, block in enumerate(blocks):
             _move_trained(block, device)  # an optimizer may look at them before anything runs
@@ -207,8 +204,7 @@ class BlockSwap:
 
     def _following(self, number: int) -> int | None:
         """The block that runs next: forward passes go up, backward passes down, and without
-        gradients all go up.
-        """
+        gradients all go up."""
         is_forward = number > self.last or (
             number == 0 and (self.last == 0 or not torch.is_grad_enabled())
         )
@@ -255,8 +251,7 @@ def _move_trained(block: nn.Module, device: torch.device) -> None:
 
 def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
     """Move the block's frozen parameters to one region of the host, locked for CUDA, and buffers
-    to the device.
-    """
+    to the device."""
     frozen = [
         (module, name, parameter.detach())
         for module in block.modules()
@@ -292,8 +287,7 @@ def _parts_of(tensor: Any) -> dict[str, Tensor]:
 
 def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
     """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values
-    are the region's.
-    """
+    are the region's."""
     like = like.detach()
     parts = {
         name: _view(region, offset, part)
@@ -319,8 +313,7 @@ def offload_on_arrival(
     family: Family, transformer: nn.Module, num_blocks: int, transform: Transform | None
 ) -> Transform:
     """What to do with each module as its weights arrive: `transform`, then to the host if its
-    block is swapped.
-    """
+    block is swapped."""
     inside = {
         id(module)
         for block in family.blocks(transformer)[:num_blocks]

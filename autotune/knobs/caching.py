@@ -12,41 +12,35 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
-from autotune.families import Family, Parts
-from autotune.hardware import process_overhead_bytes, shares_host_memory
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.schema import (
-    CachingSettings,
-    Choice,
-    EncoderGpu,
+from autotune.models.base import Family, Parts
+from autotune.plan.base import first_problem
+from autotune.plan.candidate import CachingSettings, Choice
+from autotune.plan.hardware import (
     HardwareProfile,
     OtherGpu,
-    Reason,
-    Rejected,
-    first_problem,
+    process_overhead_bytes,
+    shares_host_memory,
 )
+from autotune.plan.plan import EncoderGpu, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
 QUANTIZED_SHARE = 0.86
 """Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3%
-of T5-XXL).
-"""
+of T5-XXL)."""
 PASSING_SHARE = 0.08
 """Largest share of an encoder on the device while it is streamed: its embeddings (7% of
-Qwen2.5-VL-7B).
-"""
+Qwen2.5-VL-7B)."""
 WORKING_SHARE = 0.06
 """What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers,
-and their logits.
-"""
+and their logits."""
 ROUNDED_SHARE = 0.04
 """What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted
-of transformers.
-"""
+of transformers."""
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
 """Settings that are chosen together, or pinned together."""
@@ -72,21 +66,18 @@ class EncoderSize:
 
     def device_bytes(self, caching: CachingSettings) -> int:
         """What encoding captions takes of the training device, weights and working memory, the
-        VAE apart.
-        """
+        VAE apart."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
         """What encoding captions takes where text encoders run: on the training device the VAE
-        waits beside them.
-        """
+        waits beside them."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
         """What encoding images takes where the VAE runs: text encoders have left, unless they
-        are kept there.
-        """
+        are kept there."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
         return (
             self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
@@ -94,8 +85,7 @@ class EncoderSize:
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
         """Most of both at one place, in the words of `CachingSettings`; 0 if nothing is encoded
-        there.
-        """
+        there."""
         captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
@@ -197,8 +187,7 @@ def encoder_gpu_of(
     hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize
 ) -> EncoderGpu | None:
     """The GPU beside the one that trains that encodes, and what that takes of it; None if none
-    does.
-    """
+    does."""
     other = _find_gpu(caching.other_gpu, hardware)
     if caching.other_gpu is None or other is None:
         return None
@@ -213,8 +202,7 @@ def encoder_gpu_of(
 
 def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
     """The values of each field that may be chosen on this machine, by the names that pins have
-    for fields.
-    """
+    for fields."""
     places = _places(context, 1, CachingSettings())
     options = [CachingSettings(**way) for way in _text_ways(places)]
     options += [CachingSettings(vae_device=place) for place in places]
@@ -230,8 +218,7 @@ def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
     """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be
-    used on this machine.
-    """
+    used on this machine."""
     settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
     if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
@@ -260,8 +247,7 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
 
 def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
     """The defaults with some fields, as text. Raises InvalidInput for what is no field, or no
-    value of one.
-    """
+    value of one."""
     values: dict[str, object] = dict(pins)
     if "text_encoder_streamed" in pins:
         values["text_encoder_streamed"] = {"true": True, "false": False}.get(
@@ -308,8 +294,7 @@ def _require_choice(
     refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str
 ) -> None:
     """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no
-    trial would tell.
-    """
+    trial would tell."""
     if not refusals:
         raise InvalidInput(
             f"exclusions leave no way to encode {what}",
@@ -331,8 +316,7 @@ def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
     """Where a model that only encodes can run, fast ones first; of other GPUs the pinned or the
-    roomiest one.
-    """
+    roomiest one."""
     device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)

@@ -6,10 +6,12 @@ attention. The cost model finds the numbers that go together (`search/mixtures.p
 
 from typing import TYPE_CHECKING, Any
 
-from autotune.backends import ATTENTION_BACKENDS
-from autotune.families import Family, find_dropout_layers
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.schema import Candidate, Choice, Workload
+from autotune.models.adapter import find_dropout_layers
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,17 +1,18 @@
 """torch.compile of each repeated block: faster steps after a start-up that the job has to pay
-back.
-"""
+back."""
 
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families import Family
 from autotune.knobs import norm_rope
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext, unavailable_reason
-from autotune.runtime import lazy_module
-from autotune.schema import Candidate, Choice, HardwareProfile, Workload
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.system.lazy import lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,7 @@ measured them: they decide whether one is made, and no more. A round figure; Qwe
 and 13 and 19 where an earlier process had left its code."""
 ELEMENTWISE_SHARE = 0.6
 """Share of the time of elementwise kernels that is left once they are fused. Not measured: it
-decides what is tried.
-"""
+decides what is tried."""
 LAUNCH_SHARE = 0.4
 """Share of the launches that is left."""
 
@@ -150,7 +150,6 @@ def startup_seconds(candidate: Candidate, family: Family, workload: Workload) ->
 
 def _seconds_of_blocks(num_kinds: int, workload: Workload) -> float:
     """Of blocks of so many kinds, for the first shape and once more for all others; blocks of
-    one kind share it.
-    """
+    one kind share it."""
     has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
     return STARTUP_SECONDS * num_kinds * (1 if has_one_shape else 2)

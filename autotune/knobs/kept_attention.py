@@ -20,8 +20,7 @@ Kept = deque[tuple[Any, ...]]
 
 def keep_attention() -> tuple["AttentionContext", "AttentionContext"]:
     """The two contexts of one block that `torch.utils.checkpoint.checkpoint` takes as
-    `context_fn`.
-    """
+    `context_fn`."""
     kept: Kept = deque()
 
     def run_and_keep(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from autotune.families import Family
-from autotune.schema import Candidate, Choice, HardwareProfile, MemoryBudget, Workload
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,8 +62,7 @@ class Parity:
     code share it: 2 checkpointed blocks prove 40."""
     tolerance: float
     """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is
-    added for gradients.
-    """
+    added for gradients."""
     reason: str
     """Where an error of this size comes from."""
     other_choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -87,8 +88,7 @@ class Knob(ABC):
     """The field of `Candidate` it sets."""
     is_composed: ClassVar[bool] = False
     """Whether it is a number of blocks, which the cost model chooses together with the other
-    numbers of blocks.
-    """
+    numbers of blocks."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
     compared_with: ClassVar[Choice | None] = None
@@ -135,8 +135,7 @@ class Knob(ABC):
 
     def parity(self, choice: Choice) -> Parity | None:
         """How gradients under `choice` are compared with the reference's; None if it changes
-        nothing about them.
-        """
+        nothing about them."""
         return None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
@@ -145,15 +144,13 @@ class Knob(ABC):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         """Make `transformer` use `choice`; may be called again with another. Does nothing for
-        most knobs.
-        """
+        most knobs."""
         return
 
 
 class MicroBatchSize(Knob):
     """Every divisor of the effective batch size, as far as the family takes several samples at
-    once.
-    """
+    once."""
 
     name = "micro_batch_size"
     title = "micro-batch"

@@ -9,26 +9,25 @@ layers themselves are never loaded.
 from functools import cache
 from typing import TYPE_CHECKING
 
-from autotune import families
-from autotune.families import Family
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.schema import Candidate, Choice, Workload
+from autotune.models.adapter import target_matcher
+from autotune.models.base import Family, build_on_meta
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
 MAX_WINDOW_BYTES = 1 << 30
 """Limit on the host's memory for the modulations of a window, however long the run; but a window is
-one step at least.
-"""
+one step at least."""
 MAX_WINDOW_DRAWS = 256
 """More make the products hardly faster, and a small model's window only longer to wait for."""
 
 
 def window_steps(row_bytes: int, images_per_step: int) -> int:
     """Optimizer steps of a window, for modulations of `row_bytes` a draw and so many images of
-    this process a step.
-    """
+    this process a step."""
     draws = min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // max(1, row_bytes))
     return max(1, draws // images_per_step)
 
@@ -72,8 +71,7 @@ class Modulation(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         """Once per loaded model, before an adapter is added: the layers leave it, and are asked
-        from where they lie.
-        """
+        from where they lie."""
         from autotune.knobs.modulation_ahead import take_loaded_layers
 
         if choice == "ahead":
@@ -92,9 +90,8 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
     """A modulation layer that the set of adapted layers has, by peft's rule; None if it has
-    none.
-    """
+    none."""
     assert family.modulation is not None
-    is_adapted = families.target_matcher(family, targets)
-    model = families.build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    is_adapted = target_matcher(family, targets)
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)

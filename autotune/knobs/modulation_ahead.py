@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.families import Family
+from autotune.models.base import Family
 
 ATTRIBUTE = "modulation_ahead"
 """Name of the module that the transformer gets."""
 
 Stream = Callable[[], Generator[tuple[str, Tensor]]]
 """Yields every tensor of the modulation layers once, by its name in the transformer, in the
-dtype to compute in.
-"""
+dtype to compute in."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class ModulationLayer:
 
 class ModulationPart(nn.Module):
     """Stands where a modulation layer was: takes the layer's outputs out of rows (items, all
-    layers' outputs).
-    """
+    layers' outputs)."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -93,8 +91,7 @@ class ModulationAhead(nn.Module):
 
     def connect(self, stream: Stream, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
         """Say where the layers' weights come from, and in which dtypes the model is to be
-        computed.
-        """
+        computed."""
         self._stream = stream
         self.set_dtype(dtype_of)
 
@@ -160,8 +157,7 @@ class ModulationAhead(nn.Module):
         embedded: Tensor,
     ) -> Tensor:
         """Forward hook of the embedders: the last one's output becomes rows, those before it add
-        nothing.
-        """
+        nothing."""
         if number == 0:
             self._embedded, self._inputs = [], []
         self._embedded.append(embedded)
@@ -187,8 +183,7 @@ class ModulationAhead(nn.Module):
     @torch.no_grad()
     def _compute(self, conditionings: Tensor, rows: Tensor) -> None:
         """Fill the first of `rows` with what all layers make of `conditionings` (items,
-        features), layer by layer.
-        """
+        features), layer by layer."""
         assert self._stream is not None
         activated, device = nn.functional.silu(conditionings), conditionings.device
         layers = {name: layer for layer in self.layers for name in layer.tensors}
@@ -252,8 +247,7 @@ def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
 
 def take_loaded_layers(family: Family, transformer: nn.Module) -> None:
     """The same for a transformer that has its weights: they are asked again from what it had, on
-    the host.
-    """
+    the host."""
     assert family.modulation is not None
     owned = {
         f"{name}.{leaf}": parameter.detach().cpu()

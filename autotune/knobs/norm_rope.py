@@ -9,8 +9,7 @@ of what diffusers' operations do. Where gradients turn out wrong, the next in li
 
 from typing import TYPE_CHECKING
 
-from autotune import attention
-from autotune.families import Family
+from autotune.knobs.fused_processor import use_kernels
 from autotune.knobs.knob import (
     Choices,
     Knob,
@@ -19,7 +18,9 @@ from autotune.knobs.knob import (
     parity_capability,
     unavailable_reason,
 )
-from autotune.schema import Candidate, Choice, HardwareProfile
+from autotune.models.base import Family
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,4 +73,4 @@ class NormRope(Knob):
         return Parity(choice, 0.01, reason) if choice != "stock" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        attention.use_kernels(transformer, family.attention_layouts, str(choice))
+        use_kernels(transformer, family.attention_layouts, str(choice))

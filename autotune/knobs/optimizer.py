@@ -19,8 +19,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.runtime import lazy_module, reveal_packages
-from autotune.schema import ADAMW, OptimizerChoice, OptionValue
+from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
+from autotune.system.lazy import lazy_module
+from autotune.system.process import reveal_packages
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,7 @@ CUSTOM = "custom"
 """The setting's value for a `package:Class`."""
 ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
 """Environment variable with the only `package:Class` that may be loaded; processes of a run
-inherit it.
-"""
+inherit it."""
 OURS = frozenset(
     {"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"}
 )
@@ -55,8 +55,7 @@ al. 2023, section 5, advise a third to a tenth)."""
 
 def allow_optimizer(name: str) -> None:
     """Let this process and those that it starts load that `package:Class`: the user has named
-    it.
-    """
+    it."""
     os.environ[ALLOWED] = name
 
 
@@ -157,8 +156,7 @@ def build_optimizer(
 
 def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
     """The learning rate if the user names none. Prodigy finds its own, which this one
-    multiplies.
-    """
+    multiplies."""
     return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
 
 

@@ -1,14 +1,14 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never
-quantized.
-"""
+quantized."""
 
 from typing import TYPE_CHECKING
 
-from autotune import quantization
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families import Family
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
-from autotune.schema import Choice, Workload
+from autotune.knobs.quantized_layers import quantize_inside
+from autotune.models.base import Family
+from autotune.plan.candidate import Choice
+from autotune.plan.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 class Quantization(Knob):
     """Weights alone are quantized, and dequantized for each product: gradients flow through the
-    true operation.
-    """
+    true operation."""
 
     name = "quantization"
     needs_reload = True
@@ -60,7 +59,7 @@ class Quantization(Knob):
         )
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        quantize = quantization.quantize_inside(family.blocks(transformer), str(choice))
+        quantize = quantize_inside(family.blocks(transformer), str(choice))
         if quantize is None:
             return
         for name, module in list(transformer.named_modules()):

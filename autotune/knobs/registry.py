@@ -1,6 +1,5 @@
 """The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line
-here.
-"""
+here."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,7 +18,8 @@ from autotune.knobs.settings import (
     precision_parity,
     unusable_setting,
 )
-from autotune.schema import Candidate, Choice, HardwareProfile
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import HardwareProfile
 
 KNOBS: tuple[Knob, ...] = (
     MicroBatchSize(),
@@ -52,8 +52,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 def require_choice(name: str, value: Choice) -> None:
     """Raise InvalidInput if there is no knob or plain setting of that name, or its values have
-    names and this is none on any machine.
-    """
+    names and this is none on any machine."""
     if name not in NAMES:
         raise InvalidInput(f"there is no knob called {name!r}", hint=suggest_nearest(name, NAMES))
     if NAMES[name] and value not in NAMES[name]:
@@ -73,7 +72,6 @@ def unusable_reason(name: str, value: Choice, hardware: HardwareProfile) -> str 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:
     """What of a candidate needs the model loaded anew: a model loaded for one serves all with
-    the same.
-    """
+    the same."""
     names = ("precision", "allocator", *(knob.name for knob in KNOBS if knob.needs_reload))
     return tuple(getattr(candidate, name) for name in names)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from autotune.knobs.knob import Parity, TuningContext, unavailable_reason
 from autotune.knobs.optimizer import CUSTOM, OPTIMIZERS
-from autotune.runtime import lazy_module
-from autotune.schema import Choice, HardwareProfile
-from autotune.weights import LOADERS
+from autotune.plan.candidate import Choice
+from autotune.plan.hardware import HardwareProfile
+from autotune.system.lazy import lazy_module
+from autotune.weights.loaders import LOADERS
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,7 @@ STORED_BYTES = 2
 """Bytes of a parameter in published files."""
 AS_FAST = 0.9
 """Share of the fastest rate from disk from which noise decides between loaders, so that the page
-cache does instead.
-"""
+cache does instead."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch reads the first that is set, once; the second is the older name."""
 

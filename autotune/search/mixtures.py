@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost import BLOCK_NUMBERS, CostModel, time_doubt
-from autotune.knobs import KNOBS, TuningContext
-from autotune.schema import Candidate
+from autotune.cost.calibration import time_doubt
+from autotune.cost.predict import BLOCK_NUMBERS, CostModel
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import KNOBS
+from autotune.plan.candidate import Candidate
 from autotune.search.space import SearchSpace
 
 Floats = NDArray[np.float64]
@@ -60,8 +62,7 @@ def find_mixtures(
     base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel
 ) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted
-    `choices` by knob.
-    """
+    `choices` by knob."""
     plain = base.changed(**dict.fromkeys(BLOCK_NUMBERS, 0))
     admitted = {
         name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_NUMBERS
@@ -91,8 +92,7 @@ def _without_conflict(
     name: str, numbers: Sequence[int], base: Candidate, context: TuningContext
 ) -> Integers:
     """The numbers of one knob that can go with the other knobs' values, if enough blocks
-    recompute.
-    """
+    recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_NUMBERS, 0), **deep, name: 1})
     is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
@@ -124,8 +124,7 @@ def _spread(numbers: Integers) -> Integers:
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
     """Mixtures that have the same terms in calibration: that use the same means, if more or less
-    of them.
-    """
+    of them."""
     whole, selective, swapped = (mixtures.numbers > 0).T
     means = (whole | selective) + 2 * selective + 4 * swapped
     for value in np.unique(means):
@@ -152,8 +151,7 @@ def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
     """Each group less what another group beats in memory and, beyond what is doubtful of their
-    ratio, in time.
-    """
+    ratio, in time."""
     first = [
         plain.changed(**dict(zip(BLOCK_NUMBERS, map(int, group.numbers[0]), strict=True)))
         for group in groups

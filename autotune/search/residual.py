@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, Self
 
-from autotune.cost import NOISE, PriorResiduals, residual_of
-from autotune.schema import Candidate, Objective, Prediction, TrialResult
+from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
+from autotune.plan.candidate import Candidate
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
 from autotune.search.winner import energy_unknown
 
@@ -28,22 +31,19 @@ MEMORY_SIGMAS = 1.0
 must stay below the budget, too."""
 MIN_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this
-share.
-"""
+share."""
 MAX_GROWTH = 1.5
 """On shared memory, what the next trial may be predicted to need, relative to the largest that
 has run: predictions are corrected by every trial, and stay right that near to it."""
 SAFE_SHARE = 0.5
 """Share of the budget that is safe to try: what is predicted to need less may be wrong by a
-factor of two and fits.
-"""
+factor of two and fits."""
 COMPARE_AFTER = 6
 """Trials after which the best settings are compared with the libraries' own way, if the search
 has not converged: it may have but two more."""
 DOUBT_SIGMAS = 2.0
 """Standard deviations by which a trial must be slower than expected from all others to be tried
-again.
-"""
+again."""
 MIN_WITNESSES = 4
 """Trials that must have run before one of them is doubted."""
 BROKEN_OUTCOMES = ("unsupported", "numerics")
@@ -72,8 +72,7 @@ class ScoredCandidate:
     candidate: Candidate
     expected: float
     """Natural logarithm of what the objective wants little of: step seconds, bytes, or joules
-    per image.
-    """
+    per image."""
     uncertainty: float
     """One sigma of `expected`."""
     step_seconds: float
@@ -150,8 +149,7 @@ class ResidualSearch:
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> Candidate | None:
         """What to try after `results` while others try `running`; None if nothing is left that
-        could run.
-        """
+        could run."""
         tried = {result.candidate for result in results} | set(running)
         first = next((candidate for candidate in self.first if candidate not in tried), None)
         if first:
@@ -385,14 +383,12 @@ class ResidualSearch:
 
     def _best(self, results: Sequence[TrialResult]) -> float:
         """Natural logarithm of the best value of the objective; some result must have run, and
-        told it.
-        """
+        told it."""
         return math.log(min(self._value(result) for result in results if result.outcome == "ok"))
 
     def _value(self, result: TrialResult) -> float:
         """What the objective wants little of, as a trial that ran measured it; infinite if it
-        did not tell.
-        """
+        did not tell."""
         if self.objective == "memory":
             return result.peak_memory_bytes or math.inf
         if self.objective == "energy":
@@ -406,8 +402,7 @@ class ResidualSearch:
         results: Sequence[TrialResult],
     ) -> ScoredCandidate:
         """`best` if it is not much larger than what has run, else the largest that is not; or
-        the smallest of all.
-        """
+        the smallest of all."""
         cost = self._calibrate(results)
         largest = max(_required_bytes(result, cost) for result in results if result.outcome == "ok")
         reach = max(MAX_GROWTH * largest, SAFE_SHARE * self.budget_bytes)
@@ -439,8 +434,7 @@ class ResidualSearch:
 
 def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
     """Logarithm of the mean joules per image and second of a step, and its spread; 0 before any
-    trial told both.
-    """
+    trial told both."""
     ran = [(r.joules_per_image, r.median_step_seconds) for r in results if r.outcome == "ok"]
     powers = [joules / seconds for joules, seconds in ran if joules and seconds]
     if not powers:
@@ -451,8 +445,7 @@ def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
 
 def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:
     """The least host memory predicted for a trial that ran out of it; other programs may have
-    taken some.
-    """
+    taken some."""
     ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
     return min(
         (cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf

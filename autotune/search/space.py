@@ -1,24 +1,16 @@
 """The candidates that this machine, family and workload admit, and every choice that they don't,
-with the reason.
-"""
+with the reason."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs import (
-    KNOBS,
-    PARITY,
-    Choices,
-    Knob,
-    TuningContext,
-    parity_capability,
-    plain_choices,
-    require_choice,
-    unavailable_reason,
-)
-from autotune.schema import Candidate, Choice, Rejected
+from autotune.knobs.knob import Choices, Knob, TuningContext, parity_capability, unavailable_reason
+from autotune.knobs.registry import KNOBS, PARITY, require_choice
+from autotune.knobs.settings import plain_choices
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.plan import Rejected
 
 KnobValue = tuple[str, str]
 """A knob and one of its values, as text."""
@@ -57,8 +49,7 @@ class SearchSpace:
     @property
     def tried_choices(self) -> dict[str, tuple[Choice, ...]]:
         """Values that trials may have, by knob: the admitted ones, and what settled knobs are
-        compared with.
-        """
+        compared with."""
         compared = self._compared_choices()
         return {
             name: (*choices, compared[name]) if name in compared else choices
@@ -67,8 +58,7 @@ class SearchSpace:
 
     def without_rules(self, candidate: Candidate) -> Candidate:
         """The candidate with the libraries' own way of each knob that a rule settles, as far as
-        that may be tried.
-        """
+        that may be tried."""
         return candidate.changed(**self._compared_choices())
 
     def _compared_choices(self) -> dict[str, Choice]:
@@ -189,8 +179,7 @@ def _choose_setting(
     exclusions: Sequence[KnobValue],
 ) -> Choice:
     """The first of a plain setting's values that is not excluded and computes the same here, or
-    the pinned one.
-    """
+    the pinned one."""
     wrong = _wrong_values(name, values, context)
     pinned = [value for pin, value in pins if pin == name]
     left = [
@@ -215,8 +204,7 @@ def _choose_setting(
 
 def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:
     """Those under which gradients on this machine are known to differ from the reference's, and
-    how.
-    """
+    how."""
     return {
         value: why
         for value in values
@@ -282,8 +270,7 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
 
 def _exclude(value: str, choices: Choices) -> Choices:
     """The choices without a value; where a rule had settled on that one, those that may be
-    pinned are tried instead.
-    """
+    pinned are tried instead."""
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     on_request = {choice: why for choice, why in choices.on_request.items() if str(choice) != value}
     known = (*choices.admitted, *choices.on_request)

@@ -25,9 +25,11 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
-from autotune.runtime import ESCAPE_CHARACTERS, quote_error
-from autotune.schema import Candidate, TrialResult, digest_of
+from autotune.plan.base import digest_of
+from autotune.plan.candidate import Candidate
+from autotune.plan.trial import TrialResult
 from autotune.search.residual import ResidualSearch, best_seconds
+from autotune.system.urls import ESCAPE_CHARACTERS, quote_error
 
 TrialFunction = Callable[[Candidate], TrialResult]
 """Tries a candidate for a few steps."""
@@ -37,14 +39,12 @@ SHARE_OF_RUN = 0.05
 MIN_SECONDS = 60.0
 MIN_TRIALS = 7
 """With 6, two of nine searches in the development table stopped before they came within 5% (see
-benchmarks/DECISIONS.md).
-"""
+benchmarks/DECISIONS.md)."""
 MIN_TRIALS_WITH_PRIORS = 4
 """The same if records of similar machines hold."""
 NUM_EXTRA_TRIALS = 2
 """Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
-(see the log).
-"""
+(see the log)."""
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
 HEARTBEAT_SECONDS = 10
@@ -130,8 +130,7 @@ def open_study(
 
 def check_storage(url: str) -> None:
     """Connect to the storage and leave it as it is, so that one that cannot be used is told before
-    long work. Raises what `open_study` does.
-    """
+    long work. Raises what `open_study` does."""
     with _translate_errors(url):
         _connect(url)
 
@@ -344,8 +343,7 @@ def _objective(
     on_trial: Callable[[TrialResult], None],
 ) -> float:
     """Try the candidate that the sampler has chosen, or a dead worker's, and store the result;
-    gives its median step seconds.
-    """
+    gives its median step seconds."""
     if not trial.params and not trial.relative_params:
         raise optuna.TrialPruned("the search was over")
     choices = search.space.tried_choices
@@ -410,8 +408,7 @@ def memoize(
     measure: Callable[[Candidate], TrialResult | None],
 ) -> TrialResult | None:
     """What `measure` finds about the candidate, stored as `what`: a search that was interrupted
-    reads it there.
-    """
+    reads it there."""
     key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
     if (stored := study.user_attrs.get(key)) is not None:
         return TrialResult.model_validate_json(stored)
@@ -434,8 +431,7 @@ def published_plan(study: Study) -> str | None:
 
 def publish_plan(study: Study, plan: str) -> str:
     """Propose a plan, and return the one that the search ended in: the first that any worker
-    proposed. Trials are numbered one by one, so no two can be the first.
-    """
+    proposed. Trials are numbered one by one, so no two can be the first."""
     if published_plan(study) is None:
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))
     return published_plan(study) or plan

@@ -1,25 +1,19 @@
 """Picks the winner among what was measured, or predicted if nothing can be measured, and says
-why: pure.
-"""
+why: pure."""
 
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.cost import CostModel
+from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
-from autotune.knobs import KNOBS, PARITY
-from autotune.schema import (
-    GOALS,
-    Candidate,
-    Choice,
-    Objective,
-    Prediction,
-    Reason,
-    Rejected,
-    TrialResult,
-)
+from autotune.knobs.registry import KNOBS, PARITY
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.plan import Reason, Rejected
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import GOALS, Objective
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
@@ -28,8 +22,7 @@ MAX_FALLBACK_SHARE = 0.95
 """Memory of each fallback, relative to the settings before it."""
 TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal:
-`MIN_GAIN` of a search.
-"""
+`MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
 ENERGY_HINT = (
@@ -55,8 +48,7 @@ class Score:
 
     def value(self, objective: Objective) -> float:
         """What the objective wants little of: seconds, bytes or joules; infinite if that is not
-        known.
-        """
+        known."""
         if objective == "energy":
             return math.inf if self.joules_per_image is None else self.joules_per_image
         return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
@@ -92,8 +84,7 @@ def score_trials(results: Sequence[TrialResult]) -> list[Score]:
 
 def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
     """Scores that a winner is chosen from: of candidates that longer trials confirmed, if there
-    are any, else all.
-    """
+    are any, else all."""
     confirmed = {
         result.candidate for result in results if result.confirms and result.outcome == "ok"
     }
@@ -169,8 +160,7 @@ def _complexity(score: Score) -> int:
 
 def energy_unknown(why: str = "") -> NothingFits:
     """What to raise if trials ran and none told the energy that is the objective; `why` is a
-    trial's message.
-    """
+    trial's message."""
     what = "no trial could measure how much energy its steps took"
     return NothingFits(f"{what}: {why}" if why else what, hint=ENERGY_HINT)
 
@@ -198,8 +188,7 @@ def require_winner(
 
 def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
     """Settings that run in less memory than the winner, the fastest first, each smaller than the
-    one before.
-    """
+    one before."""
     fallbacks: list[Score] = []
     running = [score for score in scores if score.failure is None]
     for score in sorted(running, key=lambda s: (s.step_seconds, s.peak_memory_bytes)):

@@ -24,7 +24,8 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from autotune.errors import InvalidInput, first_line
-from autotune.schema import AdapterFormat, Frozen, NaturalInt, PositiveInt
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.plan.job import AdapterFormat
 from autotune.weights.files import CorruptFile
 from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
 from autotune.weights.layer_names import (
@@ -83,8 +84,7 @@ class AdapterInfo(Frozen):
 @dataclass(frozen=True)
 class Adapter:
     """An adapter independent of any format: layers by module name, and metadata that belongs to
-    no format.
-    """
+    no format."""
 
     layers: Mapping[str, LoraLayer]
     metadata: Mapping[str, str]
@@ -140,8 +140,7 @@ def write_adapter(
     path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None
 ) -> None:
     """Write an adapter in the format `to`, atomically; `transformer` and errors as in
-    `serialize_adapter`.
-    """
+    `serialize_adapter`."""
     tensors, metadata = serialize_adapter(adapter, to, transformer)
     save_file(path, tensors, metadata)
 
@@ -207,8 +206,7 @@ def _collect_layers(
     bare: Mapping[str, Tensor], alphas: Mapping[str, float]
 ) -> dict[str, LoraLayer]:
     """Layers by module name. Alpha comes from `alphas`, else from the file, else it equals the
-    rank.
-    """
+    rank."""
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
@@ -260,8 +258,7 @@ def _configured_alphas(
     metadata: Mapping[str, str], prefix: str, modules: Iterable[str]
 ) -> dict[str, float]:
     """Alpha of each module as peft reads it from the configuration: `alpha_pattern` first, then
-    `lora_alpha`.
-    """
+    `lora_alpha`."""
     text = metadata.get(DIFFUSERS_KEY)
     if text is None:
         return {}
@@ -332,8 +329,7 @@ def serialize_adapter(
 @contextlib.contextmanager
 def _reraise_bad_shapes() -> Iterator[None]:
     """Raise CorruptFile if layers under the authors' names cannot be taken apart or put
-    together.
-    """
+    together."""
     try:
         yield
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
@@ -371,8 +367,7 @@ def _to_scalar(value: float) -> Tensor:
 
 def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
     """The configuration with which diffusers builds exactly these layers, whatever their ranks
-    and alphas.
-    """
+    and alphas."""
     rank = mode(layer.rank for layer in layers.values())
     alpha = mode(layer.alpha for layer in layers.values())
     config = {

@@ -1,6 +1,5 @@
 """Load one component of a pipeline's folder, a text encoder or a VAE, by the same loaders and
-streaming as the rest.
-"""
+streaming as the rest."""
 
 import importlib
 from collections.abc import Callable
@@ -60,8 +59,7 @@ def _open(
     folder: Path, name: str, path: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, WeightSource, Rename | None]:
     """The empty component, its weights in a folder or a single file at `path`, and how these are
-    to be renamed.
-    """
+    to be renamed."""
     model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = view_part(source, name, model)

@@ -1,6 +1,5 @@
 """Configurations in an untrusted model folder: read with bounds, and judged before torch is
-imported.
-"""
+imported."""
 
 import importlib.util
 import json
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.runtime import read_bounded
+from autotune.system.files import read_bounded
 from autotune.weights.files import PIPELINE_INDEX, MissingWeights
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries that component classes may come from: a name in an untrusted folder must not import
-anything else.
-"""
+anything else."""
 
 PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")
 """Name of one of diffusers' packages of pipelines, where some keep classes of their own."""
@@ -29,8 +27,7 @@ MAX_INTEGER = 1 << 24
 """Above any size in a configuration: constructors fill tables of so many numbers."""
 MAX_TOKENIZER_BYTES = 64 << 20
 """For each file of a tokenizer, which its library reads as a whole; the largest of a known model
-has 33 MB.
-"""
+has 33 MB."""
 BUILT_IN_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Implementations of attention and of experts in transformers itself. Any other name may be that
 of a repository, whose native code transformers would fetch and load; so may `flash_attention_2`,
@@ -96,8 +93,7 @@ def require_bounded(component: Path) -> None:
 
 def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every key and value of a configuration, also in the dictionaries inside it and in its
-    lists.
-    """
+    lists."""
     for name, value in data.items():
         yield name, value
         parts = [value] if isinstance(value, dict) else value if isinstance(value, list) else []
@@ -171,8 +167,7 @@ def _has_pipelines(name: object = None) -> bool:
 
 def component_class(folder: Path, name: str) -> tuple[str, str]:
     """(module, class) of a component in `read_model_index`. Raises MissingWeights if the
-    pipeline does not have it.
-    """
+    pipeline does not have it."""
     match read_model_index(folder).get(name):
         case [str(library), str(class_name)]:
             return library if library in LIBRARIES else f"diffusers.pipelines.{library}", class_name

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
-from autotune.runtime import lazy_module, read_bounded
+from autotune.system.files import read_bounded
+from autotune.system.lazy import lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +72,7 @@ class HubError(BadWeights):
 
 MAX_HEADER_BYTES = 16 << 20
 """A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into
-up to 3 GB.
-"""
+up to 3 GB."""
 
 MAX_DIMENSIONS = 64
 """The limit of torch."""
@@ -123,8 +123,7 @@ class TensorEntry:
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """(offset from the beginning of the file, number of bytes) of each run of its bytes, in
-        order.
-        """
+        order."""
         return ((self.start, self.size_bytes),)
 
     @property
@@ -196,8 +195,7 @@ def read_header(path: Path) -> WeightFile:
 
 def refuse_pickle(path: Path) -> None:
     """Raise PickledWeights if the suffix is that of a pickled format; the hint says how to
-    rebuild the file.
-    """
+    rebuild the file."""
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}:
         raise PickledWeights(
             f"{path} is a pickled file, which can run any code when it is read",
@@ -233,8 +231,7 @@ def _explain(
     error: SafetensorError, path: Path, file_bytes: int, header_bytes: int
 ) -> CorruptFile | TruncatedFile:
     """The typed error for a refusal of the library, which says neither how many bytes are
-    missing nor left over.
-    """
+    missing nor left over."""
     if "not fully covered" not in str(error):
         return _corrupt(path, str(error))
     with path.open("rb") as file:
@@ -277,8 +274,7 @@ class WeightSource:
     files: tuple[WeightFile, ...]
     is_view: bool = False
     """Whether tensors are other than the stored ones: parts of them or scaled. `fastsafetensors`
-    cannot read these.
-    """
+    cannot read these."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
@@ -350,15 +346,13 @@ def open_weights(path: Path) -> WeightSource:
 
 def is_model_path(path: Path) -> bool:
     """Whether `path` is a whole model's, a folder or an index of shards; a single file is an
-    adapter's.
-    """
+    adapter's."""
     return path.is_dir() or path.suffix == ".json"
 
 
 def find_weights(folder: Path) -> Path:
     """The index or the single file that holds a folder's weights. Raises MissingWeights or
-    PickledWeights.
-    """
+    PickledWeights."""
     for stem in STEMS:
         for suffix in (".safetensors.index.json", ".safetensors"):
             if (folder / f"{stem}{suffix}").is_file():

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from autotune.runtime import require_free_disk
+from autotune.system.resources import require_free_disk
 from autotune.weights.files import (
     PICKLES,
     PIPELINE_INDEX,
@@ -38,8 +38,7 @@ from autotune.weights.files import (
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and which of them a component needs is
-not known.
-"""
+not known."""
 
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Beginnings or ends of the names of component folders that hold no weights."""
@@ -123,8 +122,7 @@ def fetch(
 
 def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
     """Raise AutotuneError unless the cache's disk has room for those of the files that are not
-    there yet.
-    """
+    there yet."""
     planned = huggingface_hub.snapshot_download(
         repo, revision=revision, allow_patterns=list(files), dry_run=True
     )

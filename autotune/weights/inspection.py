@@ -1,13 +1,12 @@
 """Describe safetensors files: tensors, metadata, and how many values are not finite. Reads a
-tensor at a time.
-"""
+tensor at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.runtime import lazy_module
-from autotune.schema import Frozen, NaturalInt
+from autotune.plan.base import Frozen, NaturalInt
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import TensorEntry, WeightFile, open_weights
 from autotune.weights.loaders import read_tensor
 

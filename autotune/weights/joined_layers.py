@@ -65,8 +65,7 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
 
 def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
     """The inverse of `join_layers`; a layer that was trained as one gives each part its rows and
-    all of `down`.
-    """
+    all of `down`."""
     split: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)

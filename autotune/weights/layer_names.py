@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from autotune.schema import AdapterFormat
+from autotune.plan.job import AdapterFormat
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(
@@ -30,12 +30,10 @@ class Layout:
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
     """Outputs for each input of layers of the authors, which tell apart models whose names are
-    alike.
-    """
+    alike."""
     turned: frozenset[str] = frozenset()
     """The authors' layers that, if they have two rows for each input, make shifts before scales,
-    diffusers' after.
-    """
+    diffusers' after."""
     kohya_names: Literal["comfyui", "diffusers"] = "comfyui"
     """Whom kohya's scripts agree with on the names."""
 
@@ -45,8 +43,7 @@ class Layout:
 
     def parts(self, original: str) -> list[str]:
         """The layers of diffusers in one of the authors'. Raises KeyError if they have none of
-        that name.
-        """
+        that name."""
         key, number = split_number(original)
         return [part.replace("#", number) for part in self.parts_of[key]]
 
@@ -129,8 +126,7 @@ CHROMA: Mapping[str, Parts] = {
     **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
 }
 """Those of FLUX.1 but its modulation and embedders. What Chroma has in their place nobody
-adapts.
-"""
+adapts."""
 FLUX1: Mapping[str, Parts] = {
     **CHROMA,
     **_within(DOUBLE, {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",)}),
@@ -358,8 +354,7 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
     """The dotted names of those in `kohya_names`, which have underscores for dots, that are any
-    layout's.
-    """
+    layout's."""
     layouts = LAYOUTS.values()
     names = (
         layout.original_of if layout.kohya_names == "diffusers" else layout.parts_of

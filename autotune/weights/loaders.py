@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from safetensors import safe_open
 
 from autotune.errors import InvalidInput
-from autotune.runtime import lazy_module
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import (
     CHECK_FILE_SIZE,
     TensorEntry,
@@ -101,8 +101,7 @@ class MappedLoader(Loader):
 
 def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
     """Rows of stored tensors where they lie in a map of the file; what has to be computed is
-    read.
-    """
+    read."""
     with file.path.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
         for entry in file.entries:
@@ -146,8 +145,7 @@ class PreadLoader(Loader):
 
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
     """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header
-    was read.
-    """
+    was read."""
     with file.path.open("rb") as opened:
         return entry.finished(_read(opened.fileno(), file, entry))
 
@@ -195,8 +193,7 @@ def _allocate(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
 
 class FastLoader(Loader):
     """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the
-    caller keeps.
-    """
+    caller keeps."""
 
     name = "fastsafetensors"
 
@@ -262,8 +259,7 @@ def _has_cuda_runtime() -> bool:
 
 def _is_supported(file: WeightFile) -> bool:
     """Whether fastsafetensors 0.5 can read a file: it knows no complex numbers, and no file
-    without any bytes.
-    """
+    without any bytes."""
     return any(entry.size_bytes for entry in file.entries) and all(
         entry.dtype != "C64" for entry in file.entries
     )
@@ -271,8 +267,7 @@ def _is_supported(file: WeightFile) -> bool:
 
 def has_gds() -> bool:
     """Whether the driver of GPUDirect Storage is installed. Otherwise fastsafetensors must not
-    ask for it.
-    """
+    ask for it."""
     return Path("/dev/nvidia-fs0").exists()
 
 
@@ -283,8 +278,7 @@ LOADERS: Mapping[str, Loader] = {
 
 def get_loader(name: str, device: "torch.device") -> Loader:
     """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device`
-    on this machine.
-    """
+    on this machine."""
     if name not in LOADERS:
         raise InvalidInput(
             f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"

@@ -1,6 +1,5 @@
 """Write a whole model's weights anew in the layout that diffusers loads, in shards of another
-size.
-"""
+size."""
 
 import os
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from autotune.errors import InvalidInput
-from autotune.runtime import atomic_write
+from autotune.system.files import atomic_write
 from autotune.weights.files import PIPELINE_INDEX, STEMS, find_weights, open_weights
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards

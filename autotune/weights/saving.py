@@ -1,6 +1,5 @@
 """Save safetensors so that a reader finds the old file or the new one whole, never a half; large
-models in shards.
-"""
+models in shards."""
 
 import json
 import os
@@ -13,7 +12,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from torch import Tensor
 
-from autotune.runtime import atomic_write, write_text_atomic
+from autotune.system.files import atomic_write, write_text_atomic
 
 MAX_SHARD_BYTES = 10 * 10**9
 """diffusers' own default for a shard."""

@@ -26,8 +26,7 @@ from autotune.weights.loaders import read_tensor
 UNET_PREFIX = "model.diffusion_model."
 PREFIXES = (UNET_PREFIX, "diffusion_model.")
 """What the names of a DiT or UNet begin with in a checkpoint that may hold other components as
-well.
-"""
+well."""
 SCALES = (".scale_weight", ".weight_scale")
 """Endings of the scales of fp8 weights, which are the stored values times the scale: ComfyUI's,
 before and since it marks each layer with `.comfy_quant`."""
@@ -39,12 +38,10 @@ FIXED_WIDTHS = dict.fromkeys(
     ("FluxTransformer2DModel", "ChromaTransformer2DModel"), ("img_in.weight", 3072)
 )
 """The tensor with as many rows as the model is wide, and the width at which diffusers'
-conversion splits all models.
-"""
+conversion splits all models."""
 MAX_ROWS = 1 << 20
 """Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for
-each.
-"""
+each."""
 ROW_BITS = 32
 
 NAME_BASE = (
@@ -248,8 +245,7 @@ def _convert(
 
 def _unit(kind: str, tensors: Mapping[str, TensorEntry]) -> int:
     """How many rows of a marker stand for one of a stored tensor: more than one for narrower
-    models than published.
-    """
+    models than published."""
     name, width = FIXED_WIDTHS.get(kind, ("", 1))
     rows = tensors[name].shape[:1] if name in tensors else ()
     return max(1, width // rows[0]) if rows and rows[0] else 1
@@ -257,8 +253,7 @@ def _unit(kind: str, tensors: Mapping[str, TensorEntry]) -> int:
 
 def _mark(number: int, entry: TensorEntry, unit: int) -> Tensor:
     """A tensor of as many dimensions, all but the rows of size 1, whose values are `number` and
-    the row.
-    """
+    the row."""
     rows = entry.shape[0] if entry.shape else 1
     if not 0 < rows <= MAX_ROWS:
         raise KeyMismatch(f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE)
@@ -271,8 +266,7 @@ def _runs(
     name: str, marker: Tensor, order: list[str], unit: int, tensors: Mapping[str, TensorEntry]
 ) -> list[Run]:
     """The stored rows that a converted marker stands for. Raises BadWeights if it does not
-    consist of whole rows.
-    """
+    consist of whole rows."""
     flat = marker.reshape(-1)
     source = tensors[order[int(flat[0]) >> ROW_BITS]]
     if len(source.shape) > 1 and len(flat) != len(marker):
@@ -329,14 +323,12 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
 }
 """What the names of each component begin with in a checkpoint that holds others, too:
-Stability's and ComfyUI's.
-"""
+Stability's and ComfyUI's."""
 NESTED = re.compile(
     r"(?P<side>encoder|decoder)\.(?P<way>down|up)samples\.(?P<stage>\d+)\.(?P=way)samples\.(?P<number>\d+)\.(?P<part>.+)"
 )
 """A layer of the VAE of Wan 2.2, whose stages hold their blocks and then the one that changes
-the size.
-"""
+the size."""
 NESTED_LAYERS = {
     "residual.0.": "norm1.",
     "residual.2.": "conv1.",
@@ -386,8 +378,7 @@ def _ldm_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
 
 def _wan_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Wan 2.1's by diffusers' conversion; of what Wan 2.2 nests in each stage the stages by a
-    map of our own.
-    """
+    map of our own."""
     nested = {name: match for name in state if (match := NESTED.match(name))}
     found = diffusers_conversion("AutoencoderKLWan")(
         {n: each for n, each in state.items() if n not in nested}, config
@@ -405,8 +396,7 @@ def _unnest(name: re.Match[str]) -> str:
 
 def _flux2_vae(state: State, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """That of FLUX.1 with the outer convolutions inside encoder and decoder, and a norm of the
-    latents.
-    """
+    latents."""
     moved = {
         re.sub(r"(?:en|de)coder\.((?:post_)?quant_conv\.)", r"\1", key): tensor
         for key, tensor in state.items()

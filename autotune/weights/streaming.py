@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from autotune.runtime import drop_mapped_pages, trim_heap
+from autotune.system.memory import drop_mapped_pages, trim_heap
 from autotune.weights.files import (
     BadWeights,
     DtypeMismatch,
@@ -39,20 +39,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MAX_TENSORS = 100_000
 """Far above any model; building so many takes some seconds, and constructors build whatever
-number a file says.
-"""
+number a file says."""
 
 MAX_COMPUTED_TENSOR_BYTES = 1 << 31
 """Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of
-positions takes 1.8 GB.
-"""
+positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
 """Limit for all of them, one after the other: the same model computes 7.2 GB."""
 
 DtypePolicy = Callable[[str, torch.dtype], torch.dtype]
 """Returns the dtype that a tensor should have in the model, from its name and its dtype as
-stored.
-"""
+stored."""
 
 
 def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -86,8 +83,7 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
 @contextmanager
 def limit_tensors() -> Iterator[None]:
     """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever
-    asks for them.
-    """
+    asks for them."""
     numbers = count(1)
 
     def check(_module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
@@ -120,8 +116,7 @@ class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
     """Size of the tensor that an operation on real tensors would make; 0 for others, and where
-    only values decide.
-    """
+    only values decide."""
     on_meta: list[bool] = []
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,8 +218,7 @@ Rename = Callable[[str], str]
 
 TRIM_EVERY_BYTES = 4 << 20
 """Bytes of converted tensors after which free memory and pages of the file are returned to the
-system.
-"""
+system."""
 
 OTHER_MODEL = (
     "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
@@ -321,8 +315,7 @@ def _loader_for(source: WeightSource, loader: str) -> str:
 
 def _return_memory(converted: list[Tensor]) -> None:
     """Return to the system what nothing needs any more, the mapped pages of `converted` too;
-    empties the list.
-    """
+    empties the list."""
     trim_heap()
     for tensor in converted:
         drop_mapped_pages(tensor)
@@ -361,8 +354,7 @@ def fill_random(
 
 def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
     """The random values that `fill_random` gives the tensor of this name, in shape and dtype of
-    `like`.
-    """
+    `like`."""
     values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
         return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
@@ -374,8 +366,7 @@ def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Ten
 @dataclass(frozen=True)
 class _Slot:
     """A place for one tensor in a model: one parameter or persistent buffer, under all the names
-    that it has.
-    """
+    that it has."""
 
     names: tuple[str, ...]
     tensor: Tensor

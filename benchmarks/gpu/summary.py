@@ -1,6 +1,5 @@
 """A readable summary.md beside the raw rows, made of nothing but them: `python
-benchmarks/gpu/summary.py FOLDER`.
-"""
+benchmarks/gpu/summary.py FOLDER`."""
 
 import json
 import statistics
@@ -24,7 +23,7 @@ TABLES = {
         "trial": "model side_px rank targets padding batch candidate outcome peak_memory_bytes "
         "predicted.allocated_bytes reserved_bytes predicted.reserved_bytes step_seconds "
         "predicted.step_seconds "
-        "load_seconds load_peak_memory_bytes message",
+        "load_seconds load_peak_memory_bytes message"
     },
     "training": {
         "work": "batch model_flops_per_image matmul_flops_per_second",
@@ -39,7 +38,7 @@ TABLES = {
     "search": {
         "plan": "cap_gib status seconds outcomes plan.frozen.settings "
         "plan.frozen.expected.step_seconds "
-        "plan.frozen.expected.peak_memory_bytes message",
+        "plan.frozen.expected.peak_memory_bytes message"
     },
     "run": {
         "start": "resumed sent status seconds recorded_steps",
@@ -84,8 +83,7 @@ def value_at(row: Any, path: str) -> Any:
 
 def shown(value: Any, path: str = "") -> str:
     """Bytes in GiB, series as median (smallest to largest, n), settings in few words, numbers in
-    four digits.
-    """
+    four digits."""
     if path.endswith("bytes"):
         values = value if isinstance(value, list) else [value]
         value = [number / GIB for number in values if number is not None]
@@ -132,8 +130,7 @@ def table(rows: Sequence[Row], paths: str) -> list[str]:
 
 def relative_errors(rows: list[Row]) -> list[Row]:
     """How far predictions were from what was measured, in percent; after calibration on those
-    held out from it.
-    """
+    held out from it."""
     good = [row for row in of(rows, "accuracy", "trial") if row["outcome"] == "ok"]
     seconds: Callable[[Row], Any] = lambda row: statistics.median(row["step_seconds"])  # noqa: E731
     asked = (
@@ -181,8 +178,7 @@ def relative_errors(rows: list[Row]) -> list[Row]:
 
 def utilization(rows: list[Row]) -> list[Row]:
     """Seconds per image and arithmetic of a model that recomputes nothing, against the matmul
-    rate of the same card.
-    """
+    rate of the same card."""
     work = (of(rows, "training", "work") or [{}])[-1]
     lines = []
     for name in dict.fromkeys(row["name"] for row in of(rows, "training", "steps")):
@@ -206,8 +202,7 @@ def utilization(rows: list[Row]) -> list[Row]:
 
 def distances(rows: list[Row]) -> list[Row]:
     """How much slower each plan is than the fastest of the measured grid whose reserved memory
-    its budget holds.
-    """
+    its budget holds."""
     grid = [
         row
         for row in of(rows, "accuracy", "trial")

@@ -1,6 +1,5 @@
 """Teach the demo's shape many times in one process, with the program's own loading, noise, step and
-optimizer.
-"""
+optimizer."""
 
 import math
 import random
@@ -23,12 +22,12 @@ from autotune.demo.lesson import (
     taught_scenes,
 )
 from autotune.demo.world import Scene
-from autotune.families.resolve import resolve_model
-from autotune.schema.candidate import Candidate
-from autotune.training.describe import WorkloadOverrides, describe_workload
-from autotune.training.model import load_model
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.step import Noising, optimizer_step, to_device
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.train.describe import WorkloadOverrides, describe_workload
+from autotune.train.model import load_model
+from autotune.train.optimizer import AdapterOptimizer
+from autotune.train.step import Noising, optimizer_step, to_device
 
 CPU = torch.device("cpu")
 PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
@@ -92,8 +91,7 @@ class Classroom:
 
     def teach(self, job: Job, settings: Candidate = PLAIN, seed: int = 0) -> torch.nn.Module:
         """A transformer with an adapter that has learned, on plain weights whatever it was
-        trained on.
-        """
+        trained on."""
         wishes = WorkloadOverrides(
             size_px=(64, 64), rank=job.rank, targets=job.targets, quality="compact"
         )

@@ -11,10 +11,10 @@ import pytest
 
 import autotune
 from autotune.errors import AutotuneError
-from autotune.schema.plan import TrainingPlan
+from autotune.plan.plan import TrainingPlan
 from tests.small import draw_images
-from tests.training.small import machine, write_model_and_images
-from tests.training.small import make_plan as plan_by_hand
+from tests.train.small import machine, write_model_and_images
+from tests.train.small import make_plan as plan_by_hand
 
 TABLE = """(
     elsewhere.CatalogPrediction(
@@ -65,8 +65,8 @@ def test_what_is_wrong_is_told_before_the_rates_are_measured(
     def measure(*asked: object) -> None:
         pytest.fail("the rates are being measured")
 
-    monkeypatch.setattr("autotune.hardware.store.measure_rates", measure)
-    monkeypatch.setattr("autotune.hardware.store.has_valid_rates", lambda saved, now: False)
+    monkeypatch.setattr("autotune.machine.store.measure_rates", measure)
+    monkeypatch.setattr("autotune.machine.store.has_valid_rates", lambda saved, now: False)
     arguments, words = WRONG[what]
     with pytest.raises(AutotuneError, match=words):
         autotune.plan(
@@ -81,7 +81,7 @@ def test_a_predicted_plan_is_not_tried_while_its_run_could_not_start(
     def tried(*asked: object) -> TrainingPlan:
         pytest.fail("the plan is being tried")
 
-    monkeypatch.setattr("autotune.planning.measured_here", tried)
+    monkeypatch.setattr("autotune.search.sealing.measured_here", tried)
     made = plan_by_hand(*small, machine())
     expected = made.frozen.expected.changed(evidence="predicted")
     predicted = made.changed(frozen=made.frozen.changed(expected=expected))
@@ -96,7 +96,7 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     code = (
         "import sys, autotune.api.machines as machines\n"
         "machines.may_have_gpu = lambda: False\n"
-        "from autotune.planning import elsewhere\n"
+        "from autotune.search import elsewhere\n"
         f"elsewhere.catalog_predictions = lambda family: {TABLE}\n"
         "from autotune.cli import main\n"
         "try: main()\n"

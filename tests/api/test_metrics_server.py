@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from autotune.api.metrics_server import serve_metrics
 from autotune.errors import InvalidInput
-from autotune.schema.events import Event, RunStarted
-from tests.reporting.page.pages import golden_plan, steps_of
+from autotune.events import Event, RunStarted
+from tests.report.page.pages import golden_plan, steps_of
 
 
 def scrape(port: int) -> dict[str, float]:

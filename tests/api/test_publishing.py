@@ -1,6 +1,5 @@
 """`publish` against a hub of our own, which keeps what it is sent: what leaves the machine, what
-is refused early.
-"""
+is refused early."""
 
 import ast
 import base64
@@ -18,9 +17,9 @@ from huggingface_hub import constants
 
 import autotune
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.schema.plan_file import with_job, write_plan
+from autotune.plan.plan_file import with_job, write_plan
 from tests.api.test_report import run_folder
-from tests.reporting.page.pages import FOLDER
+from tests.report.page.pages import FOLDER
 
 PROMPT = 'a "red" heart: on a ground'
 

@@ -1,6 +1,5 @@
 """`report`: what it takes, where it writes, and what it makes of folders that somebody else
-filled.
-"""
+filled."""
 
 import random
 import shutil
@@ -12,12 +11,12 @@ from PIL import Image
 import autotune
 from autotune.api.reports import MAX_PREVIEWS, RunPage, read_run
 from autotune.errors import InvalidInput
-from autotune.reporting import PAGE_FILE
-from autotune.schema.events import Event, Notice, PhaseStarted, PreviewsWritten
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import RUN_PLAN_FILE, with_job, write_plan
-from tests.reporting.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
-from tests.reporting.page.test_page import Outline
+from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import RUN_PLAN_FILE, with_job, write_plan
+from autotune.report.run import PAGE_FILE
+from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
+from tests.report.page.test_page import Outline
 
 PLAN = Path(FOLDER) / "wall.yaml"
 

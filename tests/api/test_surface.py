@@ -1,6 +1,5 @@
 """The front door: what `import autotune` offers, how it is documented, and that the commands ask
-for nothing else.
-"""
+for nothing else."""
 
 import ast
 import dataclasses
@@ -17,7 +16,7 @@ import autotune
 from autotune.api.amounts import image_size, memory_bytes
 from autotune.cli.options import JobOptions, WorkloadOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
-from autotune.schema.events import Event
+from autotune.events import Event
 
 ROOT = Path(__file__).parents[2]
 

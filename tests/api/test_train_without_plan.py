@@ -7,9 +7,9 @@ import pytest
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.schema.plan import TrainingPlan
-from tests.training.small import machine, write_model_and_images
-from tests.training.small import make_plan as plan_by_hand
+from autotune.plan.plan import TrainingPlan
+from tests.train.small import machine, write_model_and_images
+from tests.train.small import make_plan as plan_by_hand
 
 
 def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_plan(
@@ -38,10 +38,7 @@ def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_pla
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ({"model": "qwen-image"}, "no data to train on"),
-        ({"data": "photos"}, "no model is named"),
-    ],
+    [({"model": "qwen-image"}, "no data to train on"), ({"data": "photos"}, "no model is named")],
 )
 def test_what_is_missing_is_told(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=words):

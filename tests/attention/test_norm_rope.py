@@ -1,6 +1,5 @@
 """One function for norm, rotation and joining: diffusers' numbers and gradients, and nothing
-kept but its inputs.
-"""
+kept but its inputs."""
 
 import pytest
 import torch
@@ -8,8 +7,7 @@ from diffusers.models.normalization import RMSNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.attention import KERNELS
-from autotune.attention.norm_rope import NormRope, _wide_backward, _wide_forward
+from autotune.knobs.fused_norm_rope import KERNELS, NormRope, _wide_backward, _wide_forward
 
 PLAIN = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
 """What is compiled, as Python runs it."""

@@ -1,17 +1,17 @@
 """Every family's attention computes the same with its processors replaced, under whatever else a
-step can have.
-"""
+step can have."""
 
 import copy
 
 import pytest
 import torch
 
-from autotune.attention import processor, use_kernels
-from autotune.attention.norm_rope import KERNELS, _wide_backward, _wide_forward
-from autotune.families.registry import FAMILIES
-from autotune.schema.candidate import Candidate
-from autotune.trials.gradients import _gradients, _plain_transformer, relative_error
+from autotune.knobs import fused_processor as processor
+from autotune.knobs.fused_norm_rope import KERNELS, _wide_backward, _wide_forward
+from autotune.knobs.fused_processor import use_kernels
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.search.gradients import _gradients, _plain_transformer, relative_error
 from tests.kinds import KINDS
 from tests.trials.test_parity import request_of
 
@@ -23,8 +23,7 @@ TOLERANCE = {name: 3e-3 if name.startswith("kandinsky5") else 1e-5 for name in D
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
     """`compiled` runs its functions as Python: what the compiler makes of them, `test_norm_rope`
-    and parity check.
-    """
+    and parity check."""
     plain = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
     monkeypatch.setitem(KERNELS, "compiled", plain)
 

@@ -66,8 +66,7 @@ def test_importing_and_helping_take_little_time_of_the_cpu(
     command: tuple[str, ...], max_seconds: float
 ) -> None:
     """Beyond what Python itself takes to start, and far from what torch takes, on a busy
-    machine, too.
-    """
+    machine, too."""
     assert (
         min(cpu_seconds(*command) for _ in range(5)) - min(cpu_seconds("-c", "") for _ in range(5))
         < max_seconds

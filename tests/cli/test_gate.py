@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import autotune
-from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
+from autotune.plan.run import AdapterVerdict, RunReport, ValidationResult
 from tests.conftest import autotune_here
-from tests.reporting.page.pages import FOLDER, golden_plan, run_report
+from tests.report.page.pages import FOLDER, golden_plan, run_report
 
 
 def verdict(**changes: object) -> AdapterVerdict:

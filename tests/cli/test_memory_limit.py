@@ -1,6 +1,5 @@
 """A limit of memory that is too small for a command, as job schedulers set it, is told as what
-it is.
-"""
+it is."""
 
 import subprocess
 import sys

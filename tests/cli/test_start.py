@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.api.test_report import PLAN, run_folder
-from tests.sharing.examples import record
-from tests.training.small import write_model_and_images
+from tests.share.examples import record
+from tests.train.small import write_model_and_images
 
 PLACES = {
     "PLAN": PLAN,

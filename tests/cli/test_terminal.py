@@ -1,6 +1,5 @@
 """What `plan` and `train` leave on a terminal of 80 columns: enough to decide, little enough to
-read.
-"""
+read."""
 
 import re
 
@@ -8,10 +7,10 @@ import pytest
 
 from autotune.cli.app import _with_loudness_first
 from autotune.cli.terminal import show_events
-from autotune.reporting.text import smoothed
-from autotune.schema.events import RunStarted
+from autotune.events import RunStarted
+from autotune.report.text import smoothed
 from tests.cli.test_cli import autotune
-from tests.reporting.page.pages import FOLDER, golden_plan, steps_of
+from tests.report.page.pages import FOLDER, golden_plan, steps_of
 
 
 def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_promise(

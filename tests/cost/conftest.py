@@ -6,7 +6,7 @@ import pytest
 from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.families.registry import FAMILIES
+from autotune.models.registry import FAMILIES
 
 
 @pytest.fixture(scope="session")

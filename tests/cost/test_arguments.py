@@ -7,9 +7,9 @@ from tiny_models import workload_of
 
 from autotune.cost.job_estimate import checked_bucket, require_sound
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES
 from autotune.knobs.knob import TuningContext
-from autotune.schema.candidate import Candidate
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
 from tests import builders
 
 QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]

@@ -1,6 +1,5 @@
 """What residuals teach is what Bayesian linear regression says, learned at once or one after the
-other.
-"""
+other."""
 
 import numpy as np
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit
-from autotune.schema.candidate import Candidate
+from autotune.plan.candidate import Candidate
 
 candidates = st.builds(
     Candidate,

@@ -10,8 +10,8 @@ from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace.passes import choose_traced
-from autotune.families.base import Parts
-from autotune.families.registry import FAMILIES
+from autotune.models.base import Parts
+from autotune.models.registry import FAMILIES
 
 DEPTHS = {
     "qwen-image": {"num_layers": 9},

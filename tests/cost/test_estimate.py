@@ -7,11 +7,11 @@ from tiny_models import TINY, gpu, workload_of
 
 from autotune.cost.job_estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
-from autotune.families.registry import FAMILIES
-from autotune.schema.candidate import Candidate
-from autotune.schema.prediction import Estimate
-from autotune.schema.workload import Bucket
-from tests.reporting.page.pages import golden_plan
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.plan.prediction import Estimate
+from autotune.plan.workload import Bucket
+from tests.report.page.pages import golden_plan
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Where arithmetic decides, predictions equal the real model's to the byte; where kernels
-decide, nearly.
-"""
+decide, nearly."""
 
 import weakref
 
@@ -10,13 +9,13 @@ from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
 from autotune.cost.trace.passes import shorten
-from autotune.families.loss import denoising_loss
-from autotune.families.registry import FAMILIES
 from autotune.knobs import modulation
 from autotune.knobs.block_swap import BlockSwap
-from autotune.schema.candidate import Candidate
-from autotune.schema.workload import OptimizerChoice
-from autotune.training.optimizer import AdapterOptimizer
+from autotune.models.loss import denoising_loss
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.plan.workload import OptimizerChoice
+from autotune.train.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
 from tests.kinds import KINDS
@@ -154,8 +153,7 @@ def _plain(transformer):
 
 def _kept_by_nodes(root):
     """What bitsandbytes' products, and norm and RoPE, keep as plain attributes, which no hook
-    sees.
-    """
+    sees."""
     seen, waiting = set(), [root]
     while waiting:
         node = waiting.pop()

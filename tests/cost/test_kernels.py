@@ -9,10 +9,10 @@ from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.timing import CACHE_GAIN, Rates
 from autotune.cost.trace.recorder import SCRATCH, Recorder
-from autotune.families.registry import FAMILIES
-from autotune.quantization.quantized_layers import multiply_in_int8
-from autotune.schema.hardware import Rate
-from autotune.schema.workload import Bucket
+from autotune.knobs.quantized_layers import multiply_in_int8
+from autotune.models.registry import FAMILIES
+from autotune.plan.hardware import Rate
+from autotune.plan.workload import Bucket
 from tests.builders import workload
 
 
@@ -94,8 +94,7 @@ def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
 
 def recorded(call):
     """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on
-    the meta device.
-    """
+    the meta device."""
     x = torch.empty(1024, 1024, device="meta", requires_grad=True)
     recorder = Recorder("cuda")
     recorder.seed([x])
@@ -109,8 +108,7 @@ def recorded(call):
 
 def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
     """Kandinsky's queries and keys are normalized in fp32 by a bf16 weight: torch then takes
-    plain operations.
-    """
+    plain operations."""
 
     def norm(dtype):
         weight = torch.empty(1024, device="meta", dtype=dtype)
@@ -163,8 +161,7 @@ def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_
 
 def test_a_block_of_qwen_image_moves_less_than_half_by_fewer_kernels_than_diffusers_and_pefts_own():
     """At 1,024 px, batch 1, 256 text tokens, that took 7.45 GB between products and attention,
-    by 244 kernels.
-    """
+    by 244 kernels."""
     size = Bucket(width_px=1024, height_px=1024, num_frames=1, num_items=20)
     work = workload(resolution_px=1024, buckets=(size,), max_text_tokens=256, text_padding="exact")
     family = FAMILIES["qwen-image"]
@@ -222,8 +219,7 @@ def kinds_of(call):
 
 def test_what_no_processor_vectorizes_is_charged_by_its_own_rate():
     """As Kandinsky turns pairs of channels; the same numbers of one shape are an ordinary
-    product.
-    """
+    product."""
     pairs, turns = (torch.empty(shape, device="meta") for shape in ((2, 8, 1, 2), (8, 2, 2)))
     whole = torch.empty(2, 8, 2, 2, device="meta")
     assert (

@@ -6,10 +6,10 @@ import pytest
 
 from autotune.cost.memory import GATHERED_BLOCKS, HOST_PROCESS_BYTES, Parallel
 from autotune.cost.predict import CostModel
-from autotune.families.base import Parts
-from autotune.planning.expectation import build_expectation
-from autotune.schema.candidate import CachingSettings, Candidate
-from autotune.schema.job import Job
+from autotune.models.base import Parts
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.job import Job
+from autotune.search.expectation import build_expectation
 from autotune.search.winner import Score
 from tests.builders import trial
 

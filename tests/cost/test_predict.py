@@ -3,16 +3,16 @@
 import pytest
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
-from autotune.families.registry import FAMILIES
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import Rate
-from autotune.schema.prediction import Prediction
-from autotune.schema.trial import TrialResult
-from autotune.schema.typical import padded_text_tokens
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import Rate
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.plan.typical import padded_text_tokens
 
 STEP_PARTS = (
     "matmul",
@@ -83,8 +83,7 @@ def test_quantized_weights_take_what_their_formats_say(card):
 @pytest.mark.parametrize("quantization", ["torchao-int8", "torchao-fp8"])
 def test_uncheckpointed_layers_keep_no_dequantized_weights(card, quantization):
     """Frozen layers dequantize again for the backward pass: what is saved does not grow when
-    stored weights shrink.
-    """
+    stored weights shrink."""
     plain, small = (
         card.tables.pass_of(
             Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False
@@ -248,8 +247,7 @@ def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_
 
 def test_what_a_gpu_waits_for_the_host_in_one_pass_it_does_not_make_up_for_in_the_other():
     """Of a large model and small images: kernels are as short as they may be, and more so in the
-    backward pass.
-    """
+    backward pass."""
     one, usual = gpu("nvidia-h100-sxm"), FAMILIES["qwen-image"].models[0].config
     own = CostModel.build(
         one, workload_of("qwen-image", config=usual), FAMILIES["qwen-image"], usual

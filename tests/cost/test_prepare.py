@@ -5,9 +5,9 @@ import itertools
 from tiny_models import TINY, workload_of
 
 from autotune.cost.predict import BLOCK_NUMBERS, CostModel
-from autotune.families.registry import FAMILIES
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
-from autotune.schema.candidate import Candidate
+from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
 
 
 def test_predictions_of_many_candidates_are_those_of_each_alone():

@@ -5,7 +5,7 @@ from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
 from autotune.cost.trace import shapes
-from autotune.families.registry import FAMILIES
+from autotune.models.registry import FAMILIES
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from autotune.families.base import Family
-from autotune.families.registry import FAMILIES
-from autotune.families.sdxl import UNET
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
-from autotune.schema.hardware import Device, HardwareProfile, Host, Versions
-from autotune.schema.workload import Bucket, ModelSpec, Workload
+from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.models.base import Family
+from autotune.models.registry import FAMILIES
+from autotune.models.sdxl import UNET
+from autotune.plan.hardware import Device, HardwareProfile, Host, Versions
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 QWEN = {
     "num_layers": 5,

@@ -40,8 +40,7 @@ def write_video(
     times_ms: Sequence[int] = (),
 ) -> Path:
     """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown
-    at its own time.
-    """
+    at its own time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)

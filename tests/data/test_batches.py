@@ -1,6 +1,5 @@
 """The order of data: complete, exact in its batch size, and the same from wherever it is
-entered.
-"""
+entered."""
 
 import dataclasses
 import math

@@ -17,7 +17,7 @@ from autotune.data.buckets import (
 from autotune.data.dataset import Dataset
 from autotune.data.items import Item
 from autotune.errors import InvalidInput
-from autotune.schema.workload import Bucket
+from autotune.plan.workload import Bucket
 
 sides = st.integers(1, 9000)
 resolutions = st.integers(64, 1600)

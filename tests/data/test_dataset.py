@@ -13,8 +13,8 @@ from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.reporting.machine import data_report_lines
-from autotune.schema.plan_file import RUN_PLAN_FILE
+from autotune.plan.plan_file import RUN_PLAN_FILE
+from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 
@@ -27,10 +27,7 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
     dataset = read_dataset(tmp_path)
     assert [
         (item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items
-    ] == [
-        ("000.png", CAPTIONS[0], 64, 48),
-        ("001.png", CAPTIONS[1], 40, 80),
-    ]
+    ] == [("000.png", CAPTIONS[0], 64, 48), ("001.png", CAPTIONS[1], 40, 80)]
     assert dataset.problems == ()
 
 
@@ -87,10 +84,7 @@ def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Pa
     assert "--caption" in caught.value.hint
     assert [
         item.caption for item in read_dataset(tmp_path, DatasetOptions(caption="a photo")).items
-    ] == [
-        CAPTIONS[0],
-        "a photo",
-    ]
+    ] == [CAPTIONS[0], "a photo"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])

@@ -1,6 +1,5 @@
 """Encoding a dataset: once, alone where something changed, and never trusting what was
-interrupted.
-"""
+interrupted."""
 
 import dataclasses
 import weakref
@@ -22,13 +21,13 @@ from autotune.data.encoders import Encoders
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.data.options import DatasetOptions
 from autotune.errors import AutotuneError
-from autotune.families.base import Sample
-from autotune.families.qwen_image import QwenImage
-from autotune.families.resolve import resolve_model
-from autotune.schema.candidate import CachingSettings
+from autotune.models.base import Sample
+from autotune.models.qwen_image import QwenImage
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import CachingSettings
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 from tests.small import write_small_pipeline
-from tests.training.small import SETTINGS
+from tests.train.small import SETTINGS
 
 IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
 Load = Callable[..., Any]

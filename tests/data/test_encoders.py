@@ -1,21 +1,20 @@
 """Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it
-is quantized.
-"""
+is quantized."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.data.encoders import Encoders
-from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
-from autotune.schema.candidate import CachingSettings
-from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
-from tests.families.small import CAPTIONS, Small
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import CachingSettings
 from tests.kinds import KINDS
-from tests.training.small import SETTINGS
+from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.models.small import CAPTIONS, Small
+from tests.train.small import SETTINGS
 from tests.weights.conftest import bits
 
 CPU = torch.device("cpu")

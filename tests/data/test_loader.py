@@ -9,8 +9,8 @@ import torch
 from autotune.data.batches import BatchOrder
 from autotune.data.loader import BatchLoader
 from autotune.errors import AutotuneError
-from autotune.families.base import Sample
-from autotune.families.qwen_image import QwenImage
+from autotune.models.base import Sample
+from autotune.models.qwen_image import QwenImage
 
 
 class Data:

@@ -105,8 +105,7 @@ def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> 
 )  # the product's own filter, lifted by pytest
 def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
     """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took
-    5 GiB.
-    """
+    5 GiB."""
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
     for decode in (False, True):
         with pytest.raises(OSError, match="13370 x 13370 px are over 64 megapixels"):

@@ -1,6 +1,5 @@
 """What one image may look like each time it is seen: other captions, mirrored, weighed by a mask
-or by its folder.
-"""
+or by its folder."""
 
 import json
 from pathlib import Path
@@ -20,8 +19,8 @@ from autotune.data.encode import EncodedDataset, encode_dataset
 from autotune.data.entries import EncoderIdentity
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.families.loss import denoising_loss
-from autotune.families.noise import FLOW_MATCHING
+from autotune.models.loss import denoising_loss
+from autotune.models.noise import FLOW_MATCHING
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 TAGS = "sks, fox, snow, red, tree"
@@ -29,8 +28,7 @@ TAGS = "sks, fox, snow, red, tree"
 
 class PlainFamily:
     """Latents are means of 8 x 8 px, and a caption is its characters: what was encoded can be
-    read off.
-    """
+    read off."""
 
     def sample_shapes(
         self, config: object, bucket: Any, text_tokens: int

@@ -1,6 +1,5 @@
 """Videos become clips at the model's rate, decoded one frame at a time, and what is wrong with
-one is named.
-"""
+one is named."""
 
 from pathlib import Path
 
@@ -26,12 +25,7 @@ def shown(path: Path, span: ClipSpan) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"),
-    [
-        ("a.mp4", "libx264"),
-        ("a.webm", "libvpx-vp9"),
-        ("a.avi", "mpeg4"),
-    ],
+    ("name", "codec"), [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
 )
 def test_every_format_is_resampled_to_the_rate_of_the_model(
     tmp_path: Path, name: str, codec: str

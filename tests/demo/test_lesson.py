@@ -1,6 +1,5 @@
 """The whole program teaches a real model a shape that it has never seen, or fails here. Judged
-by geometry.
-"""
+by geometry."""
 
 import json
 import random

@@ -1,11 +1,12 @@
 """Writes docs/compatibility.md from the tables of backends and families: python -m
-tests.docs.compatibility
-"""
+tests.docs.compatibility"""
 
 from pathlib import Path
 
-from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, Entry
-from autotune.families.registry import FAMILIES
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.entries import Entry
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 INTRODUCTION = """# Compatibility

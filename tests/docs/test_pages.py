@@ -1,6 +1,5 @@
 """The guides say what the code says: commands parse, messages and variables exist, tables are
-current.
-"""
+current."""
 
 import re
 import shlex
@@ -25,8 +24,7 @@ The real command line parses all others."""
 
 def commands() -> list[tuple[str, str]]:
     """(page, command) of every line of an example that begins with autotune, continued lines
-    joined.
-    """
+    joined."""
     found = []
     for page in PAGES:
         text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
@@ -44,8 +42,7 @@ def words_of(line: str) -> list[str]:
 
 def parse(words: list[str]) -> None:
     """Have the command line parse the words, without running anything. Raises its error of
-    usage.
-    """
+    usage."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("autotune", list(words))
     while hasattr(command, "commands"):

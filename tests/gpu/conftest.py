@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.families.resolve import resolve_model
-from autotune.hardware.probing import probe
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.workload import Workload
-from autotune.training.describe import WorkloadOverrides, describe_workload
-from autotune.trials.runner import ProcessTrialRunner
+from autotune.machine.probing import probe
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.search.runner import ProcessTrialRunner
+from autotune.train.describe import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30

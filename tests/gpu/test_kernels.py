@@ -2,13 +2,13 @@
 
 import pytest
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
-from autotune.hardware.rates import Meter
 from autotune.knobs.attention import Attention
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.trials.parity import check_parity
+from autotune.machine.rates import Meter
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import resolve_model
+from autotune.search.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
 from tests.small import write_small_pipeline
 

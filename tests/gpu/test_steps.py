@@ -1,6 +1,5 @@
 """Steps on the GPU: the host waits once in each; over NCCL, in a group of one, they are those of
-a process alone.
-"""
+a process alone."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,13 +11,13 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autotune.families.resolve import resolve_model
-from autotune.training import sharding
-from autotune.training.model import TrainingModel, load_model
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.training.processes import Processes, make_current
-from autotune.training.step import StepOutcome, optimizer_step, to_device
-from autotune.trials.steps import longest_captions, synthetic_samples
+from autotune.models.resolve import resolve_model
+from autotune.search.steps import longest_captions, synthetic_samples
+from autotune.train import sharding
+from autotune.train.model import TrainingModel, load_model
+from autotune.train.optimizer import AdapterOptimizer
+from autotune.train.processes import Processes, make_current
+from autotune.train.step import StepOutcome, optimizer_step, to_device
 from tests.gpu.conftest import candidate, work
 
 

@@ -1,6 +1,5 @@
 """A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if
-it had never stopped.
-"""
+it had never stopped."""
 
 import contextlib
 import json
@@ -11,15 +10,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from autotune.schema.candidate import Candidate
-from autotune.schema.events import Event
-from autotune.schema.plan_file import seal
-from autotune.training.run import train
-from autotune.training.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.events import Event
+from autotune.plan.candidate import Candidate
+from autotune.plan.plan_file import seal
+from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from autotune.weights.files import open_weights
 from autotune.weights.loaders import LOADERS
 from tests.events import notices_to, steps_to
-from tests.training.small import make_plan, write_model_and_images
+from tests.train.small import make_plan, write_model_and_images
 
 
 class Stop(Exception):

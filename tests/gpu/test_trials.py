@@ -8,20 +8,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.knobs.attention import Attention
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
-from autotune.schema.candidate import Candidate
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.plan.candidate import Candidate
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"torchao-int8": 0.1, "int8-matmul": 0.1, "torchao-fp8": 0.5,
 "fp8-matmul": 0.5,
                    "bnb-nf4": 1.0}  # fmt: skip
 """Of a loss against unquantized weights: random ones magnify small errors; test_kernels.py holds
-gradients to less.
-"""
+gradients to less."""
 
 
 @pytest.mark.anywhere
@@ -57,9 +56,9 @@ def test_every_storage_that_is_available_trains(runner, hardware, precision, nam
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "torchao-int8", "torchao-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
-    from autotune.families.registry import get_family
-    from autotune.quantization.quantized_layers import quantize_inside
-    from autotune.runtime.memory import tensor_bytes
+    from autotune.knobs.quantized_layers import quantize_inside
+    from autotune.models.registry import get_family
+    from autotune.system.memory import tensor_bytes
     from autotune.weights.streaming import build_empty, fill_random
 
     capability = hardware.capability(f"quantization.{name}")
@@ -140,8 +139,7 @@ print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 
 def test_the_planning_process_holds_no_memory_of_the_card(model):
     """Facts are read without a context: what a search may take is not taken by the search
-    itself.
-    """
+    itself."""
     script = """
 from autotune.hardware.probing import probe
 import pynvml, os
@@ -159,7 +157,7 @@ print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
 
 def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, runner):
     from autotune.cost.predict import CostModel
-    from autotune.families.resolve import resolve_model
+    from autotune.models.resolve import resolve_model
 
     resolved, chosen = resolve_model(str(model)), candidate(precision)
     prediction = CostModel.build(hardware, work(model), resolved.family, resolved.config).predict(

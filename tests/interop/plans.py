@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from autotune.families.registry import find_published
-from autotune.schema.candidate import CachingSettings, Candidate
-from autotune.schema.hardware import Versions
-from autotune.schema.job import Job
-from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.schema.plan_file import seal
-from autotune.schema.workload import Bucket, ModelSpec, Workload
+from autotune.models.registry import find_published
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import Versions
+from autotune.plan.job import Job
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan_file import seal
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 NUM_BLOCKS = {
     **{"qwen": 60, "flux1": 57, "flux2-klein-9b": 32, "flux2": 25, "kandinsky5-image": 52},
@@ -20,8 +20,7 @@ SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 
 def plan_of(model: str, **changes: Any) -> TrainingPlan:
     """A plan with these values, by the names of the job, the workload, the settings or
-    `caching.FIELD`.
-    """
+    `caching.FIELD`."""
     found = find_published(model)
     assert found is not None
     family, published = found

@@ -1,6 +1,5 @@
 """Audits: the file as it is written on a card, the fastest that learns the same, and each
-difference alone.
-"""
+difference alone."""
 
 import json
 import re
@@ -10,10 +9,10 @@ import pytest
 
 from autotune.api.audits import audit
 from autotune.interop.auditing import Audit
-from autotune.reporting.audit import audit_lines, audit_markdown
+from autotune.report.audit import audit_lines, audit_markdown
 from tests.conftest import autotune_here
 from tests.interop.test_importing import CONFIGS
-from tests.training.small import write_model_and_images
+from tests.train.small import write_model_and_images
 
 
 def write_config(folder: Path, *changes: tuple[str, str]) -> Path:

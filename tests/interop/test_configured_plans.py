@@ -1,6 +1,5 @@
 """`autotune import-config` as a user runs it, and plans that keep the settings of a
-configuration.
-"""
+configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 from autotune.api.plans import list_choices
 from autotune.errors import InvalidInput
 from autotune.interop.exporting import SPARING
-from autotune.schema.plan_file import read_plan
+from autotune.plan.plan_file import read_plan
 from tests.conftest import autotune_here
 from tests.interop.test_importing import CONFIGS
-from tests.training.small import write_model_and_images
+from tests.train.small import write_model_and_images
 
 
 def test_a_plan_keeps_the_settings_of_a_file_where_it_can(

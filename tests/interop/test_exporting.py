@@ -1,6 +1,5 @@
 """Plans as other trainers' files: what is exact comes back, what is not is said, and nothing
-needs more memory.
-"""
+needs more memory."""
 
 import contextlib
 import re
@@ -13,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES
 from autotune.interop.exporting import LOADING, compare, export_plan, inexpressible, values_of
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.rules import Context, count_blocks
 from autotune.interop.trainer import get_trainer, trainers
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import write_plan
+from autotune.models.registry import FAMILIES
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import write_plan
 from tests.conftest import autotune_here
 from tests.interop.plans import plan_of
 

@@ -1,6 +1,5 @@
 """Other trainers' configurations: every key is accounted for, at its line, and means what its
-trainer means by it.
-"""
+trainer means by it."""
 
 import contextlib
 import time
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES
 from autotune.interop.documents import ConfigValue, read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, read_config, read_settings
 from autotune.interop.rules import Context
 from autotune.interop.trainer import Trainer, get_trainer, trainers
+from autotune.models.registry import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
 MAIN_FILES = {
@@ -183,8 +182,7 @@ def test_odd_values_are_refused_by_name_or_accounted_for(
 
 def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
     """Of keys that the text does not show as they are, too: a search of the whole text for each
-    took seconds.
-    """
+    took seconds."""
     path = tmp_path / "config.json"
     path.write_text(
         "{" + ",\n".join(f'"\\u006bey{number:04}": "{"x" * 30}"' for number in range(4900)) + "}"

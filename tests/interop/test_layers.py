@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from autotune.families.base import build_on_meta
-from autotune.families.registry import FAMILIES
 from autotune.interop.targets import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.interop.trainer import trainers
+from autotune.models.base import build_on_meta
+from autotune.models.registry import FAMILIES
 
 KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})
 
 
 def general_name(layer: str) -> str:
     """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike
-    ones.
-    """
+    ones."""
     return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
 
 

@@ -1,6 +1,5 @@
 """What each trainer means by its models, SDXL first of all: its own names of layers, kinds of
-noise and defaults.
-"""
+noise and defaults."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
 """What other trainers take of a device: predicted from their tables, told in plans and audits,
-and decisive.
-"""
+and decisive."""
 
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,18 @@ import autotune
 from autotune.cost.kernels import IN_FP32, kernel_for
 from autotune.cost.predict import CostModel
 from autotune.cost.trace.recorder import Segment
-from autotune.families.registry import FAMILIES
 from autotune.interop.exporting import export_plan, known_model, overheads_for
 from autotune.interop.trainer import get_trainer
-from autotune.reporting.plan import plan_lines
-from autotune.schema.candidate import Candidate
-from autotune.schema.overheads import Overheads
-from autotune.schema.prediction import MemoryBreakdown, Prediction
-from autotune.schema.workload import Bucket
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.plan.overheads import Overheads
+from autotune.plan.prediction import MemoryBreakdown, Prediction
+from autotune.plan.workload import Bucket
+from autotune.report.plan import plan_lines
 from autotune.search.winner import Score, refuse_beyond
 from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.interop.plans import plan_of
-from tests.training.small import write_model_and_images
+from tests.train.small import write_model_and_images
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 ADAPTERS = {"ai-toolkit": 4, "musubi": 4, "onetrainer": 4, "simpletuner": 2, "diffusers": 2}
@@ -43,8 +42,7 @@ BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 def cost_of(name: str, overheads: Overheads | None = None) -> CostModel:
     """Of a tiny transformer without the models around it, which trains on images of half a
-    thousand pixels a side.
-    """
+    thousand pixels a side."""
     work = workload_of(name, buckets=(BUCKET,))
     return CostModel.build(
         gpu("nvidia-h100-sxm"), work, FAMILIES[name], TINY[name], overheads=overheads
@@ -165,8 +163,7 @@ def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(
 
 def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
     """The backward pass of a block in the middle if the first `recomputed` do so, else its
-    forward pass.
-    """
+    forward pass."""
     model = cost_of("qwen-image", overheads).model
     kernel = kernel_for("native", model.rules, model.masked(1), gpu("nvidia-h100-sxm"), "bf16")
     trace = model.traced("bf16", quantization, kernel, 1, recomputed)
@@ -176,8 +173,7 @@ def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Se
 WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
 WITH_GRADIENTS = 12 * WIDTH**2
 """Weights of the layers that one of a block's two streams goes through: four of attention, and
-two that widen by 4.
-"""
+two that widen by 4."""
 
 
 def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pass() -> None:

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.quantization.quantized_layers import quantize_inside
+from autotune.knobs.quantized_layers import quantize_inside
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.quantization.quantized_layers import pack_nf4, quantize_nf4
+from autotune.knobs.quantized_layers import pack_nf4, quantize_nf4
 from tests.profiled import peak_allocated_bytes
 
 SLICE_BYTES = 1 << 12
@@ -62,8 +62,7 @@ def test_quantizing_takes_the_result_and_some_slices() -> None:
 @pytest.mark.parametrize("rows", [96, 40])
 def test_a_pass_without_gradients_changes_no_later_one(rows: int, dtype: torch.dtype) -> None:
     """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32
-    rows.
-    """
+    rows."""
     torch.manual_seed(0)
     layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)
     quantized = quantize_inside([layer], "bnb-nf4")("", layer).eval()  # type: ignore[misc, union-attr]

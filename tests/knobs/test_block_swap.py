@@ -1,6 +1,5 @@
 """Swapped blocks give the gradients of unswapped ones, bit for bit, and at most two are on the
-device.
-"""
+device."""
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap, offload_on_arrival
-from autotune.quantization.quantized_layers import quantize_inside
+from autotune.knobs.quantized_layers import quantize_inside
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES
 from autotune.knobs.caching import (
     EncoderSize,
     choose_caching,
@@ -17,8 +16,9 @@ from autotune.knobs.caching import (
     size_of,
 )
 from autotune.knobs.knob import TuningContext
-from autotune.schema.candidate import CachingSettings
-from autotune.schema.hardware import HardwareProfile, OtherGpu
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import CachingSettings
+from autotune.plan.hardware import HardwareProfile, OtherGpu
 from tests import builders
 
 GIB = 2**30

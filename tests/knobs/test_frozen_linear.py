@@ -1,6 +1,5 @@
 """Layers on stored 8-bit weights compute with what is stored, keep no cast copy, and move no
-more bytes than told.
-"""
+more bytes than told."""
 
 import peft
 import pytest
@@ -9,8 +8,13 @@ from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, substitutes
 from autotune.cost.trace.recorder import Recorder
-from autotune.quantization import CONVERTS_AS_IT_READS, quantized_layers
-from autotune.quantization.quantized_layers import FrozenLinear, as_stored, quantize_inside
+from autotune.knobs import quantized_layers
+from autotune.knobs.quantized_layers import (
+    CONVERTS_AS_IT_READS,
+    FrozenLinear,
+    as_stored,
+    quantize_inside,
+)
 from tests.profiled import peak_allocated_bytes
 
 WEIGHT_FORMATS = ("torchao-int8", "torchao-fp8")

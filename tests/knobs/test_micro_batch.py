@@ -1,7 +1,7 @@
 """Which micro-batches are tried."""
 
-from autotune.families.registry import get_family
 from autotune.knobs.knob import MicroBatchSize, TuningContext
+from autotune.models.registry import get_family
 from tests.builders import hardware, workload
 
 

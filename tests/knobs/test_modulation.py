@@ -1,21 +1,17 @@
 """Modulation ahead of time: where it is admitted, how long its windows are, and that it takes
-what it says.
-"""
+what it says."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.families.base import build_on_meta
-from autotune.families.registry import FAMILIES, get_family
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
-from autotune.knobs.modulation_ahead import (
-    find_modulation_ahead,
-    take_loaded_layers,
-)
-from autotune.schema.candidate import Candidate
+from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
+from autotune.models.base import build_on_meta
+from autotune.models.registry import FAMILIES, get_family
+from autotune.plan.candidate import Candidate
 from tests.builders import hardware, workload
 
 AHEAD = Candidate(micro_batch_size=1, checkpointed_blocks=0, modulation="ahead")

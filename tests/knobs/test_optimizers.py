@@ -1,6 +1,5 @@
 """Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's
-code runs unasked.
-"""
+code runs unasked."""
 
 import json
 
@@ -10,10 +9,15 @@ from torch import nn
 
 from autotune.api.options import choose_optimizer
 from autotune.errors import InvalidInput
-from autotune.knobs import check_options, optimizer_bytes, optimizer_class
-from autotune.knobs.optimizer import ALLOWED, OPTIMIZERS
-from autotune.schema import ADAMW, OptimizerChoice
-from autotune.training.optimizer import AdapterOptimizer
+from autotune.knobs.optimizer import (
+    ALLOWED,
+    OPTIMIZERS,
+    check_options,
+    optimizer_bytes,
+    optimizer_class,
+)
+from autotune.plan.workload import ADAMW, OptimizerChoice
+from autotune.train.optimizer import AdapterOptimizer
 
 SHAPES = ((4, 1200), (1200, 4), (8, 8))
 CHOICES = [

@@ -4,7 +4,7 @@ import pytest
 
 from autotune.errors import InvalidInput
 from autotune.knobs.settings import plain_choices
-from autotune.schema.hardware import Capability, HardwareProfile, Rate
+from autotune.plan.hardware import Capability, HardwareProfile, Rate
 from autotune.search.space import build_search_space
 from autotune.weights.loaders import LOADERS
 from tests import builders

@@ -1,12 +1,11 @@
 """Layers that multiply in 8 bits: what they compute, what they keep, and what kernels on CUDA
-ask of them.
-"""
+ask of them."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune.quantization.quantized_layers import (
+from autotune.knobs.quantized_layers import (
     FLOAT8,
     PLAIN,
     PRODUCT_KERNELS,

@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import get_family
-from autotune.hardware.catalog import load_catalog, profile_of_gpu, with_assumed_packages
-from autotune.hardware.store import hardware_named
 from autotune.knobs.attention import Attention
 from autotune.knobs.block_swap import Swapping
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.compile import Compile
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import Rate
+from autotune.machine.catalog import load_catalog, profile_of_gpu, with_assumed_packages
+from autotune.machine.store import hardware_named
+from autotune.models.registry import get_family
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import Rate
 from tests.builders import hardware, workload
 
 
@@ -73,8 +73,7 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, told):
 
 def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_already(told):
     """The probe's questions start CUDA, and then the variables have been read; an import alone
-    may read them, too.
-    """
+    may read them, too."""
     configure_allocator("expandable")
     assert all(os.environ[name] == "expandable_segments:True" for name in VARIABLES)
     assert told == ["expandable_segments:True"]

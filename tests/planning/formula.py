@@ -1,6 +1,5 @@
 """Predictions by formula instead of traces, without torch; the measured golden plan has the real
-ones.
-"""
+ones."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,19 +13,19 @@ import pytest
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.memory import ONE_PROCESS, Parallel
-from autotune.families.registry import get_family
-from autotune.families.resolve import ResolvedModel
 from autotune.knobs.knob import TuningContext
-from autotune.planning import alternatives, sealing
-from autotune.planning import expectation as publish_plan
-from autotune.planning import problem as case
-from autotune.planning import request as request_module
-from autotune.schema.candidate import CachingSettings, Candidate
-from autotune.schema.hardware import MemoryBudget
-from autotune.schema.plan import Reason
-from autotune.schema.prediction import PhaseMemory, Prediction, StepTime
-from autotune.schema.trial import Residual, TrialResult
-from autotune.schema.workload import ModelSpec
+from autotune.models.registry import get_family
+from autotune.models.resolve import ResolvedModel
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import MemoryBudget
+from autotune.plan.plan import Reason
+from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
+from autotune.plan.trial import Residual, TrialResult
+from autotune.plan.workload import ModelSpec
+from autotune.search import alternatives, sealing
+from autotune.search import expectation as publish_plan
+from autotune.search import problem as case
+from autotune.search import request as request_module
 
 GIB = 2**30
 KEPT_BYTES = 5 * GIB
@@ -36,8 +35,7 @@ KEPT_BYTES = 5 * GIB
 @dataclass(frozen=True, eq=False)
 class FormulaCostModel:
     """Twelve GiB of weights, activations by pixels and blocks that keep them, a quarter more
-    time where recomputed.
-    """
+    time where recomputed."""
 
     hardware: Any
     workload: Any
@@ -147,10 +145,7 @@ class FormulaCostModel:
 
     def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
         whole, selective = passes.T[:, :, None]
-        numbers = {
-            "checkpointed_blocks": whole,
-            "selective_blocks": selective,
-        }
+        numbers = {"checkpointed_blocks": whole, "selective_blocks": selective}
         found = self._formula(
             SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]})
         )

@@ -18,21 +18,21 @@ from typing import Any
 
 from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
-from autotune.planning import planner
-from autotune.planning.backend import PlannerBackend
-from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import PlanRequest
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import plan_text
-from autotune.schema.trial import TrialResult
-from autotune.schema.workload import Workload
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import plan_text
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Workload
+from autotune.search import planner
+from autotune.search.backend import PlannerBackend
+from autotune.search.problem import PlanningProblem
+from autotune.search.request import PlanRequest
 from autotune.search.study import TrialFunction
-from autotune.sharing.matching import MatchedRecord, StoreMatches, compare, usable_trials
-from autotune.sharing.record import Record
-from autotune.sharing.warm_start import build_warm_start
-from autotune.training.describe import WorkloadOverrides
+from autotune.share.matching import MatchedRecord, StoreMatches, compare, usable_trials
+from autotune.share.record import Record
+from autotune.share.warm_start import build_warm_start
+from autotune.train.describe import WorkloadOverrides
 from tests import builders
 
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")

@@ -7,11 +7,11 @@ import pytest
 
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
-from autotune.planning.alternatives import advise_larger_batch
-from autotune.planning.request import request_from
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import MemoryBudget
-from autotune.schema.prediction import Prediction
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import MemoryBudget
+from autotune.plan.prediction import Prediction
+from autotune.search.alternatives import advise_larger_batch
+from autotune.search.request import request_from
 from autotune.search.space import build_search_space
 from tests import builders
 from tests.planning.formula import FormulaCostModel

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import NothingFits
-from autotune.planning.alternatives import drop_beyond_host
-from autotune.planning.problem import PlanningProblem
-from autotune.schema.candidate import Candidate
-from autotune.training.describe import WorkloadOverrides
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.plan.candidate import Candidate
+from autotune.search.alternatives import drop_beyond_host
+from autotune.search.problem import PlanningProblem
+from autotune.train.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import CAPABILITIES, request, surroundings
@@ -88,8 +88,7 @@ def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By this formula, modulation ahead takes 10 GiB of it for each process; 44 of 48
-    may be taken.
-    """
+    may be taken."""
     each = {True: 10 * GIB, False: GIB}
     monkeypatch.setattr(
         FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.modulation == "ahead"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.planning.sealing import sealed_path
-from autotune.schema.plan import FrozenPart
-from autotune.schema.plan_file import read_plan, seal, write_plan
+from autotune.plan.plan import FrozenPart
+from autotune.plan.plan_file import read_plan, seal, write_plan
+from autotune.search.sealing import sealed_path
 from tests.conftest import Journey, autotune_here
 
 
@@ -30,15 +30,7 @@ def test_a_study_gives_its_plan_again(
         "quantization=none",
         "--no-profiles",
     )
-    first = autotune_here(
-        capfd,
-        "plan",
-        *asked,
-        "--study",
-        "s",
-        "-o",
-        folder / "a.yaml",
-    )
+    first = autotune_here(capfd, "plan", *asked, "--study", "s", "-o", folder / "a.yaml")
     assert first.returncode == 0, first.stderr
     plan = read_plan(folder / "a.yaml")
     assert plan.job == journey.plan.job

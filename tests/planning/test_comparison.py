@@ -1,6 +1,5 @@
 """A job on several GPUs: what hours and cost count, in what order GPUs come, and which price
-files are refused.
-"""
+files are refused."""
 
 import json
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune.planning.comparison import ComparedGpu, download_bytes
+from autotune.search.comparison import ComparedGpu, download_bytes
 from tests.conftest import autotune_here
-from tests.training.small import write_model_and_images
+from tests.train.small import write_model_and_images
 
 
 def gpu(
@@ -43,7 +42,7 @@ def test_hours_and_cost_count_everything_from_an_empty_machine_on() -> None:
 
 def test_a_published_model_is_downloaded_with_its_text_encoders() -> None:
     flux = next(model for model in autotune.list_models() if model.name == "flux1-dev")
-    from autotune.families.registry import FAMILIES
+    from autotune.models.registry import FAMILIES
 
     num_bytes = download_bytes(flux.num_parameters, FAMILIES["flux1-dev"].parts)
     assert 30e9 < num_bytes < 36e9  # 23.8 GB of the transformer, 9.5 of T5, .2 of CLIP

@@ -1,17 +1,16 @@
 """The fastest settings are compiled only if measured steps pay the measured start-up back, and
-the plan says why.
-"""
+the plan says why."""
 
 from dataclasses import replace
 
 import pytest
 
-from autotune.families.registry import get_family
-from autotune.knobs import startup_seconds
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import Capability
-from autotune.schema.plan import Reason, TrainingPlan
-from autotune.schema.trial import TrialResult
+from autotune.knobs.compile import startup_seconds
+from autotune.models.registry import get_family
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import Capability
+from autotune.plan.plan import Reason, TrainingPlan
+from autotune.plan.trial import TrialResult
 from autotune.search.study import TrialFunction
 from tests import builders
 from tests.planning.machines import CAPABILITIES, answer, make_plan, request, surroundings
@@ -26,8 +25,7 @@ FEW = tuple((knob, "0") for knob in ("selective_blocks", "swapped_blocks"))
 
 def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunction, list[Candidate]]:
     """A machine whose compiled steps are so much faster than others; each trial of them starts
-    up as told.
-    """
+    up as told."""
     tried: list[Candidate] = []
 
     def run(candidate: Candidate) -> TrialResult:

@@ -1,18 +1,17 @@
 """A plan promises what its winner did for longer; its ladder's first rung has run; what fails
-then gives way.
-"""
+then gives way."""
 
 from dataclasses import replace
 
 import pytest
 
-from autotune.hardware.memory import process_overhead_bytes
-from autotune.planning.confirming import choose_untried_fallback, confirm_winner
-from autotune.planning.problem import PlanningProblem
-from autotune.schema.candidate import Candidate
-from autotune.schema.plan import Expected
-from autotune.schema.trial import PhasePeak, TrialResult
-from autotune.training.fit import hardware_misfits
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import process_overhead_bytes
+from autotune.plan.plan import Expected
+from autotune.plan.trial import PhasePeak, TrialResult
+from autotune.search.confirming import choose_untried_fallback, confirm_winner
+from autotune.search.problem import PlanningProblem
+from autotune.train.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey
@@ -88,8 +87,7 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
 
 def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:
     """The text encoder needs more than a step: its phase takes what it was measured to, and the
-    context.
-    """
+    context."""
     phases = [
         PhasePeak(name=name, seconds=1.0, device_bytes=size * GIB, host_bytes=GIB)
         for name, size in (("caching", 17), ("loading", 11), ("training", 12))
@@ -115,8 +113,7 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
 
 def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
     """Its context and 1 MiB are left beside it, though prediction rounds up by more: it would
-    not have run else.
-    """
+    not have run else."""
     hardware = builders.hardware(*CAPABILITIES, budget_bytes=23 * GIB)
     peak_bytes = 23 * GIB - process_overhead_bytes(hardware) - 2**20
 

@@ -1,6 +1,5 @@
 """On a CPU one figure decides in search, plan, check and train: what the process as a whole
-takes of the memory.
-"""
+takes of the memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +9,14 @@ from typing import Any
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.planning.backend import PlannerBackend
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.trial import PhasePeak, TrialResult
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.trial import PhasePeak, TrialResult
+from autotune.search.backend import PlannerBackend
+from autotune.search.runner import ProcessTrialRunner
 from autotune.search.study import TrialFunction
-from autotune.training.fit import hardware_misfits
-from autotune.training.preparation import prepare
-from autotune.trials.runner import ProcessTrialRunner
+from autotune.train.fit import hardware_misfits
+from autotune.train.preparation import prepare
 from tests import builders
 from tests.builders import GIB, trial
 from tests.planning.machines import CAPABILITIES, make_plan, request, surroundings

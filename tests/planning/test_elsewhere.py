@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from autotune.errors import NothingFits
-from autotune.families.registry import FAMILIES
-from autotune.families.resolve import resolve_model
-from autotune.hardware.catalog import gpu_named, load_catalog, profile_of_gpu
-from autotune.planning.elsewhere import FILE, catalog_predictions
-from autotune.planning.planner import make_plan
-from autotune.planning.request import PlanRequest, build_job, request_from
-from autotune.runtime.paths import shipped_path
-from autotune.schema.workload import OptimizerChoice
-from tests.reporting.page.pages import golden_plan
+from autotune.machine.catalog import gpu_named, load_catalog, profile_of_gpu
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import resolve_model
+from autotune.plan.workload import OptimizerChoice
+from autotune.search.elsewhere import FILE, catalog_predictions
+from autotune.search.planner import make_plan
+from autotune.search.request import PlanRequest, build_job, request_from
+from autotune.system.paths import shipped_path
+from tests.report.page.pages import golden_plan
 
 KNOWN = json.loads(shipped_path(FILE).read_text())["models"]
 WRITE = "write them again: python benchmarks/predict_catalog.py"
@@ -22,8 +22,7 @@ WRITE = "write them again: python benchmarks/predict_catalog.py"
 
 def test_catalog_predictions_name_known_models_and_know_every_gpu() -> None:
     """Of models that are not in the file, `models` and `plan` say that nothing was computed
-    ahead.
-    """
+    ahead."""
     gpus = {gpu.id for gpu in load_catalog()}
     models = [model.name or family.name for family in FAMILIES.values() for model in family.models]
     assert {name: set(found) for name, found in KNOWN.items()} == dict.fromkeys(KNOWN, gpus), WRITE

@@ -1,6 +1,5 @@
 """Energy as the objective: measured in trials, it chooses other settings than time does;
-elsewhere it is refused.
-"""
+elsewhere it is refused."""
 
 import time
 from dataclasses import dataclass, replace
@@ -9,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.hardware.energy import EnergyMeter, mean_watts
-from autotune.planning.problem import require_devices
-from autotune.planning.request import PlanRequest, ResolvedRequest
-from autotune.reporting.plan import explain_lines, plan_lines
-from autotune.schema.candidate import Candidate
-from autotune.schema.trial import TrialResult
+from autotune.machine.energy import EnergyMeter, mean_watts
+from autotune.plan.candidate import Candidate
+from autotune.plan.trial import TrialResult
+from autotune.report.plan import explain_lines, plan_lines
+from autotune.search.problem import require_devices
+from autotune.search.request import PlanRequest, ResolvedRequest
 from autotune.search.winner import ENERGY_HINT, require_winner, score_trials
 from tests import builders
-from tests.hardware.test_energy import Card, system_of
+from tests.machine.test_energy import Card, system_of
 from tests.planning.machines import CAPABILITIES, HARDWARE, answer, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
@@ -38,8 +37,7 @@ def watts_of(candidate: Candidate) -> float:
 @dataclass
 class MeteredTrials:
     """Trials whose power is read from NVML's counter while the card takes what the settings make
-    it take.
-    """
+    it take."""
 
     card: Card
     meter: EnergyMeter

@@ -1,9 +1,9 @@
 """Which predictions a plan keeps of all."""
 
-from autotune.planning.forecasting import build_forecast
-from autotune.schema.candidate import Candidate
-from autotune.schema.forecast import Forecast
-from autotune.schema.prediction import PhaseMemory, Prediction, StepTime
+from autotune.plan.candidate import Candidate
+from autotune.plan.forecast import Forecast
+from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
+from autotune.search.forecasting import build_forecast
 from tests import builders
 
 GIB = 2**30
@@ -25,8 +25,7 @@ def prediction(candidate: Candidate, seconds: float, gib: float) -> Prediction:
 
 def predictions() -> list[Prediction]:
     """More batch is faster and larger; int8 is smaller and slower; fewer checkpointed blocks are
-    faster and larger.
-    """
+    faster and larger."""
     found = []
     for size in (1, 2, 4, 8):
         for storage in ("none", "torchao-int8"):

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import NothingFits
-from autotune.families.registry import FAMILIES, get_family
-from autotune.families.resolve import ResolvedModel
-from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.planning import alternatives, problem
-from autotune.planning import request as request_module
-from autotune.planning.request import PlanRequest
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile, MemoryBudget
-from autotune.schema.workload import ModelSpec
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.models.registry import FAMILIES, get_family
+from autotune.models.resolve import ResolvedModel
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.workload import ModelSpec
+from autotune.search import alternatives, problem
+from autotune.search import request as request_module
+from autotune.search.request import PlanRequest
 from autotune.search.winner import TIE
-from autotune.training.describe import WorkloadOverrides
+from autotune.train.describe import WorkloadOverrides
 from tests.kinds import KINDS
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import make_plan
@@ -38,19 +38,13 @@ SIZES = {
     "kandinsky5-video-lite": (2.0e9, 34),
 }
 """Parameters and blocks; all others are as large as Qwen-Image."""
-CONVERSION = {
-    "none": 1.0,
-    "torchao-int8": 1.1,
-    "torchao-fp8": 1.13,
-    "bnb-nf4": 1.3,
-}
+CONVERSION = {"none": 1.0, "torchao-int8": 1.1, "torchao-fp8": 1.13, "bnb-nf4": 1.3}
 Pins = tuple[tuple[str, str], ...]
 
 
 class Formula(FormulaCostModel):
     """Weights by their format, activations by blocks that keep them, transfers that computing
-    hides or does not.
-    """
+    hides or does not."""
 
     def _all_weight_bytes(self, candidate: Any) -> float:
         wide = 2 if candidate.precision == "fp32" and candidate.quantization == "none" else 1
@@ -72,11 +66,7 @@ class Formula(FormulaCostModel):
         spec, sheet = self.workload.model, self.hardware.datasheet
         whole, selective, swapped = (
             getattr(candidate, name) / spec.num_blocks
-            for name in (
-                "checkpointed_blocks",
-                "selective_blocks",
-                "swapped_blocks",
-            )
+            for name in ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
         )
         kept = 2.5 * spec.num_parameters * (1.02 - whole - 0.93 * selective)
         rate = 0.5 * (sheet.bf16_flops_per_second or sheet.fp32_flops_per_second)
@@ -145,8 +135,7 @@ def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(
     card: CatalogGpu, family: str, bound: str
 ) -> None:
     """Of a looser floor on every card; of no pin, more device memory and more host memory in
-    turns.
-    """
+    turns."""
     hardware = profile_of_gpu(card)
     exact, high, compact = (
         seconds(family, hardware, quality) for quality in ("exact", "high", "compact")

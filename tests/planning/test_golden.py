@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from autotune.cost.calibration import Posterior
-from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import PlanRequest
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import plan_text, read_plan
-from autotune.sharing.record import Record, shareable_machine
-from autotune.training.describe import WorkloadOverrides
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import plan_text, read_plan
+from autotune.search.problem import PlanningProblem
+from autotune.search.request import PlanRequest
+from autotune.share.record import Record, shareable_machine
+from autotune.train.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
 from tests.planning.machines import make_plan, matches_of, replay, surroundings
@@ -105,8 +105,7 @@ def test_a_plans_trials_give_it_byte_for_byte(
     golden: Golden, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a seed, the last bits of logarithms, exponentials and products differ, as they do
-    between CPUs.
-    """
+    between CPUs."""
     if seed is not None:
         rng = random.Random(seed)
         for name in ("log_factor", "uncertainty"):

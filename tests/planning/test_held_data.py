@@ -1,22 +1,21 @@
 """What a run holds of its data on the host is in its plan: masks, and a cache in memory, as
-encoding leaves them.
-"""
+encoding leaves them."""
 
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from autotune.cost import CostModel
+from autotune.cost.predict import CostModel
 from autotune.data.cache import MemoryCache
 from autotune.data.dataset import read_dataset
 from autotune.data.encode import encode_dataset
 from autotune.data.encoders import Encoders
 from autotune.data.options import make_options
-from autotune.families import read_parts, resolve_model
-from autotune.planning.expectation import held_data_bytes
-from autotune.schema.candidate import CachingSettings
-from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
+from autotune.models.resolve import read_parts, resolve_model
+from autotune.plan.candidate import CachingSettings
+from autotune.search.expectation import held_data_bytes
+from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
 
 
 def test_masks_and_a_cache_in_memory_are_counted(tmp_path: Path) -> None:

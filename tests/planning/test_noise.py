@@ -2,8 +2,8 @@
 
 import pytest
 
-from autotune.schema.candidate import Candidate
-from autotune.schema.trial import TrialResult
+from autotune.plan.candidate import Candidate
+from autotune.plan.trial import TrialResult
 from tests.builders import trial
 from tests.planning.machines import HARDWARE, answer, make_plan, request, surroundings
 

@@ -1,6 +1,5 @@
 """A predicted plan becomes a measured one on arrival, or turns to its fallbacks, or says that it
-does not fit.
-"""
+does not fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +8,17 @@ import pytest
 
 from autotune.api.plans import list_choices
 from autotune.errors import DoesNotFit
-from autotune.hardware.catalog import with_assumed_packages
-from autotune.hardware.probing import with_budget
-from autotune.hardware.store import hardware_named
 from autotune.knobs.knob import parity_capability
-from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
-from autotune.reporting.plan import explain_lines
-from autotune.schema.candidate import CachingSettings, Candidate
-from autotune.schema.hardware import Capability, HardwareProfile
-from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import seal, with_job, write_plan
-from autotune.schema.trial import TrialResult
+from autotune.machine.catalog import with_assumed_packages
+from autotune.machine.probing import with_budget
+from autotune.machine.store import hardware_named
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import seal, with_job, write_plan
+from autotune.plan.trial import TrialResult
+from autotune.report.plan import explain_lines
+from autotune.search.sealing import seal_on_arrival, sealed_beside, sealed_path
 from tests import builders
 from tests.events import notices_to
 from tests.planning.formula import KEPT_BYTES
@@ -100,8 +99,7 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(
 
 def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
     """Eight of them have 3 GiB each, less than a step needs by formula; the plan tells what all
-    may take.
-    """
+    may take."""
     cpu = builders.hardware(
         "attention.native", "precision.fp32", kind="cpu", compute_capability=(8, 9)
     )

@@ -1,6 +1,5 @@
 """Searches that end early go on, and searches that several workers share lose nothing and
-measure nothing twice.
-"""
+measure nothing twice."""
 
 import contextlib
 import dataclasses
@@ -14,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
-from autotune.planning.planner import PlanInterrupted
-from autotune.planning.request import PlanRequest
-from autotune.runtime.paths import data_path
-from autotune.runtime.scratch import make_scratch_folder
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import MemoryBudget
-from autotune.schema.plan_file import plan_text, read_plan
-from autotune.schema.trial import TrialResult
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import MemoryBudget
+from autotune.plan.plan_file import plan_text, read_plan
+from autotune.plan.trial import TrialResult
 from autotune.search import study as study_module
+from autotune.search.planner import PlanInterrupted
+from autotune.search.request import PlanRequest
 from autotune.search.study import open_study
-from autotune.training.describe import WorkloadOverrides
+from autotune.system.paths import data_path
+from autotune.system.scratch import make_scratch_folder
+from autotune.train.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.planning.machines import (
@@ -292,8 +291,7 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
 def test_a_study_of_another_question_or_machine_says_so() -> None:
     make_plan(request("mine"), HARDWARE, backend=surroundings())
     other_work = request(
-        "mine",
-        workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2),
+        "mine", workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
     )
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())

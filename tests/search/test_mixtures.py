@@ -1,6 +1,5 @@
 """Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may
-be pinned.
-"""
+be pinned."""
 
 import itertools
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.cost.predict import CostModel
-from autotune.schema.candidate import Candidate
+from autotune.plan.candidate import Candidate
 from autotune.search.mixtures import (
     BLOCK_NUMBERS,
     MAX_STEP,

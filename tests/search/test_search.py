@@ -1,6 +1,5 @@
 """The search on simulated machines: finds what is good, never repeats, learns from failures,
-ends.
-"""
+ends."""
 
 import dataclasses
 import math
@@ -15,8 +14,8 @@ from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.knob import Choices
-from autotune.schema.candidate import Candidate
-from autotune.schema.trial import Outcome, TrialResult
+from autotune.plan.candidate import Candidate
+from autotune.plan.trial import Outcome, TrialResult
 from autotune.search import study
 from autotune.search.mixtures import with_mixtures
 from autotune.search.residual import (
@@ -79,8 +78,7 @@ def space_of(cost: CostModel) -> SearchSpace:
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
     """A hidden truth of another form than the cost model: biased, with interactions, a memory
-    wall and 3% noise.
-    """
+    wall and 3% noise."""
     rng = random.Random(seed)
     speed = {
         name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
-from autotune.families.base import Family
-from autotune.families.registry import get_family
+from autotune.models.base import Family
+from autotune.models.registry import get_family
 
 MODULES = {
     "qwen-image-edit": "qwen_image",
@@ -79,8 +79,7 @@ def _moved(scene: Scene, across: int) -> Scene:
 
 def write_small(name: str, folder: Path) -> list[str]:
     """Write a family's pipeline and its data below `folder`; returns the options of
-    `autotune plan` for them.
-    """
+    `autotune plan` for them."""
     family, options = get_family(name), ["--resolution", "64"]
     num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
     captions = draw_images(folder / "images", num_frames=num_frames)

@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from autotune.runtime.quiet import silence_libraries
+from autotune.system.quiet import silence_libraries
 
 silence_libraries()
 

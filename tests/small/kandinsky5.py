@@ -11,7 +11,7 @@ from diffusers import (
     Kandinsky5Transformer3DModel,
 )
 
-from autotune.families.base import Family, build_empty_pipeline
+from autotune.models.base import Family, build_empty_pipeline
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -25,8 +25,7 @@ from tests.small.parts import (
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     """Build the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra
-    input channels.
-    """
+    input channels."""
     video = "T2V" in family.pipeline_class
     tokenizer = qwen_tokenizer(
         captions, build_empty_pipeline(family.pipeline_class).prompt_template
@@ -62,8 +61,7 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
 
 def _initialize(transformer: Any) -> None:
     """Give random values to the modulation, which the class sets to zero: an adapter would get
-    no gradient.
-    """
+    no gradient."""
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:
             torch.nn.init.normal_(parameter, std=0.1)

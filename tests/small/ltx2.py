@@ -12,7 +12,7 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from autotune.families.base import Family
+from autotune.models.base import Family
 from tests.small.parts import gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
@@ -21,8 +21,7 @@ WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     """Build the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2
-    by 4.
-    """
+    by 4."""
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
     transformer = LTX2VideoTransformer3DModel(

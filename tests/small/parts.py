@@ -1,6 +1,5 @@
 """Small text encoders and tokenizers of the real classes, for the small pipelines of demos and
-tests.
-"""
+tests."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from autotune.families.qwen_processor import Qwen2VLProcessor
+from autotune.models.qwen_processor import Qwen2VLProcessor
 
 QWEN_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
@@ -235,8 +234,7 @@ def qwen_processor(tokenizer: Any) -> Any:
 
 def qwen_image_processor() -> Any:
     """Image processor of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16
-    tokens.
-    """
+    tokens."""
     return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 
@@ -293,8 +291,7 @@ def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> An
 
 def flux_vae() -> Any:
     """FLUX's `AutoencoderKL` (also used by Kandinsky5 for images): 16 channels, factor 8, no
-    quant convolutions.
-    """
+    quant convolutions."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,

@@ -10,13 +10,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from autotune.families.base import Family, build_empty_pipeline
-from tests.small.parts import (
-    invert_input_layer,
-    qwen_processor,
-    qwen_text_encoder,
-    qwen_tokenizer,
-)
+from autotune.models.base import Family, build_empty_pipeline
+from tests.small.parts import invert_input_layer, qwen_processor, qwen_text_encoder, qwen_tokenizer
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:

@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from autotune.families.base import Family
+from autotune.models.base import Family
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -23,8 +23,7 @@ from tests.small.parts import (
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     """Build the pipeline: 4 blocks of width 128, of which the first two attend twice, as
-    medium's do.
-    """
+    medium's do."""
     tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
     clip = clip_text_encoder(tokenizer, hidden_size=64).config
     transformer = SD3Transformer2DModel(

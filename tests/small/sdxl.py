@@ -12,8 +12,8 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from autotune.families.base import Family
-from autotune.families.sdxl import UNET, VAE
+from autotune.models.base import Family
+from autotune.models.sdxl import UNET, VAE
 from tests.small.parts import clip_text_encoder, clip_tokenizer
 
 

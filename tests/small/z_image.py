@@ -6,14 +6,8 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from autotune.families.base import Family
-from tests.small.parts import (
-    QWEN_CHAT,
-    flux_vae,
-    invert_input_layer,
-    qwen3,
-    qwen_tokenizer,
-)
+from autotune.models.base import Family
+from tests.small.parts import QWEN_CHAT, flux_vae, invert_input_layer, qwen3, qwen_tokenizer
 
 
 def build_pipeline(family: Family, captions: Sequence[str]) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from autotune.families.resolve import resolve_model
-from autotune.schema.candidate import Candidate
-from autotune.schema.workload import Bucket, Workload
-from autotune.trials.runner import ProcessTrialRunner
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.workload import Bucket, Workload
+from autotune.search.runner import ProcessTrialRunner
 from tests import builders
 from tests.small import draw_images, write_small_pipeline
 

@@ -1,6 +1,5 @@
 """A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps
-what it knows.
-"""
+what it knows."""
 
 import gc
 import shutil
@@ -13,12 +12,12 @@ import pytest
 import torch
 
 from autotune.data.encoders import Encoders
-from autotune.families.resolve import resolve_model
-from autotune.schema.candidate import CachingSettings
-from autotune.schema.trial import TrialResult
-from autotune.trials.phases import _largest_preview, _rehearse_caching
-from autotune.trials.requests import Failure, RehearsalRequest
-from autotune.trials.runner import ProcessTrialRunner
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import CachingSettings
+from autotune.plan.trial import TrialResult
+from autotune.search.phases import _largest_preview, _rehearse_caching
+from autotune.search.requests import Failure, RehearsalRequest
+from autotune.search.runner import ProcessTrialRunner
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -78,8 +77,7 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in training, and by reference counts: nothing collects garbage while the transformer is
-    loaded.
-    """
+    loaded."""
     model = resolve_model(str(small_model))
     caching = CachingSettings()
     request = RehearsalRequest(

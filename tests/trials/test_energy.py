@@ -1,16 +1,15 @@
 """A trial tells the energy of its steady steps, and takes enough of them if that is what
-decides.
-"""
+decides."""
 
 from pathlib import Path
 
 import pytest
 
-from autotune.hardware.energy import EnergyMeter
-from autotune.schema.trial import TrialResult
-from autotune.trials import requests, steps
-from autotune.trials.requests import ChildState, RehearsalRequest, TrialRequest
-from tests.hardware.test_energy import Card, system_of
+from autotune.machine.energy import EnergyMeter
+from autotune.plan.trial import TrialResult
+from autotune.search import requests, steps
+from autotune.search.requests import ChildState, RehearsalRequest, TrialRequest
+from tests.machine.test_energy import Card, system_of
 from tests.trials.conftest import FIRST, workload
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.trials.outcomes import (
+from autotune.search.outcomes import (
     SPILL_FACTOR,
     TimedTrial,
     classify_error,

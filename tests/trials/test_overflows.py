@@ -1,6 +1,5 @@
 """A trial in fp16 whose first gradients overflow: memory is measured with the optimizer's state,
-or it is refused.
-"""
+or it is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from autotune.schema.trial import TrialResult
-from autotune.training.optimizer import AdapterOptimizer
-from autotune.trials import steps
-from autotune.trials.requests import ChildState, TrialRequest
+from autotune.plan.trial import TrialResult
+from autotune.search import steps
+from autotune.search.requests import ChildState, TrialRequest
+from autotune.train.optimizer import AdapterOptimizer
 from tests.trials.conftest import FIRST, workload
 
 FP16 = FIRST.changed(precision="fp16", micro_batch_size=4)

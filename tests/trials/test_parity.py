@@ -1,6 +1,5 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named
-with their error.
-"""
+with their error."""
 
 import functools
 from pathlib import Path
@@ -8,28 +7,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.families.registry import FAMILIES, get_family
-from autotune.families.resolve import resolve_model
-from autotune.hardware.probing import probe
 from autotune.knobs.compile import CompiledBlock
 from autotune.knobs.knob import TuningContext, parity_capability
 from autotune.knobs.quantization import Quantization
+from autotune.knobs.quantized_layers import quantize_inside
 from autotune.knobs.registry import PARITY
 from autotune.knobs.settings import optimizer_parity, precision_parity
-from autotune.quantization.quantized_layers import quantize_inside
-from autotune.schema.candidate import Candidate, Choice
-from autotune.schema.hardware import Capability, HardwareProfile
-from autotune.schema.workload import ModelSpec
-from autotune.search.space import build_search_space
-from autotune.trials import parity
-from autotune.trials.gradients import (
+from autotune.machine.probing import probe
+from autotune.models.registry import FAMILIES, get_family
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.workload import ModelSpec
+from autotune.search import parity
+from autotune.search.gradients import (
     _gradients,
     _plain_transformer,
     gradient_error,
     relative_error,
     update_error,
 )
-from autotune.trials.requests import ChildState, GradientRequest, UpdateRequest
+from autotune.search.requests import ChildState, GradientRequest, UpdateRequest
+from autotune.search.space import build_search_space
 from tests.builders import storages, workload
 from tests.kinds import KINDS
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autotune.trials import worker
-from autotune.trials.requests import ChildState, TrialRequest
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.steps import run_trial
-from autotune.trials.worker import TASKS
+from autotune.search import worker
+from autotune.search.requests import ChildState, TrialRequest
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.steps import run_trial
+from autotune.search.worker import TASKS
 
 PRETEND_A_GPU = """
 import torch, sys
@@ -47,11 +47,10 @@ class LookAround:
 
 def look_around(_: LookAround, __: ChildState) -> tuple[int, bool, bool]:
     """Its threads, whether CUDA ran there or may not start here, and whether the libraries came
-    with the fork.
-    """
+    with the fork."""
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     cuda = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
-    return threads, cuda, "autotune.trials.preload" in sys.modules
+    return threads, cuda, "autotune.search.preload" in sys.modules
 
 
 TASKS[LookAround] = look_around
@@ -78,7 +77,7 @@ TASKS[TrialThatTells] = run_and_tell
 
 def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        sys.modules, "autotune.trials.preload", None
+        sys.modules, "autotune.search.preload", None
     )  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
         worker._require_preload()

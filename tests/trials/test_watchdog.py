@@ -1,6 +1,5 @@
 """The host survives a child that takes its memory: the parent sees it and ends the child with
-all it started.
-"""
+all it started."""
 
 import subprocess
 import time
@@ -12,12 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
-from autotune.hardware import sources
-from autotune.schema.hardware import MemoryKind
-from autotune.training import Watchdog
-from autotune.trials.requests import ChildState, Failure
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.machine import sources
+from autotune.plan.hardware import MemoryKind
+from autotune.search.requests import ChildState, Failure
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
+from autotune.train.watchdog import Watchdog
 from tests import builders
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
@@ -94,7 +93,7 @@ def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "autotune.hardware.sources.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)]
+        "autotune.machine.sources.memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)]
     )
     monkeypatch.setattr(sources, "_is_limited", lambda: True)
     for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):

@@ -10,8 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def every_dtype() -> dict[str, Any]:
     """Tensors of every dtype and every awkward shape, with NaN, infinities and negative zero
-    among them.
-    """
+    among them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,5 @@
 """A hub of our own: serves a folder's files over HTTP as far as huggingface_hub asks, and can
-fail on purpose.
-"""
+fail on purpose."""
 
 import hashlib
 import json

@@ -255,8 +255,7 @@ UNET_OUTSIDE = {
 
 def sdxl_unet(state: State) -> State:
     """The UNet of CompVis and Stability: blocks numbered from the first to the last, whatever
-    they hold.
-    """
+    they hold."""
     stages = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("down_blocks."))
     layers = 1 + max(
         int(name.split(".")[3]) for name in state if re.match(r"down_blocks\.\d+\.resnets", name)
@@ -301,8 +300,7 @@ def _beginnings(name: str) -> Iterator[str]:
 
 def qwen_image_21(state: State) -> State:
     """As ComfyUI repackages it: the two layers that enter a feed-forward part are one, the
-    gate's rows first.
-    """
+    gate's rows first."""
     made: State = {}
     for name, tensor in state.items():
         if name.endswith("img_mlp.gate_layer.weight"):
@@ -343,8 +341,7 @@ SD3_FUSED = {
 
 def sd3(state: State) -> State:
     """Shifts come before scales where diffusers has them after: in the last layer, and in the
-    last block's text.
-    """
+    last block's text."""
     last = f"transformer_blocks.{_numbers(state, 'transformer_blocks')[-1]}.norm1_context."
     made: State = {}
     for name, tensor in state.items():
@@ -387,8 +384,7 @@ def in_checkpoint(state: State, **others: Any) -> State:
 
 def scaled_fp8(state: State, *, newer: bool = False) -> State:
     """Matrices in fp8 with one scale each, as ComfyUI writes them: in the older or the newer
-    way.
-    """
+    way."""
     made: State = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for name, tensor in state.items():
         if tensor.ndim != 2:

@@ -52,8 +52,7 @@ WAN22_STAGE = re.compile(
 
 def wan22_vae(state: State) -> State:
     """Each stage holds its residual blocks and then the layer that changes the size, all by
-    number.
-    """
+    number."""
     return {_renamed(_nested(name, state), WAN): tensor for name, tensor in state.items()}
 
 
@@ -147,8 +146,7 @@ OPEN_CLIP = [
 
 def open_clip(state: State) -> State:
     """Of the files of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is
-    turned.
-    """
+    turned."""
     made: State = {
         "logit_scale": torch.tensor(1.0),
         "text_projection": state["text_projection.weight"].T,

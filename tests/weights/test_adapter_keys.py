@@ -1,6 +1,5 @@
 """The names of layers in adapter files, against tables of what each program calls them, taken
-from its own source.
-"""
+from its own source."""
 
 import re
 from collections.abc import Mapping
@@ -14,19 +13,13 @@ import yaml
 from torch import Tensor
 
 from autotune.errors import InvalidInput
-from autotune.families.adapter import add_adapter
-from autotune.families.base import Family, build_on_meta
-from autotune.families.registry import FAMILIES
-from autotune.schema.workload import Workload
+from autotune.models.adapter import add_adapter
+from autotune.models.base import Family, build_on_meta
+from autotune.models.registry import FAMILIES
+from autotune.plan.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.joined_layers import LoraLayer
-from autotune.weights.layer_names import (
-    FLUX1_CLASS,
-    KEPT_NAMES,
-    LAYOUTS,
-    can_write,
-    find_class,
-)
+from autotune.weights.layer_names import FLUX1_CLASS, KEPT_NAMES, LAYOUTS, can_write, find_class
 from tests.builders import workload
 
 TABLES = Path(__file__).parent / "adapter_keys"
@@ -41,8 +34,7 @@ def table(program: str) -> Mapping[str, Any]:
 
 def parts_of(program: str, model: str, key: str) -> list[str]:
     """The layers of diffusers that the program's own layer of this name consists of, by the
-    table.
-    """
+    table."""
     for pattern, parts in table(program)[model]["layers"].items():
         if match := re.fullmatch(re.escape(pattern).replace(r"\#", r"(\d+)"), key):
             return [part.replace("#", match[1]) if match.groups() else part for part in parts]

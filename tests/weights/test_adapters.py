@@ -345,8 +345,7 @@ def test_flux_layers_without_a_scale_cannot_be_put_together():
 
 def test_hundreds_of_alpha_patterns_take_no_time_for_each_layer_and_pattern() -> None:
     """Matched one by one, 2,000 of them took minutes for as many layers: Python keeps 512
-    compiled expressions.
-    """
+    compiled expressions."""
     names = [f"blocks.{number}.attn.to_q" for number in range(2000)]
     patterns = {
         f"^{name}".replace(".", r"\."): float(number + 1) for number, name in enumerate(names)

@@ -1,6 +1,5 @@
 """`autotune weights convert`, as it is called: whole models in shards, and adapters whose model
-must be told.
-"""
+must be told."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 """fastsafetensors reads through the CUDA runtime that torch has loaded, where no toolkit is
-installed.
-"""
+installed."""
 
 import shutil
 import subprocess

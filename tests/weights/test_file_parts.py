@@ -1,6 +1,5 @@
 """VAEs in files of their authors' layout are read as the very tensors of diffusers' models,
-without a copy.
-"""
+without a copy."""
 
 from collections.abc import Callable
 from pathlib import Path

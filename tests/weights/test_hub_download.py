@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families.resolve import fetch as fetch_whole
-from autotune.families.resolve import fetch_model, resolve_model
+from autotune.models.resolve import fetch as fetch_whole
+from autotune.models.resolve import fetch_model, resolve_model
 from autotune.weights.files import HubError, MissingWeights
 from autotune.weights.hub import fetch
-from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process
 
 STEM = "diffusion_pytorch_model"
@@ -171,9 +171,7 @@ def test_an_absent_revision_says_so(repo: str) -> None:
 
 
 def test_offline_the_missing_file_of_a_model_is_named(
-    hub: FakeHub,
-    small_pipelines,
-    monkeypatch: pytest.MonkeyPatch,
+    hub: FakeHub, small_pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
@@ -192,8 +190,7 @@ def test_offline_the_missing_file_of_a_model_is_named(
 
 
 def test_a_model_of_an_unknown_name_is_what_its_repository_says(
-    hub: FakeHub,
-    small_pipelines,
+    hub: FakeHub, small_pipelines
 ) -> None:
     small = small_pipelines("flux1-dev")
     hub.repos["someone/fine-tune"] = small.folder

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autotune.cli.weights import app
-from autotune.reporting.machine import weights_lines
+from autotune.report.machine import weights_lines
 from autotune.weights import inspection
 from autotune.weights.files import CorruptFile
 from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file

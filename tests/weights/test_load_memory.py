@@ -1,6 +1,5 @@
 """What loading takes at its peak, sampled from outside as the system counts it, in a fork that
-does nothing else.
-"""
+does nothing else."""
 
 import json
 import subprocess

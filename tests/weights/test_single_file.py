@@ -1,6 +1,5 @@
 """Files of ComfyUI, Kohya and Civitai load to the same weights as the folder that they were
-written from.
-"""
+written from."""
 
 import json
 import struct
@@ -11,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autotune.families.registry import FAMILIES
+from autotune.models.registry import FAMILIES
 from autotune.weights.files import BadWeights, KeyMismatch, open_weights
 from autotune.weights.single_file import view_as
 from autotune.weights.streaming import build_empty, check_source, load_into
-from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.original_layouts import LAYOUTS, in_checkpoint, scaled_fp8
 
 FLOAT8_STEP = 2.0**-3
@@ -41,10 +40,7 @@ def loaded(
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize("place", ["alone", "in a checkpoint"])
 def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
-    family: str,
-    place: str,
-    small_pipelines,
-    tmp_path: Path,
+    family: str, place: str, small_pipelines, tmp_path: Path
 ) -> None:
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
@@ -61,10 +57,7 @@ def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("family", ["flux1-dev", "qwen-image"])
 def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
-    family: str,
-    newer: bool,
-    small_pipelines,
-    tmp_path: Path,
+    family: str, newer: bool, small_pipelines, tmp_path: Path
 ) -> None:
     transformer = small_pipelines(family).transformer
     stored = scaled_fp8(LAYOUTS[family](transformer.state_dict()), newer=newer)
@@ -83,9 +76,7 @@ def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_other_dtypes_load_as_they_are_stored(
-    dtype: torch.dtype,
-    small_pipelines,
-    tmp_path: Path,
+    dtype: torch.dtype, small_pipelines, tmp_path: Path
 ) -> None:
     transformer = small_pipelines("z-image").transformer
     state = {name: tensor.to(dtype) for name, tensor in transformer.state_dict().items()}
@@ -135,10 +126,7 @@ def change(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
     ],
 )
 def test_what_is_not_the_model_is_refused_from_the_header(
-    how: str,
-    words: str,
-    small_pipelines,
-    tmp_path: Path,
+    how: str, words: str, small_pipelines, tmp_path: Path
 ) -> None:
     transformer = small_pipelines("z-image").transformer
     file = saved(
@@ -151,9 +139,7 @@ def test_what_is_not_the_model_is_refused_from_the_header(
 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_file_of_another_family_is_a_mismatch(
-    family: str,
-    small_pipelines,
-    tmp_path: Path,
+    family: str, small_pipelines, tmp_path: Path
 ) -> None:
     other = "z-image" if family != "z-image" else "flux1-dev"
     stored = LAYOUTS[other](small_pipelines(other).transformer.state_dict())
@@ -166,8 +152,7 @@ def test_a_file_of_another_family_is_a_mismatch(
 
 
 def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
-    tmp_path: Path,
-    small_pipelines,
+    tmp_path: Path, small_pipelines
 ) -> None:
     header = json.dumps(
         {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}

@@ -172,8 +172,7 @@ def test_two_stored_tensors_for_one_place_are_refused(saved):
 
 class Small(nn.Module):
     """Nested, with a tied weight, a persistent and a non-persistent buffer, and a plain tensor
-    attribute.
-    """
+    attribute."""
 
     def __init__(self):
         super().__init__()

@@ -1,3 +1,0 @@
-"""Records the operations of training passes on the meta device: what is allocated, kept and
-computed.
-"""

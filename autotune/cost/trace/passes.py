@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_autocast
-from autotune.families import Batch, Family
-from autotune.runtime import lazy_module
-from autotune.schema import Workload
+from autotune.models.base import Batch, Family
+from autotune.plan.workload import Workload
+from autotune.system.lazy import lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,7 @@ TRACED_BLOCKS = 3
 @dataclass(frozen=True)
 class TracePass:
     """One traced pass. Block segments are in the order that blocks run, also those of the
-    backward pass.
-    """
+    backward pass."""
 
     before: "Segment"
     """From the noisy latents to the first block."""
@@ -117,8 +116,7 @@ def meta_batch(
     token_multiple: int = 1,
 ) -> Batch:
     """A collated batch of the right shapes on the meta device; with `masked`, captions differ in
-    length.
-    """
+    length."""
 
     def sample(tokens: int) -> dict[str, torch.Tensor]:
         shapes = family.sample_shapes(
@@ -156,7 +154,7 @@ def trace_pass(
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
     from autotune.cost.trace.recorder import Recorder, Segment, summarize
-    from autotune.families import denoising_loss
+    from autotune.models.loss import denoising_loss
 
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
@@ -202,8 +200,7 @@ def trace_inference(
     call: Callable[[], object], module: "nn.Module", rules: DeviceRules
 ) -> "Segment":
     """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and
-    does.
-    """
+    does."""
     from autotune.cost.trace.recorder import Recorder, summarize
 
     recorder = Recorder(rules)
@@ -218,8 +215,7 @@ def trace_inference(
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
     """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized
-    ones have several.
-    """
+    ones have several."""
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from (getattr(tensor, name) for name in names) if names else (tensor,)
@@ -228,8 +224,7 @@ def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
 @contextmanager
 def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
     """Mark where each block's forward and backward pass begin; recomputation in the backward pass
-    marks nothing.
-    """
+    marks nothing."""
     seen: set[int] = set()
     begun: set[int] = set()
 

@@ -59,8 +59,7 @@ SCRATCH = 0
 @dataclass
 class Segment:
     """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level
-    at its start.
-    """
+    at its start."""
 
     name: str
     growth_bytes: int = 0
@@ -89,14 +88,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled under this mode: without dynamo's wrapper, an operation takes a
-        tenth less time.
-        """
+        tenth less time."""
         return False
 
     def seed(self, tensors: Iterable["Tensor"]) -> int:
         """Count `tensors` as live from before the pass: they and their views are no activations.
-        Returns new bytes.
-        """
+        Returns new bytes."""
         return sum(self._watch(tensor, None) for tensor in tensors)
 
     def mark(self, name: str) -> None:
@@ -140,8 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
         """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is
-        known.
-        """
+        known."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in self._live or (tensor.device.type != "meta" and not self.counts_host):
@@ -242,8 +238,7 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
 
 def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
     """Whether a last dimension of a few numbers is summed or broadcast over; see
-    `kernels.SLOW_ON_CPU`.
-    """
+    `kernels.SLOW_ON_CPU`."""
     whole = [tensor for tensor in inputs if tensor.ndim > 1]
     if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
         return False

@@ -59,8 +59,7 @@ def remembered_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RememberedCall | None:
     """What is remembered of such a call, nothing at first; None if no call can be told from
-    others by `key_of`.
-    """
+    others by `key_of`."""
     key = key_of(func, args, kwargs)
     if key is None:
         return None
@@ -76,8 +75,7 @@ def called(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: RememberedCall | None
 ) -> Any:
     """`func(*args, **kwargs)`, or empty meta tensors of the shapes that `known`, by
-    `remembered_call`, says.
-    """
+    `remembered_call`, says."""
     if known is None:
         return func(*args, **kwargs)
     kind = kind_of(func)
@@ -108,8 +106,7 @@ def called(
 
 class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, operations on plain meta tensors are `called` by what is remembered
-    of them.
-    """
+    of them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,8 +180,7 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """What decides the result; None where that is not known for certain, as with numbers in
-    tensors, and for views.
-    """
+    tensors, and for views."""
     if kind_of(func) == "view":
         return None
     parts: list[Hashable] = [id(func)]

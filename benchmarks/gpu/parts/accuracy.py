@@ -11,15 +11,15 @@ from typing import Any
 from evidence import Evidence, Levers, ReservingTrial, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.families.resolve import resolve_model
-from autotune.hardware.store import cached_profile
 from autotune.knobs.registry import reload_key
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.prediction import Prediction
-from autotune.schema.trial import TrialResult
-from autotune.trials.requests import Failure
-from autotune.trials.runner import ProcessTrialRunner
+from autotune.machine.store import cached_profile
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.search.requests import Failure
+from autotune.search.runner import ProcessTrialRunner
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
@@ -45,8 +45,7 @@ class Work:
     padding: str = "exact"
     must_fail: bool = False
     """Whether the first run is to run out of memory for real; the next shows that a search goes
-    on after it.
-    """
+    on after it."""
 
 
 WORKS = (

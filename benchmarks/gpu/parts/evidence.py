@@ -1,6 +1,5 @@
 """What every part shares: rows that survive a kill, the machine they come from, the models and
-the work to measure.
-"""
+the work to measure."""
 
 import argparse
 import contextlib
@@ -16,20 +15,20 @@ from typing import Any
 
 import psutil
 
-from autotune.runtime.quiet import silence_libraries, silence_progress_bars
+from autotune.system.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.families.resolve import resolve_model
-from autotune.hardware.probing import probe
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.workload import Workload
-from autotune.training.describe import WorkloadOverrides, describe_workload
-from autotune.trials.requests import ChildState, Failure, TrialRequest
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.steps import run_trial
-from autotune.trials.worker import TASKS
+from autotune.machine.probing import probe
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.search.requests import ChildState, Failure, TrialRequest
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.steps import run_trial
+from autotune.search.worker import TASKS
+from autotune.train.describe import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30
@@ -72,8 +71,7 @@ class Evidence:
 
     def each(self, items: Sequence[Any], name: Callable[[Any], str] = str) -> Iterable[Any]:
         """The items, while there is time for one as long as the longest so far; the rest is said
-        to be skipped.
-        """
+        to be skipped."""
         for item in items:
             if self.left() < 1.2 * self.longest:
                 self.skip(name(item), "no time left: run the part again with --slice")
@@ -162,8 +160,7 @@ def candidate(workload: Workload, batch: int, share: float, quantization: str = 
 attention: str = "native",
               levers: Levers = (), *, precision: str) -> Candidate:  # fmt: skip
     """Settings with this share of all blocks but the last checkpointed, and other knobs by
-    `levers`.
-    """
+    `levers`."""
     return Candidate(
         micro_batch_size=batch,
         checkpointed_blocks=round(share * (workload.model.num_blocks - 1)),
@@ -185,8 +182,7 @@ def precision_of(hardware: HardwareProfile) -> str:
 @dataclass(frozen=True)
 class ReservingTrial(TrialRequest):
     """A trial that also tells what the allocator reserved; None where there is no such
-    allocator.
-    """
+    allocator."""
 
 
 def run_reserving_trial(request: ReservingTrial, child: ChildState) -> Any:

@@ -1,6 +1,5 @@
 """What the machine is and can do: its profile, whether each backend's and format's gradients are
-right, tests/gpu.
-"""
+right, tests/gpu."""
 
 import re
 import subprocess
@@ -11,14 +10,14 @@ from threading import Timer
 
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
-from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import get_family
-from autotune.families.resolve import resolve_model
-from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import Attention
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.schema.hardware import HardwareProfile
-from autotune.trials.parity import check_parity
+from autotune.machine.store import cached_profile
+from autotune.models.registry import get_family
+from autotune.models.resolve import resolve_model
+from autotune.plan.hardware import HardwareProfile
+from autotune.search.parity import check_parity
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 TESTS = tuple(f"tests/gpu/test_{name}.py" for name in ("steps", "trials", "training", "kernels"))
@@ -43,8 +42,7 @@ def tests(path: str, evidence: Evidence) -> None:
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
     """Every backend and weight format that is available, against the fp32 reference on this
-    device.
-    """
+    device."""
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
@@ -62,8 +60,7 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
 
 def native_kernels(evidence: Evidence) -> None:
     """Which kernel torch itself takes for attention of Qwen-Image's shape, without and with a
-    mask.
-    """
+    mask."""
     import torch
     from torch.nn.attention import SDPBackend
 

@@ -23,13 +23,13 @@ from accuracy import (
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.families.resolve import resolve_model
-from autotune.hardware.store import cached_profile
-from autotune.schema.candidate import Candidate
-from autotune.schema.workload import Workload
-from autotune.trials.requests import ChildState, TrialRequest
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.machine.store import cached_profile
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.workload import Workload
+from autotune.search.requests import ChildState, TrialRequest
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -74,7 +74,7 @@ class ProfiledSteps:
 def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    from autotune.trials.steps import StepRunner, load_for_trial
+    from autotune.search.steps import StepRunner, load_for_trial
 
     trial = TrialRequest(request.model, request.workload, request.candidate, request.device, 3)
     steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)

@@ -11,13 +11,13 @@ from accuracy import unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
-from autotune.hardware.store import cached_profile
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.workload import Workload
-from autotune.trials.requests import ChildState
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.machine.store import cached_profile
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.search.requests import ChildState
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
 from autotune.weights.loaders import LOADERS
 
 
@@ -34,9 +34,9 @@ class LoadOnce:
 def load_once(request: LoadOnce, _: ChildState) -> dict[str, Any]:
     import torch
 
-    from autotune.families.resolve import resolve_model
-    from autotune.runtime.memory import host_peak_bytes
-    from autotune.training.model import load_model
+    from autotune.models.resolve import resolve_model
+    from autotune.system.memory import host_peak_bytes
+    from autotune.train.model import load_model
 
     on_gpu, device = request.device.startswith("cuda"), torch.device(request.device)
     if on_gpu:

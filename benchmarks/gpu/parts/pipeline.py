@@ -1,6 +1,5 @@
 """A Qwen-Image pipeline on disk whose transformer has its full width and random weights; its
-other parts are tiny.
-"""
+other parts are tiny."""
 
 import json
 import os
@@ -12,13 +11,13 @@ from typing import Any
 
 from evidence import GIB, Evidence
 
-from autotune.families.registry import get_family
-from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.workload import Workload
-from autotune.trials.requests import ChildState
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.models.registry import get_family
+from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.search.requests import ChildState
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
 from tests.small import write_small_pipeline
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
@@ -41,8 +40,8 @@ class WriteTransformer:
 def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, float]:
     import torch
 
-    from autotune.schema.candidate import Candidate
-    from autotune.training.model import load_transformer
+    from autotune.plan.candidate import Candidate
+    from autotune.train.model import load_transformer
 
     family = get_family(FAMILY)
     started = time.perf_counter()

@@ -16,9 +16,9 @@ from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, write_pipeline
 from search import plan, plan_command
 
-from autotune.hardware.store import cached_profile
-from autotune.training.folder import REPORT_FILE
-from autotune.training.metrics import METRICS_FILE, read_metrics
+from autotune.machine.store import cached_profile
+from autotune.train.folder import REPORT_FILE
+from autotune.train.metrics import METRICS_FILE, read_metrics
 
 CHECKPOINT_EVERY = 5
 

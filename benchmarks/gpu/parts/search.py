@@ -32,8 +32,7 @@ def plan(
     evidence: Evidence, command: list[str], cap_gib: int | None = None, share_of_time: float = 1.0
 ) -> dict[str, object] | None:
     """One search as a row, with its plan; None where it failed, or took more than that share of
-    the time left.
-    """
+    the time left."""
     if evidence.small and cap_gib:
         cap_gib = max(2, cap_gib // 16)
     command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]

@@ -16,14 +16,14 @@ from search import plan, plan_command
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
-from autotune.families.resolve import resolve_model
-from autotune.hardware.store import cached_profile
-from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import HardwareProfile
-from autotune.schema.workload import Workload
-from autotune.trials.requests import ChildState
-from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import TASKS
+from autotune.machine.store import cached_profile
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+from autotune.search.requests import ChildState
+from autotune.search.runner import ProcessTrialRunner
+from autotune.search.worker import TASKS
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
@@ -31,8 +31,7 @@ ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 @dataclass(frozen=True)
 class PlainLoop:
     """Steps of the loop in diffusers' LoRA scripts: fp32 adapter under autocast, all blocks
-    checkpointed, batch 1.
-    """
+    checkpointed, batch 1."""
 
     family: str
     config: dict[str, Any]
@@ -46,8 +45,8 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    from autotune.families.registry import get_family
-    from autotune.trials.steps import longest_captions, synthetic_samples
+    from autotune.models.registry import get_family
+    from autotune.search.steps import longest_captions, synthetic_samples
 
     family, rank, on_gpu = (
         get_family(request.family),
@@ -102,8 +101,7 @@ TASKS[PlainLoop] = run_plain_loop
 
 def model_flops(predictor: CostModel, chosen: Candidate) -> float:
     """Of one image, forward and backward, nothing counted twice for recomputation; from the
-    traced graph.
-    """
+    traced graph."""
     model = predictor.model
     kernel = kernel_for(
         chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision

@@ -1,0 +1,243 @@
+"""What long work tells while it goes on: one typed stream, which terminals, JSON lines and pages
+read.
+
+Every function that takes long has a parameter `on_event` and calls it with these objects, in the
+order in which things happen. Nothing depends on what a listener does with them.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Literal
+
+from autotune.plan.base import Frozen
+from autotune.plan.candidate import Candidate
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.prediction import Prediction
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Workload
+
+
+class Event(Frozen):
+    """Base of everything that long work tells.
+
+    Example:
+        >>> def show(event: autotune.Event) -> None:
+        ...     if isinstance(event, autotune.StepFinished):
+        ...         print(event.step, event.loss)
+        >>> autotune.train("plan.yaml", on_event=show)
+    """
+
+
+class PhaseStarted(Event):
+    """A phase of the work has begun; it lasts until the next one.
+
+    Example:
+        >>> if isinstance(event, autotune.PhaseStarted):
+        ...     print(event.name)
+    """
+
+    name: str
+    """Name for people to read, e.g. `loading the transformer`."""
+
+
+class StatusChanged(Event):
+    """A detail of the current phase: worth a spinner's text, not a line.
+
+    Example:
+        >>> if isinstance(event, autotune.StatusChanged):
+        ...     print(event.text)
+    """
+
+    text: str
+
+
+class Progressed(Event):
+    """How far a phase with a known number of items has come.
+
+    Example:
+        >>> if isinstance(event, autotune.Progressed):
+        ...     print(f"{event.name}: {event.done} of {event.total}")
+    """
+
+    name: str
+    done: int
+    total: int
+
+
+class Notice(Event):
+    """A sentence that the user should read.
+
+    Example:
+        >>> if isinstance(event, autotune.Notice) and event.level == "warning":
+        ...     print(event.text)
+    """
+
+    text: str
+    topic: str = "note"
+    """What it is about: `note`, or `records` for shared records."""
+    level: Literal["note", "warning"] = "note"
+
+
+class SearchSpaceBuilt(Event):
+    """The workload is known, and what may be tried for it.
+
+    Example:
+        >>> if isinstance(event, autotune.SearchSpaceBuilt):
+        ...     print(event.num_candidates, event.workload.max_text_tokens)
+    """
+
+    workload: Workload
+    num_candidates: int
+    max_trials: int = 0
+    """The most trials that the search may run; 0 if it runs none."""
+
+
+class RecordsMatched(Event):
+    """What earlier measurements contribute to a search.
+
+    Example:
+        >>> if isinstance(event, autotune.RecordsMatched):
+        ...     print(event.kind, *event.stale)
+    """
+
+    kind: Literal["exact", "upgraded", "near", "none"]
+    """How well the best record matches."""
+    num_records: int
+    stale: tuple[str, ...] = ()
+    """Why records of this workload no longer count, one sentence each."""
+    refused: tuple[str, ...] = ()
+    """Why records cannot be used at all, one sentence each."""
+
+
+class RunStarted(Event):
+    """A training run begins.
+
+    Example:
+        >>> if isinstance(event, autotune.RunStarted):
+        ...     print(event.plan.job_seconds)
+    """
+
+    plan: TrainingPlan
+    """The plan that is trained: measured, if a trial could measure it."""
+
+
+class TrialStarted(Event):
+    """A candidate is being tried.
+
+    Example:
+        >>> if isinstance(event, autotune.TrialStarted):
+        ...     print(event.candidate.label())
+    """
+
+    candidate: Candidate
+
+
+class TrialFinished(Event):
+    """A trial has ended, well or not.
+
+    Example:
+        >>> if isinstance(event, autotune.TrialFinished):
+        ...     print(event.result.outcome, event.result.median_step_seconds)
+    """
+
+    result: TrialResult
+
+
+class CandidatesPredicted(Event):
+    """All that a plan without trials chooses from.
+
+    Example:
+        >>> if isinstance(event, autotune.CandidatesPredicted):
+        ...     print(min(prediction.step_seconds for prediction in event.predictions))
+    """
+
+    predictions: tuple[Prediction, ...]
+    budget_bytes: int
+
+
+class StepFinished(Event):
+    """One optimizer step of a training run: a line of `metrics.jsonl`.
+
+    Example:
+        >>> if isinstance(event, autotune.StepFinished):
+        ...     print(event.step, event.loss, event.images_per_second)
+    """
+
+    step: int
+    """Number of the step, counted from 1."""
+    num_steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None = None
+    """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step
+    was skipped."""
+    seconds: float
+    """Wall time of the whole step."""
+    data_seconds: float
+    """Part of `seconds` that was spent waiting for data."""
+    images_per_second: float
+    memory_bytes: int
+    """Memory that the process holds between steps."""
+    reserved_bytes: int | None = None
+    """What the GPU's allocator holds, for tensors or in reserve."""
+    allocator_retries: int | None = None
+    """How often so far the allocator ran out of memory and started over."""
+    epoch: int | None = None
+    """Number of the epoch that the step begins in, counted from 1; None in files of an older
+    autotune."""
+    gpu_utilization: float | None = None
+    """Share of time that the GPU computed, in [0, 1]; None without NVML."""
+    gradient_spikes: int = 0
+    """Gradients of the run so far whose norm was far above those of the steps before."""
+    nonfinite_gradients: int = 0
+    """Gradients of the run so far that were not finite; their steps were taken again."""
+    overflowed_gradients: int = 0
+    """Gradients of the run so far that overflowed fp16; their steps were skipped, and the loss
+    scale fell."""
+    loss_scale: float | None = None
+    """Factor of the next step's losses, in fp16."""
+    validation_loss: float | None = None
+    """Mean loss on held-out images after the step; None if it was not measured."""
+    base_validation_loss: float | None = None
+    """The same without the adapter."""
+    overfitting_from: int | None = None
+    """Number of steps after which overfitting began; None if held-out images show none."""
+    remaining_seconds: float | None = None
+    """Time until the last step, with previews and checkpoints on the way; None after the first
+    step of a start."""
+
+
+class PreviewsWritten(Event):
+    """Previews of a training run lie in its output folder.
+
+    Example:
+        >>> if isinstance(event, autotune.PreviewsWritten):
+        ...     print(f"pictures after step {event.step}")
+    """
+
+    step: int
+    """Number of steps that had been taken."""
+
+
+OnEvent = Callable[[Event], None]
+"""A listener to the stream."""
+
+
+def ignore_event(event: Event) -> None:
+    """A listener that does nothing."""
+
+
+def event_line(event: Event) -> str:
+    """The event as one line of JSON, with the name of its class as `event`.
+
+    Example:
+        >>> autotune.probe(on_event=lambda event: print(autotune.event_line(event)))
+    """
+    return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})
+
+
+def parse_event(line: str) -> Event:
+    """The event that `event_line` wrote. Raises ValueError if the line is not an event."""
+    data = json.loads(line)
+    kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
+    return kinds[data.pop("event")].model_validate_json(json.dumps(data))

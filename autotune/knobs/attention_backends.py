@@ -1,0 +1,165 @@
+"""The attention backends, and what is known of each."""
+
+from collections.abc import Iterator, Mapping
+
+from autotune.knobs.entries import AttentionBackend, Kernel, Library, Requirements, by_name
+from autotune.plan.hardware import is_at_least
+
+CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
+"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on
+Hopper), and the version from which torch's dispatcher picks it first on them, with and without a
+mask (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch
+2.11 to 2.14)."""
+
+
+EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "flash4": 0.69, "efficient": 0.38, "cudnn": 0.56}
+EFFICIENCY_OF: Mapping[int, Mapping[str, float]] = {
+    9: {"flash": 0.45, "flash3": 0.8, "flash4": 0.72, "efficient": 0.25, "cudnn": 0.75},
+    10: {"flash": 0.2, "flash4": 0.59, "efficient": 0.11, "cudnn": 0.56},
+}
+"""By the major compute capability of data-center cards. Flash and efficient are kernels for
+Ampere there: on B200 they are taken to do in a second what they do on H100 (312 TFLOP/s was
+measured, Dao-AILab/flash-attention#1589)."""
+UNKNOWN_EFFICIENCY = 0.3
+
+
+def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float:
+    """Forward and backward, as a share of what large products reach on the card. Round figures,
+    nothing measured here.
+
+    FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691) and the
+    FlashAttention-3 paper, with heads of 128 and 4,096 tokens on H100 (arXiv:2407.08608), 368
+    TFLOP/s forward and 310 backward for it, 609 and 499 for cuDNN, 638 and 542 for version 3; the
+    memory-efficient kernel reaches about half of flash. Version 4 has 572 forward there
+    (mlc-ai/pith-train#2) and up to 1.3 times cuDNN's on B200 (its announcement); of backward passes
+    nothing was found, so it is taken for version 3's on H100 by its forward share, and for cuDNN's
+    on B200. On Blackwell's GeForce cards it uses the instructions of version 2
+    (Dao-AILab/flash-attention#2330). A package has the rate of its kernel, whoever built it:
+    torch's own flash kernel is FlashAttention-2, too, and its memory-efficient one xformers'.
+    """
+    return EFFICIENCY_OF.get((capability or (0, 0))[0], EFFICIENCY).get(kernel, UNKNOWN_EFFICIENCY)
+
+
+def prefers_cudnn(capability: tuple[int, int] | None, cudnn: str | None) -> bool:
+    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED
+    is set.
+
+    Args:
+        capability: compute capability; None without CUDA.
+        cudnn: its version; None if there is none.
+    """
+    major = (capability or (0, 0))[0]
+    return major in CUDNN_WINS and is_at_least(cudnn, CUDNN_PREFERRED)
+
+
+def cuda_kernel(
+    attention: str,
+    *,
+    masked: bool,
+    precision: str,
+    capability: tuple[int, int] | None,
+    cudnn: str | None,
+) -> Kernel:
+    """The kernel that `attention` runs on CUDA: that of a package, `flash`, `efficient`, `cudnn` or
+    `math`.
+
+    torch's dispatcher prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no
+    mask, no fp32 and needs compute capability 8.0, then the memory-efficient kernel
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and
+    `check_tensor_dtype`).
+
+    Args:
+        attention: name of a backend.
+        masked: whether it gets a mask.
+        precision: compute dtype.
+        capability: compute capability; None for one of 8.0.
+        cudnn: its version; None if there is none.
+    """
+    backend = ATTENTION_BACKENDS.get(attention)
+    kernel = backend.kernel if backend is not None else "fused"
+    if kernel != "fused":
+        return kernel
+    if precision == "fp32" or (capability or (8, 0)) < (8, 0):
+        return "efficient"
+    if prefers_cudnn(capability, cudnn):
+        return "cudnn"
+    return "efficient" if masked else "flash"
+
+
+def token_multiple(kernel: str) -> int:
+    """What the number of tokens is padded to a multiple of where a kernel gets a mask anyway.
+
+    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678), and
+    a plan of it serves one length alone; no other kernel gains anything.
+    """
+    return 128 if kernel == "cudnn" else 1
+
+
+def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
+    return (
+        AttentionBackend(name, "", Requirements(library=library), unusable_reason=reason)
+        for name in names
+    )
+
+
+MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
+NO_BACKWARD = "no backward: gradients vanish without an error"
+FETCHED = (
+    "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs "
+    "no "
+    "fetched code"
+)
+GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
+FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
+FLASH_ATTN_3 = Requirements(("cuda",), (9, 0), "flash_attn_3", "3.0.0b1", only_major=9)
+FLASH_ATTN_4 = Requirements(("cuda",), (9, 0), "flash_attn_4", "4.0.0b36")
+"""The version whose source was read: it trains from Hopper on, and earlier betas had wrong
+gradients on some cards."""
+XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
+
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
+    AttentionBackend("native", "PyTorch chooses the kernel"),
+    AttentionBackend(
+        "_native_flash",
+        "trains; takes no mask at all",
+        Requirements(("cuda", "cpu"), (8, 0)),
+        kernel="flash",
+        refuses_masks=True,
+    ),
+    AttentionBackend("_native_math", "plain matrix products, slow and always there", kernel="math"),
+    AttentionBackend("_native_efficient", "trains, with masks too", GPU, kernel="efficient"),
+    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn"),
+    AttentionBackend(
+        "flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True
+    ),
+    AttentionBackend(
+        "flash-3",
+        "trains; takes no mask",
+        FLASH_ATTN_3,
+        kernel="flash3",
+        refuses_masks=True,
+        function="autotune.knobs.fused_packages:attend_by_version_3",
+    ),
+    AttentionBackend(
+        "flash-4",
+        "trains; takes no mask",
+        FLASH_ATTN_4,
+        kernel="flash4",
+        refuses_masks=True,
+        function="autotune.knobs.fused_packages:attend_by_version_4",
+    ),
+    AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
+    *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
+    *_refused(FETCHED, "kernels", "flash_hub", "_flash_3_hub", "flash_4_hub"),
+    *_refused(
+        "raises in backward: diffusers gave its operation none; flash-3 has it",
+        "flash_attn_3",
+        "_flash_3",
+    ),
+    *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
+)
+"""`native` is the default; it is held against plain products in fp32, and the others against it.
+
+diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text
+first its padding comes before the image.
+"""

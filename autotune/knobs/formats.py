@@ -1,0 +1,99 @@
+"""The formats of frozen weights, and what is known of each."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autotune.knobs.entries import Requirements, WeightFormat, by_name
+
+TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
+"""Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
+the same bits in fp32, int8 divided by 127 instead of 127.5. It is still required, so that keys
+of plans and records stay comparable."""
+BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
+"""bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was
+tried."""
+EIGHT_BITS = Requirements(
+    ("cuda", "cpu"), (7, 5), compiles_on=("cuda",)
+)  # for what surrounds the products
+SLOW_FP8 = (
+    "a CPU has no float8 units: a layer took two to seven times fp32's time, with int8 half of it"
+)
+
+
+def _multiplied(
+    dtype: str, torch_name: str, needs: Requirements, tolerance: float, why: str
+) -> WeightFormat:
+    return WeightFormat(
+        f"{dtype}-matmul",
+        f"{torch_name} weights and activations, multiplied as they are",
+        needs,
+        quality="compact",
+        bytes_per_parameter=1.0,
+        quantize=f"autotune.knobs.quantized_layers:multiply_in_{torch_name}",
+        product_dtype=dtype,
+        quantizing_slices=4,
+        tolerance=tolerance,
+        tolerance_reason=f"{why} for weights, activations and gradients",
+        hides_dtype=True,
+        skip_reason=lambda hardware: (
+            SLOW_FP8 if dtype == "fp8" and hardware.device.kind == "cpu" else None
+        ),
+    )
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
+    WeightFormat("none", "weights stay as they are", quality="exact", bytes_per_parameter=2.0),
+    WeightFormat(
+        "torchao-int8",
+        "weight-only int8",
+        TORCHAO,
+        quality="high",
+        bytes_per_parameter=1.0,
+        quantize="autotune.knobs.quantized_layers:quantize_int8",
+        quantizing_slices=4,
+        stored_dtype="int8",
+        storage_version=2,
+        tolerance=0.05,
+        tolerance_reason="8 bits per row: weights are wrong by about 1%",
+        is_tried_for_encoders=True,  # T5 casts to the dtype of a weight unless that is int8
+    ),
+    WeightFormat(
+        "torchao-fp8",
+        "weight-only float8",
+        TORCHAO,
+        quality="high",
+        bytes_per_parameter=1.0,
+        quantize="autotune.knobs.quantized_layers:quantize_float8",
+        quantizing_slices=4,
+        stored_dtype="float8_e4m3fn",
+        storage_version=2,
+        tolerance=0.2,
+        tolerance_reason="3 bits of mantissa: weights are wrong by about 3%",
+        hides_dtype=True,
+    ),
+    _multiplied("int8", "int8", EIGHT_BITS, 0.08, "8 bits per row"),
+    _multiplied(
+        "fp8", "float8", replace(EIGHT_BITS, compute_capability=(8, 9)), 0.3, "3 bits of mantissa"
+    ),
+    WeightFormat(
+        "bnb-nf4",
+        "4-bit NormalFloat",
+        BNB_NF4,
+        quality="compact",
+        bytes_per_parameter=0.52,  # half a byte, and doubly quantized scales of 64 values each
+        quantize="autotune.knobs.quantized_layers:quantize_nf4",
+        stand_in="autotune.cost.quantized:stand_in_for_nf4",
+        quantizing_slices=8,
+        stored_dtype="uint8",
+        tolerance=0.7,
+        tolerance_reason="4 bits: weights are wrong by about 10%",
+        hides_dtype=True,
+        can_offload=False,
+        is_tried_for_encoders=True,
+    ),
+)
+"""Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and
+6 to 12% of the float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%,
+Chroma's 62% of nf4. Of products in 8 bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to
+26%. Slices, as measured on CPUs: nf4 7.4, int8 and float8 with scales 4 in bf16, all 2
+to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""

@@ -1,0 +1,345 @@
+"""The GPUs that can be planned for without owning one: published figures, one file each in
+`profiles/hardware`.
+
+A catalog profile has no rates, only a datasheet; its host and versions are assumed, as its notes
+tell.
+"""
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import yaml
+from packaging.version import Version
+from pydantic import Field
+
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.machine.capabilities import CUDA_13, Machine, capabilities_of, unmet, without_bf16
+from autotune.machine.facts import PACKAGES
+from autotune.machine.memory import device_with_budget
+from autotune.plan.base import Frozen
+from autotune.plan.hardware import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
+from autotune.system.paths import shipped_path
+
+ASSUMED_HOST_BYTES = 64 * 2**30
+ASSUMED_VERSIONS = {
+    "bitsandbytes": "0.48.0",
+    "cuda_runtime": "13.0",
+    "cuda_driver": "13.0",
+    "cudnn": "9.20.0",
+    "driver": "580",
+    "triton": "3.5",
+}
+OLD_CARDS_CUDA = "12.6"
+"""CUDA version of torch's last builds for cards that CUDA 13 no longer supports
+(pytorch#172352)."""
+PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""PCIe generation: bytes per second and lane in one direction, after line encoding (PCI-SIG)."""
+MEMORY_TOLERANCE = 0.15
+"""Relative difference in memory size up to which a card is the same: an RTX 3060 of 8 GB has the
+name of another."""
+SERIES = ("nvidia", "geforce", "rtx", "tesla")
+"""Words that may be omitted from a GPU's name."""
+VARIANTS = frozenset({"ti", "super"})
+"""Words that name another card."""
+
+
+class CatalogGpu(Frozen):
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless the name says
+    otherwise.
+
+    Example:
+        >>> {gpu.id: gpu.memory_bytes for gpu in autotune.list_gpus() if gpu.compute_capability == "8.9"}
+    """
+
+    id: str = Field(pattern=r"^[a-z0-9-]+$")
+    name: str
+    """Name that CUDA reports."""
+    match: str
+    """Regular expression that matches the name that CUDA reports for this card, and for no
+    sibling."""
+    architecture: str
+    compute_capability: str = Field(pattern=r"^\d+\.\d$")
+    memory_kind: MemoryKind
+    memory: str
+    memory_nominal_gb: float
+    memory_cuda_mib: int | None = None
+    """What CUDA reports, if known."""
+    memory_gb_per_second: float
+    sm_count: int
+    l2_mib: float | None = None
+    power_watts: float
+    pcie_generation: int | None = None
+    pcie_lanes: int = 16
+    host_gb_per_second: float | None = None
+    """To the host's memory in one direction, if the link is faster than PCIe (NVLink-C2C)."""
+    dense_tflops: dict[str, float]
+    """By dtype of the inputs; `fp32`, without tensor cores, is given for cards that cannot train
+    in bf16."""
+    measured_tflops: dict[str, float] = Field(default_factory=dict)
+    """Measured by others, with products of cuBLASLt."""
+    confidence: str
+    source: str
+    notes: str = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What CUDA reports, or else 97% of the nominal size: the driver reserves some."""
+        if self.memory_cuda_mib is not None:
+            return self.memory_cuda_mib * 2**20
+        return int(self.memory_nominal_gb * 2**30 * 0.97)
+
+    @property
+    def training_dtype(self) -> str:
+        """The dtype that training computes in: bf16 if the card has units for it."""
+        return "bf16" if "bf16" in self.dense_tflops else "fp16"
+
+    @property
+    def training_tflops(self) -> float:
+        """Peak in the dtype that training computes in."""
+        return self.dense_tflops.get(self.training_dtype, 0.0)
+
+    @property
+    def _reached_bf16(self) -> float | None:
+        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not
+        limited by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
+        if "bf16" in self.measured_tflops:
+            return self.measured_tflops["bf16"] * 1e12
+        peak, half = self.dense_tflops.get("bf16"), self.dense_tflops.get("fp16_fp16_accumulate", 0)
+        return peak * 1e12 if peak is not None and half > 1.5 * peak else None
+
+    @property
+    def datasheet(self) -> Datasheet:
+        """The figures that profiles contain."""
+        names = ("bf16", "tf32", "fp32", "int8", "fp8")
+        peaks: dict[str, Any] = {
+            f"{name}_flops_per_second": _flops(self.dense_tflops.get(name)) for name in names
+        }
+        if "bf16" not in self.dense_tflops:
+            peaks["fp16_flops_per_second"] = _flops(self.dense_tflops.get("fp16"))
+            peaks["reached_fp16_flops_per_second"] = _flops(self.measured_tflops.get("fp16"))
+        lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
+        link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
+        return Datasheet(
+            id=self.id,
+            **peaks,
+            reached_bf16_flops_per_second=self._reached_bf16,
+            memory_bytes_per_second=self.memory_gb_per_second * 1e9,
+            pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
+            power_watts=self.power_watts,
+            confidence=self.confidence,
+            source=self.source,
+        )
+
+
+def _flops(tera: float | None) -> float | None:
+    return None if tera is None else tera * 1e12
+
+
+@cache
+def load_catalog() -> tuple[CatalogGpu, ...]:
+    """Every GPU of the catalog, by compute capability and then peak."""
+    folder = shipped_path("hardware")
+    gpus = [
+        CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    ]
+    return tuple(
+        sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id))
+    )
+
+
+def find_gpu(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
+    """The catalog's card for a name that CUDA reports; None for siblings, MIG slices and cards
+    of other sizes."""
+    if "MIG" in name:
+        return None
+    for gpu in load_catalog():
+        if not re.search(gpu.match, name):
+            continue
+        if (
+            total_memory_bytes is None
+            or abs(total_memory_bytes / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE
+        ):
+            return gpu
+    return None
+
+
+def is_gpu_name(name: str) -> bool:
+    """Whether `name` is the whole name of a GPU in the catalog."""
+    return any(name.lower() in (gpu.id, gpu.name.lower()) for gpu in load_catalog())
+
+
+def gpu_named(name: str) -> CatalogGpu:
+    """The one GPU that `name`, or a part of a name, identifies: `4080`, `RTX 4080`, `4080_super`,
+    `h200`.
+
+    A card with exactly these words goes before those with more (`4080 super`). A Ti or Super has to
+    be named as such: who has a 4060 has another card than the 4060 Ti.
+
+    Raises:
+        InvalidInput: no GPU matches, or several do.
+    """
+    words = _words(name)
+    same = [
+        gpu for gpu in load_catalog() if name.lower() == gpu.name.lower() or words == _words(gpu.id)
+    ]
+    containing = [gpu for gpu in load_catalog() if words and set(words) <= set(_words(gpu.id))]
+    found = same or [gpu for gpu in containing if VARIANTS.isdisjoint({*_words(gpu.id)} - {*words})]
+    if len(found) == 1:
+        return found[0]
+    listing = "`autotune probe --list` shows the catalog"
+    if found:
+        names = ", ".join(gpu.id for gpu in found)
+        raise InvalidInput(f"{name!r} may be any of {names}", hint=f"name one of them; {listing}")
+    others = ", ".join(gpu.id for gpu in containing)
+    nearest = suggest_nearest(name, (gpu.id for gpu in load_catalog()), listing)
+    hint = f"another card is {others}; {listing}" if others else nearest
+    raise InvalidInput(
+        f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=hint
+    )
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in SERIES]
+
+
+def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
+    """A profile to plan with: on a Linux host of 64 GiB, with this environment's packages and
+    CUDA 13 or 12.6."""
+    device = _device(gpu)
+    shared = gpu.memory_kind == "integrated"
+    memory = gpu.memory_bytes if shared else ASSUMED_HOST_BYTES
+    host = Host(
+        cpu="assumed",
+        logical_cores=16,
+        memory_bytes=memory,
+        available_memory_bytes=int(0.9 * memory),
+        system="Linux",
+        memory_model="linux",
+        compiler="assumed",
+        gpu_direct_storage=False,
+    )
+    versions = _assumed_versions(device)
+    return HardwareProfile(
+        origin="catalog",
+        device=device,
+        host=host,
+        versions=versions,
+        capabilities=capabilities_of(device, host, versions),
+        datasheet=gpu.datasheet,
+        notes=(
+            f"from the catalog, not measured; figures: {gpu.confidence} confidence",
+            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, "
+            "driver 580, a C compiler,"
+            " no display, and this environment's packages",
+            *without_bf16(device),
+            *((gpu.notes,) if gpu.notes else ()),
+        ),
+    )
+
+
+def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
+    """The profile of the same card in a host with so much memory, of which a tenth is taken to be
+    in use.
+
+    Raises:
+        InvalidInput: the device has no memory of its own, or the host is not an assumed one.
+    """
+    if profile.origin != "catalog" or profile.device.memory_kind == "integrated":
+        what = (
+            "it is this device's own memory"
+            if profile.device.memory_kind == "integrated"
+            else "it was measured"
+        )
+        raise InvalidInput(
+            f"the host's memory cannot be described: {what}", hint="leave --host-memory out"
+        )
+    host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
+    old, new = (
+        f"{size / 2**30:.0f} GiB of host memory" for size in (profile.host.memory_bytes, num_bytes)
+    )
+    return profile.changed(host=host, notes=tuple(note.replace(old, new) for note in profile.notes))
+
+
+def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> HardwareProfile:
+    """The profile of the same card on a host that has these packages of attention backends, too.
+
+    Raises:
+        InvalidInput: the host is not an assumed one, no backend that trains needs such a package,
+            or the card runs none that does.
+    """
+    if profile.origin != "catalog":
+        raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
+    names = (names,) if isinstance(names, str) else names
+    backends = [
+        each
+        for each in ATTENTION_BACKENDS.values()
+        if each.needs.library and not each.unusable_reason
+    ]
+    versions: dict[str, str] = {}
+    for name in names:
+        own = [each for each in backends if str(each.needs.library) == name.replace("-", "_")]
+        if not own:
+            known = sorted({str(each.needs.library).replace("_", "-") for each in backends})
+            hint = f"these can be assumed: {', '.join(known)}"
+            raise InvalidInput(
+                f"no attention backend that trains needs a package {name!r}", hint=hint
+            )
+        needs = max((each.needs for each in own), key=lambda needs: Version(needs.min_version))
+        if not profile.versions.has(str(needs.library), needs.min_version):
+            versions[str(needs.library)] = needs.min_version
+        machine = Machine(profile.device, profile.host, profile.versions.changed(**versions))
+        if reason := unmet(needs, machine):
+            hint = "leave --assume out, or plan for another card"
+            raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
+    installed = profile.versions.changed(**versions)
+    note = (
+        f"assumed: {', '.join(names)} installed, and attention by it as fast as is published "
+        "for "
+        "its kernel"
+    )
+    return profile.changed(
+        versions=installed,
+        capabilities=capabilities_of(profile.device, profile.host, installed),
+        assumed=tuple(names),
+        notes=(*profile.notes, note),
+    )
+
+
+def _device(gpu: CatalogGpu) -> Device:
+    total = gpu.memory_bytes
+    major, minor = gpu.compute_capability.split(".")
+    return device_with_budget(
+        gpu.memory_kind,
+        kind="cuda",
+        index=0,
+        name=gpu.name,
+        compute_capability=(int(major), int(minor)),
+        sm_count=gpu.sm_count,
+        l2_bytes=None if gpu.l2_mib is None else int(gpu.l2_mib * 2**20),
+        memory_kind_reason=f"from the catalog: {gpu.memory}",
+        total_memory_bytes=total,
+        free_memory_bytes=int(0.9 * total) if gpu.memory_kind == "integrated" else total,
+        pcie_generation=gpu.pcie_generation,
+        power_limit_watts=gpu.power_watts,
+        default_power_limit_watts=gpu.power_watts,
+    )
+
+
+def _assumed_versions(device: Device) -> Versions:
+    """This environment's packages; what only a GPU machine has is assumed."""
+    old = device.compute_capability is not None and device.compute_capability < CUDA_13
+    found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
+    for field, package in PACKAGES.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found[field] = version.partition("+")[0]  # without the local part, which names this build
+    return Versions(python=platform.python_version(), **(ASSUMED_VERSIONS | found))

@@ -1,0 +1,196 @@
+"""The facts of a machine, from whatever its sources report. Has no effects but the queries."""
+
+import platform
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.machine.memory import classify_memory, compute_budget, device_with_budget
+from autotune.machine.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, integer, positive_number
+from autotune.plan.hardware import Device, Host, Link, MemoryKind, OtherGpu, Versions
+
+NO_PACKAGES = frozenset({"python", "cuda_runtime", "cuda_driver", "driver", "cudnn"})
+PACKAGES: Mapping[str, str] = {
+    name: name.replace("_", "-") for name in Versions.model_fields if name not in NO_PACKAGES
+}
+"""Field of `Versions`: name of the distribution."""
+
+HOST: Facts = {
+    "memory_bytes": (SIZE, "os:memory_bytes"),
+    "available_memory_bytes": (FREE, "os:available_bytes"),
+    "container_free_bytes": (FREE, "os:container_free_bytes"),
+    "cpu": (TEXT, "os:cpu"),
+    "physical_cores": (integer(1, 4096), "os:physical_cores"),
+    "logical_cores": (integer(1, 8192), "os:logical_cores"),
+    "swap_bytes": (FREE, "os:swap_bytes"),
+    "system": (TEXT, "os:system"),
+    "wsl": (FLAG, "os:wsl"),
+    "container": (TEXT, "os:container"),
+    "compiler": (TEXT, "os:compiler"),
+    "gpu_direct_storage": (FLAG, "os:gpu_direct_storage"),
+}
+VERSIONS: Facts = {
+    **{field: (TEXT, f"packages:{package}") for field, package in PACKAGES.items()},
+    "python": (TEXT, "os:python"),
+    "cuda_runtime": (TEXT, "packages:torch_cuda", "torch:cuda"),
+    "cuda_driver": (TEXT, "nvml:cuda_driver", "driver:cuda_driver"),
+    "driver": (TEXT, "nvml:driver"),
+    "cudnn": (TEXT, "torch:cudnn"),
+}
+MEMORY_SIGNALS: Facts = {
+    "integrated": (FLAG, "driver:integrated", "torch:integrated"),
+    "host_page_tables": (FLAG, "driver:host_page_tables"),
+}
+WATTS, LANES = positive_number(1e5), integer(1, 64)
+CUDA: Facts = {
+    "total_memory_bytes": (SIZE, "torch:total_bytes", "nvml:total_bytes"),
+    "drives_display": (FLAG, "nvml:display_active"),
+    "name": (TEXT, "torch:name", "nvml:name"),
+    "compute_capability": (
+        TypeAdapter(
+            tuple[
+                Annotated[int, Field(strict=True, ge=1)],
+                Annotated[int, Field(strict=True, ge=0, lt=10)],
+            ]
+        ),
+        "torch:capability",
+        "nvml:capability",
+    ),
+    "sm_count": (integer(1, 4096), "torch:sm_count"),
+    "l2_bytes": (SIZE, "torch:l2_bytes"),
+    "pcie_generation": (integer(1, 16), "nvml:pcie_generation"),
+    "pcie_width": (LANES, "nvml:pcie_width"),
+    "pcie_max_width": (LANES, "nvml:pcie_max_width"),
+    "power_limit_watts": (WATTS, "nvml:power_limit_watts"),
+    "default_power_limit_watts": (WATTS, "nvml:default_power_limit_watts"),
+    "mig": (FLAG, "nvml:mig"),
+    "other_process_bytes": (FREE, "nvml:other_process_bytes"),
+    "links": (
+        TypeAdapter(tuple[tuple[Annotated[int, Field(strict=True, ge=0)], str], ...]),
+        "nvml:links",
+    ),
+}
+
+
+def read_host(reader: Reader) -> Host:
+    """The computer around the device.
+
+    Raises:
+        AutotuneError: the operating system does not report how much memory there is; nothing could
+            be planned.
+    """
+    facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
+    facts |= reader.facts("host", HOST)
+    limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
+    for name in ("memory_bytes", "available_memory_bytes"):
+        if name not in facts:
+            reason = next(p.absent_because for p in reader.provenance if p.fact == f"host.{name}")
+            raise AutotuneError(
+                f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil"
+            )
+    sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
+    facts["available_memory_bytes"] = min(size for size in sizes if size is not None)
+    by_system = {"Windows": "windows", "Darwin": "macos"}
+    model: Any = "wsl" if wsl else by_system.get(facts["system"].partition(" ")[0], "linux")
+    return Host(memory_model=model, **facts)
+
+
+def read_versions(reader: Reader) -> Versions:
+    """Versions of what decides how a step runs."""
+    return Versions(**({"python": platform.python_version()} | reader.facts("versions", VERSIONS)))
+
+
+def read_device(reader: Reader, host: Host) -> Device:
+    """The device that torch would train on: CUDA if there is one, else MPS, else the CPU.
+
+    Raises:
+        InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no
+            kind.
+        AutotuneError: a CUDA device whose memory no source reports.
+    """
+    kind = reader.raw("torch:kind")
+    kind = kind if kind in ("cuda", "mps") else "cpu"
+    count = (
+        (reader.fact("device.count", integer(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
+    )
+    if reader.index >= count:
+        raise InvalidInput(
+            f"there is no {kind} device {reader.index}: {count} visible",
+            hint="indices start at 0; see `autotune probe`",
+        )
+    if kind == "cuda":
+        return _cuda_device(reader, count)
+    if kind == "mps":
+        return device_with_budget(
+            "integrated",
+            kind="mps",
+            index=0,
+            total_memory_bytes=reader.fact(
+                "device.total_memory_bytes", SIZE, "torch:recommended_bytes"
+            ),
+            name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
+            memory_kind_reason="Apple GPUs share the host's memory",
+            free_memory_bytes=host.available_memory_bytes,
+        )
+    return device_with_budget(
+        "host",
+        kind="cpu",
+        index=0,
+        name=host.cpu,
+        memory_kind_reason="the CPU trains in the host's memory",
+        total_memory_bytes=host.memory_bytes,
+        free_memory_bytes=host.available_memory_bytes,
+    )
+
+
+def _cuda_device(reader: Reader, count: int) -> Device:
+    signals = reader.facts("device", MEMORY_SIGNALS)
+    override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
+    kind, why = classify_memory(
+        signals.get("integrated"),
+        signals.get("host_page_tables"),
+        override if isinstance(override, str) else None,
+    )
+    # NVML before torch: it opens no context, so free memory does not include ours. If memory is
+    # shared, the host's counts, and not a container's part of it: a limit there does not contain
+    # CUDA's allocations.
+    queries = (
+        ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
+    )
+    free = reader.fact("device.free_memory_bytes", FREE, *queries)
+    facts = {"name": "unknown GPU"} | reader.facts("device", CUDA)
+    facts["links"] = tuple(
+        Link(peer_index=peer, path=path) for peer, path in facts.get("links", ())
+    )
+    total = facts.get("total_memory_bytes")
+    if total is not None and free is not None:
+        free = min(free, total)
+    facts |= {"index": reader.index, "count": count, "others": _other_gpus(reader, count, kind)}
+    return device_with_budget(
+        kind, kind="cuda", memory_kind_reason=why, free_memory_bytes=free, **facts
+    )
+
+
+def _other_gpus(reader: Reader, count: int, kind: MemoryKind) -> tuple[OtherGpu, ...]:
+    """The GPUs beside the reader's own whose size is known. What is free is asked of NVML alone:
+    torch would open a context there."""
+    found = []
+    for beside in (Reader(reader.system, index) for index in range(count) if index != reader.index):
+        facts = beside.facts(
+            "other", {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")}
+        )
+        total, free = (
+            facts.get("total_memory_bytes"),
+            beside.fact("other.free", FREE, "nvml:free_bytes"),
+        )
+        if total is not None:
+            budget, _ = compute_budget(kind, total, free, facts.get("drives_display"))
+            name = facts.get("name", "unknown GPU")
+            found.append(
+                OtherGpu(
+                    index=beside.index, name=name, total_memory_bytes=total, budget_bytes=budget
+                )
+            )
+    return tuple(found)

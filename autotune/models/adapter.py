@@ -1,0 +1,219 @@
+"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer: the same way for training, trials and
+tracing."""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from autotune.errors import InvalidInput
+from autotune.models.base import Family
+from autotune.plan.workload import Workload
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
+
+ADAPTER_NAME = "default"
+
+
+def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
+    """The numbers of blocks that `0-4,18` names; None for `all`.
+
+    Raises:
+        InvalidInput: the model has fewer blocks.
+    """
+    if text == "all":
+        return None
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    numbers = {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
+    if not numbers or max(numbers) >= num_blocks:
+        raise InvalidInput(
+            f"{text} are not blocks of this model",
+            hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18",
+        )
+    return frozenset(numbers)
+
+
+def choose_layers(
+    family: Family, transformer: "nn.Module", targets: str, blocks: str = "all"
+) -> Sequence[str] | str:
+    """The adapted layers, in the form that peft's `target_modules` takes.
+
+    Args:
+        family: of the model.
+        transformer: without an adapter.
+        targets: name of a set of the family's, or patterns as of a shell for names of Linear layers
+            or their ends, separated by commas: `*.attn.to_q,to_v`.
+        blocks: as `Workload.adapted_blocks`; layers outside of blocks are not adapted if it is not
+            `all`.
+
+    Raises:
+        InvalidInput: there are no such layers.
+    """
+    own = family.blocks(transformer)
+    numbers = block_numbers(blocks, len(own))
+    if targets in family.target_sets and numbers is None:
+        return family.target_set(targets)
+    is_target = target_matcher(family, targets)
+    kept = (
+        None
+        if numbers is None
+        else {module for number in numbers for module in own[number].modules()}
+    )
+    kinds = (nn.Linear, nn.Conv2d) if targets in family.target_sets else (nn.Linear,)
+    chosen = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, kinds) and is_target(name) and (kept is None or module in kept)
+    ]
+    if not chosen:
+        if targets not in family.target_sets and not set(targets) & set("*?.,[_"):
+            family.target_set(targets)  # a name, not a pattern: the nearest is told
+        linear = (
+            name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
+        )
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:8])
+        where = f" in the blocks {blocks}" if numbers else ""
+        raise InvalidInput(
+            f"no layer of {family.name} is called {targets!r}{where}",
+            hint=(
+                f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end "
+                f"in {ends}"
+            ),
+        )
+    return "|".join(re.escape(name) for name in chosen)
+
+
+def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
+    """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by
+    pattern."""
+    known = family.target_sets.get(targets)
+    if known is not None:
+        return _peft_rule(known)
+    patterns = [part.strip() for part in targets.split(",") if part.strip()]
+    return lambda name: any(
+        fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns
+    )
+
+
+def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
+    """What peft's `target_modules` means: an expression for whole names, or ends of names."""
+    if isinstance(chosen, str):
+        return lambda name: re.fullmatch(chosen, name) is not None
+    return lambda name: any(name == end or name.endswith(f".{end}") for end in chosen)
+
+
+def adapter_shapes(
+    family: Family, transformer: "nn.Module", workload: Workload
+) -> Counter[tuple[int, ...]]:
+    """How many parameters of each shape `add_adapter` would add, without the seconds that it takes.
+
+    Raises InvalidInput as `choose_layers`.
+    """
+    is_chosen = _peft_rule(
+        choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
+    )
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for name, module in transformer.named_modules():
+        if is_chosen(name):
+            num_outputs, num_inputs, *kernel = module.weight.shape
+            shapes[workload.rank, num_inputs, *kernel] += 1
+            shapes[num_outputs, workload.rank, *(1 for _ in kernel)] += 1
+            if workload.adapter == "dora":  # the lengths of the outputs' weights
+                shapes[(1, num_outputs, *(1 for _ in kernel)) if kernel else (num_outputs,)] += 1
+    return shapes
+
+
+def add_adapter(
+    family: Family,
+    transformer: "nn.Module",
+    workload: Workload,
+    dtype: "torch.dtype",
+    *,
+    seed: int = 0,
+    lean: bool = True,
+) -> list["nn.Parameter"]:
+    """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
+
+    The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input
+    into it and keep the copy for the backward pass. `seed` decides the initial values (`lora_A`
+    random, `lora_B` zero). Dropout works even in a transformer in evaluation mode, as all are
+    trained; `disable_dropout` turns it off. Without `lean`, layers compute as peft's do.
+
+    Raises InvalidInput if the model has no such layers.
+    """
+    from peft import LoraConfig
+
+    from autotune.models.low_rank import make_lean
+
+    modules = choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
+    config = LoraConfig(
+        r=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        lora_dropout=workload.lora_dropout,
+        init_lora_weights=True,
+        use_rslora=workload.adapter == "rslora",
+        use_dora=workload.adapter == "dora",
+        target_modules=modules if isinstance(modules, str) else list(modules),
+    )
+    transformer.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with _no_import_of_bitsandbytes():
+            transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    if lean:
+        make_lean(transformer)
+    parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+    return parameters
+
+
+@contextlib.contextmanager
+def _no_import_of_bitsandbytes() -> Iterator[None]:
+    """Keep peft from importing bitsandbytes, for a second or two, to look for its layers in a
+    model.
+
+    Where nothing has imported it, no model has such layers.
+    """
+    if "bitsandbytes" in sys.modules:
+        yield
+        return
+    from peft.tuners.lora import model
+
+    with contextlib.ExitStack() as stack:
+        for name in ("is_bnb_available", "is_bnb_4bit_available"):
+            stack.enter_context(mock.patch.object(model, name, return_value=False, create=True))
+        yield
+
+
+def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
+    """The layers that draw random numbers in a training step: none without an adapter with
+    dropout."""
+    return [
+        module
+        for module in transformer.modules()
+        if isinstance(module, nn.Dropout) and module.training and module.p
+    ]
+
+
+@contextlib.contextmanager
+def disable_dropout(transformer: "nn.Module") -> Iterator[None]:
+    """Compute with the adapter as it will be used, without dropout."""
+    layers = find_dropout_layers(transformer)
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()

@@ -1,0 +1,334 @@
+"""FLUX.1 dev, FLUX.1 Kontext, and Chroma, which is made from FLUX.1 schnell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+from autotune.models.attention_layout import ADDED_TEXT, AttentionLayout
+from autotune.models.base import (
+    ATTENTION,
+    CONTROL,
+    FLUX_VAE,
+    PATCH,
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ImageLatents,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    count_tokens,
+    pack,
+    unpack,
+    with_controls,
+)
+from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+
+
+TEXT_TOKENS = 512
+"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
+attend to the padding."""
+
+DEV: Config = {"guidance_embeds": True}
+DEV_PARTS = Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE)
+DEV_LICENSE = "flux-1-dev-non-commercial-license"
+BLOCK = r"(single_)?transformer_blocks\.\d+"
+MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
+
+
+class Flux1Dev(ImageLatents, Family):
+    """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
+
+    name = "flux1-dev"
+    models: ClassVar[tuple[PublishedModel, ...]] = (
+        PublishedModel(
+            "black-forest-labs/FLUX.1-dev",
+            DEV,
+            DEV_PARTS,
+            num_parameters=11_901_408_320,
+            license=DEV_LICENSE,
+            source="the configuration on the hub",
+        ),
+    )
+    pipeline_class = "FluxPipeline"
+    transformer_class = "FluxTransformer2DModel"
+    components: ClassVar[tuple[str, ...]] = (
+        *(
+            "transformer",
+            "vae",
+            "text_encoder",
+            "text_encoder_2",
+            "tokenizer",
+            "tokenizer_2",
+            "scheduler",
+        ),
+    )
+    tiny_config: ClassVar[Config] = {
+        **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
+        **{"joint_attention_dim": 64, "pooled_projection_dim": 32},
+    }
+    defaults = Defaults(
+        learning_rate=1e-4,
+        resolution_px=1024,
+        text_tokens=TEXT_TOKENS,
+        timestep_shift=3.1582,
+        preview_steps=28,
+        preview_calls=1,
+        sampling_guidance=3.5,
+        training_guidance=1.0,
+        shift_by_tokens=((256, 0.5), (4096, 1.15)),
+        sources={
+            "rank": "ai-toolkit's example",
+            "learning_rate": "ai-toolkit's example",
+            "timestep_shift": "kohya's guide: exp(1.15), the pipeline's own at 1024 px",
+            "training_guidance": "kohya's guide: 1 in training, one samples with 3.5",
+        },
+    )
+    casts_to_weight_dtype = True
+    size_multiple_px = VAE_FACTOR * PATCH
+    max_text_tokens = TEXT_TOKENS
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        "attention": rf"{BLOCK}\.({ATTENTION})",
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
+    }
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    modulation: ClassVar[ModulationLayers | None] = ModulationLayers(
+        rf"{BLOCK}\.norm(1|1_context)?|norm_out",
+        ("time_text_embed",),
+        inputs=("pooled_prompt_embeds",),
+    )
+    attention_layouts = (
+        AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+    )
+
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        channels = config.get("in_channels", 64) // PATCH**2
+        latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
+        controls = {
+            f"{CONTROL}{number}": latents
+            for number in range(1, min(num_controls, self.max_controls) + 1)
+        }
+        return {
+            "latents": latents,
+            **controls,
+            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
+            "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
+        }
+
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompt, pooled, _ = pipeline.encode_prompt(prompt=caption, prompt_2=None)
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
+
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
+        return [TEXT_TOKENS] * len(captions)
+
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
+        prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
+        tokens = [pack(image) for image in images]
+        # An image token's position is (number of the image, row, column); text has none.
+        positions = [
+            torch.cartesian_prod(
+                torch.tensor([number]), *(torch.arange(side // PATCH) for side in image.shape[3:])
+            )
+            for number, image in enumerate(images)
+        ]
+        velocity: Tensor = transformer(
+            hidden_states=torch.cat(tokens, dim=1),
+            timestep=levels.to(noisy.dtype),
+            encoder_hidden_states=prompt,
+            txt_ids=noisy.new_zeros(prompt.shape[1], 3),
+            img_ids=torch.cat(positions).to(noisy),
+            return_dict=False,
+            **self.conditioning(transformer, levels, batch, sum(part.shape[1] for part in tokens)),
+        )[0]
+        return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
+
+    def conditioning(
+        self, transformer: "nn.Module", levels: "Tensor", batch: Batch, num_image_tokens: int
+    ) -> dict[str, Any]:
+        """What the transformer takes besides tokens, their positions and the noise level."""
+        guidance = self.guidance_input(transformer, levels, batch)
+        return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
+
+
+class Flux1Kontext(Flux1Dev):
+    """Edits one control image. Training and previews show it in the size of the image."""
+
+    name = "flux1-kontext"
+    models = (
+        PublishedModel(
+            "black-forest-labs/FLUX.1-Kontext-dev",
+            DEV,
+            DEV_PARTS,
+            num_parameters=11_901_408_320,
+            license=DEV_LICENSE,
+            source=(
+                "flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as "
+                "flux-dev"
+            ),
+        ),
+    )
+    pipeline_class = "FluxKontextPipeline"
+    max_controls = 1
+    defaults = replace(
+        Flux1Dev.defaults,
+        sampling_guidance=2.5,
+        sources={**Flux1Dev.defaults.sources, "sampling_guidance": "the model's card"},
+    )
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        from PIL import Image, ImageOps
+
+        self.check_num_controls(len(controls), "the prompt")
+        size = (bucket.width_px, bucket.height_px)
+        return {
+            **super().sampling_arguments(pipeline, prompt, bucket, controls),
+            "image": ImageOps.fit(controls[0], size, Image.Resampling.LANCZOS),
+            # The pipeline would make a megapixel of both.
+            "max_area": bucket.width_px * bucket.height_px,
+            "_auto_resize": False,
+        }
+
+
+PARTS = Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE)
+SOURCE = (
+    "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion "
+    "by "
+    "its card"
+)
+
+
+HD = PublishedModel(
+    "lodestones/Chroma1-HD",
+    {},
+    PARTS,
+    num_parameters=8_899_983_424,
+    license="apache-2.0",
+    source=SOURCE,
+)
+BASE_NOTE = "trained at 512 px (--resolution 512); chroma at 1,024"
+
+
+class Chroma(Flux1Dev):
+    """Text to image. Prompts are encoded at their own length: padding is masked and takes no
+    position."""
+
+    name = "chroma"
+    models = (
+        HD,
+        HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE),
+    )
+    pipeline_class = "ChromaPipeline"
+    transformer_class = "ChromaTransformer2DModel"
+    obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
+    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    tiny_config: ClassVar[Config] = {
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "approximator_hidden_dim": 64,
+    }
+    defaults = Defaults(
+        learning_rate=1e-4,
+        resolution_px=1024,
+        text_tokens=256,
+        timestep_shift=3.0,
+        preview_steps=40,
+        sampling_guidance=3.0,
+        sources={
+            "timestep_shift": "its scheduler's",
+            "preview_steps": "diffusers' example",
+            "sampling_guidance": "diffusers' example",
+        },
+    )
+    masks_padding = True
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        "attention": rf"{BLOCK}\.({ATTENTION})",
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        # the modulation is made outside of the blocks
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+    }
+    modulation = None
+    excluded = MappingProxyType(
+        {
+            "modulation": (
+                "one network makes the modulation of all its blocks, and holds 3% of the weights"
+            )
+        }
+    )
+
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        shapes = super().sample_shapes(config, bucket, text_tokens)
+        return {name: shapes[name] for name in ("latents", "prompt_embeds")}
+
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
+        return {"prompt_embeds": prompt[0][mask[0] > 0]}
+
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
+        return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
+
+    def conditioning(
+        self, transformer: "nn.Module", levels: "Tensor", batch: Batch, num_image_tokens: int
+    ) -> dict[str, Any]:
+        from torch.nn.functional import pad
+
+        mask = batch.get("prompt_mask")
+        return {
+            "attention_mask": None if mask is None else pad(mask, (0, num_image_tokens), value=True)
+        }
+
+    def sample(
+        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
+    ) -> list["Image.Image"]:
+        # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no
+        # padding, no mask.
+        with mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None):
+            return super().sample(pipeline, prompt, bucket, **options)
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        wanted, _, mask, unwanted, _, unwanted_mask = pipeline.encode_prompt(prompt)
+        own, unwanted_own = mask[0] > 0, unwanted_mask[0] > 0
+        return {
+            "guidance_scale": self.defaults.sampling_guidance,
+            "prompt_embeds": wanted[:, own],
+            "prompt_attention_mask": mask[:, own],
+            "negative_prompt_embeds": unwanted[:, unwanted_own],
+            "negative_prompt_attention_mask": unwanted_mask[:, unwanted_own],
+        }

@@ -1,0 +1,325 @@
+"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text;
+no mask anywhere.
+
+The transformer takes latents with the channels last and no mask of the prompt, so captions of
+different lengths go through it one length at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.errors import InvalidInput
+from autotune.models.attention_layout import AttentionLayout, Stream
+from autotune.models.base import (
+    FLUX_VAE,
+    PATCH,
+    VAE_FACTOR,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    ModulationLayers,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    build_empty_pipeline,
+    count_tokens,
+    unwrap_model,
+)
+from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+
+FRAMES_PER_LATENT = 4
+MAX_TEXT_TOKENS = 512
+"""Length to which the pipelines cut prompts."""
+POSITIONS = 128
+"""Maximum rows, columns and latent frames of the transformer's rotary embedding."""
+
+LITE_CONFIG: Config = {
+    "in_visual_dim": 16,
+    "out_visual_dim": 16,
+    "time_dim": 512,
+    "num_text_blocks": 2,
+}
+"""Constructor arguments that both Lite models share."""
+
+TEXT_ENCODERS = (8_292_166_656, 123_060_480)
+"""Parameters of Qwen2.5-VL and of CLIP."""
+
+BLOCK = r"(text|visual)_transformer_blocks\.\d+"
+ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
+MLP = r"feed_forward\.(in_layer|out_layer)"
+
+
+class Kandinsky5(Family):
+    """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the
+    timestep."""
+
+    transformer_class = "Kandinsky5Transformer3DModel"
+    tiny_config: ClassVar[Config] = {
+        "model_dim": 128,  # two heads of the published size
+        "ff_dim": 128,
+        "time_dim": 64,
+        "in_text_dim": 64,
+        "in_text_dim2": 32,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 2,
+    }
+    components = (
+        "transformer",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "scheduler",
+    )
+    size_multiple_px = VAE_FACTOR * PATCH
+    max_text_tokens = MAX_TEXT_TOKENS
+    max_side_px = POSITIONS * size_multiple_px
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        "attention": rf"{BLOCK}\.{ATTENTION}",
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(text|visual)_modulation\.out_layer)",
+    }
+    block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
+    fp16_overflow = "ComfyUI runs it in bf16 or fp32 alone (comfy/supported_models.py, 01f03bbd)"
+    modulation = ModulationLayers(
+        rf"{BLOCK}\.(text|visual)_modulation|out_layer\.modulation",
+        ("time_embeddings", "pooled_text_embeddings"),
+        inputs=("pooled_prompt_embeds",),
+    )
+    attention_layouts = (
+        AttentionLayout(
+            "Kandinsky5AttnProcessor",
+            "matrix",
+            "rotary_emb",
+            Stream("to_query", "to_key", "to_value", "query_norm", "key_norm", "out_layer"),
+            rounds_to_bf16=True,
+        ),
+    )
+
+    def build_transformer(self, config: Config) -> "nn.Module":
+        attention = config.get("attention_type", "regular")
+        if attention != "regular":
+            raise InvalidInput(
+                f"this {self.name} uses {attention} attention, which autotune cannot train",
+                hint="use a checkpoint with regular attention: the 5-second models have it",
+            )
+        return super().build_transformer(config)
+
+    def load_pipeline(self, folder: Path, **components: Any) -> Any:
+        from autotune.models.qwen_processor import Qwen2VLProcessor
+
+        processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+        return super().load_pipeline(folder, **{"tokenizer": processor, **components})
+
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        frames = self.num_latent_frames(bucket.num_frames)
+        size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
+        return {
+            "latents": (config.get("in_visual_dim", 4), frames, *size),
+            "prompt_embeds": (text_tokens, config.get("in_text_dim", 3584)),
+            "pooled_prompt_embeds": (config.get("in_text_dim2", 768),),
+        }
+
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+    ) -> Sample:
+        prompt, pooled, _ = pipeline.encode_prompt(prompt=[caption])
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
+
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
+    ) -> list[int]:
+        from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
+
+        stock = build_empty_pipeline(self.pipeline_class)
+        lengths = count_tokens(
+            folder, [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
+        )
+        # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may
+        # remain.
+        return [
+            min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS)
+            for length in lengths
+        ]
+
+    def predict(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
+        if "prompt_mask" not in batch:
+            return self._predict_one_length(transformer, noisy, levels, batch)
+        lengths = batch["prompt_mask"].sum(dim=1)
+        velocity = torch.empty_like(noisy)
+        for length in sorted(set(lengths.tolist())):
+            chosen = lengths == length
+            prompts = batch["prompt_embeds"][chosen, :length]
+            part = {
+                "prompt_embeds": prompts,
+                "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen],
+            }
+            velocity[chosen] = self._predict_one_length(
+                transformer, noisy[chosen], levels[chosen], part
+            )
+        return velocity
+
+    def _predict_one_length(
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
+    ) -> "Tensor":
+        _, _, frames, height, width = noisy.shape
+        visual = noisy.permute(0, 2, 3, 4, 1)
+        if unwrap_model(transformer).visual_cond:
+            # Text to video conditions on no image: zeros, and a mask channel that says so.
+            visual = torch.cat(
+                [visual, torch.zeros_like(visual), torch.zeros_like(visual[..., :1])], dim=-1
+            )
+        prompt = batch["prompt_embeds"]
+        velocity: Tensor = transformer(
+            hidden_states=visual,
+            encoder_hidden_states=prompt,
+            pooled_projections=batch["pooled_prompt_embeds"],
+            timestep=(levels * 1000).to(noisy.dtype),
+            visual_rope_pos=[
+                torch.arange(length, device=noisy.device)
+                for length in (frames, height // PATCH, width // PATCH)
+            ],
+            text_rope_pos=torch.arange(prompt.shape[1], device=noisy.device),
+            scale_factor=self._rope_scale(height * VAE_FACTOR, width * VAE_FACTOR),
+            return_dict=False,
+        )
+        return velocity.permute(0, 4, 1, 2, 3)
+
+    def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
+        """Factors by which the pipeline divides positions in time, height and width."""
+        return (1.0, 1.0, 1.0)
+
+
+class Kandinsky5Image(Kandinsky5):
+    """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
+
+    name = "kandinsky5-image-lite"
+    pipeline_class = "Kandinsky5T2IPipeline"
+    models = (
+        PublishedModel(
+            "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
+            {
+                **LITE_CONFIG,
+                "model_dim": 2560,
+                "ff_dim": 10240,
+                "num_visual_blocks": 50,
+                "axes_dims": (32, 48, 48),
+            },
+            Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
+            num_parameters=6_022_080_576,
+            license="mit",
+            source="the configuration on the hub",
+        ),
+    )
+    defaults = Defaults(
+        learning_rate=1e-4,
+        resolution_px=1024,
+        text_tokens=256,
+        timestep_shift=3.0,
+        preview_steps=25,
+        sampling_guidance=3.5,
+        sources={
+            "rank": "SimpleTuner's guide for this model",
+            "learning_rate": "SimpleTuner's guide for this model",
+            "timestep_shift": "SimpleTuner's guide for this model",
+        },
+    )
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        vae = pipeline.vae
+        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
+            0, :, None
+        ]
+        # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        return latents[:, :, 0]
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        # The pipeline would replace any other size by one of its seven.
+        pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
+        return super().sampling_arguments(pipeline, prompt, bucket, controls)
+
+
+class Kandinsky5Video(Kandinsky5):
+    """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks,
+    and HunyuanVideo's VAE, which packs four frames into one: of a clip, the first 4k + 1 frames
+    are used."""
+
+    name = "kandinsky5-video-lite"
+    pipeline_class = "Kandinsky5T2VPipeline"
+    models = (
+        PublishedModel(
+            "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+            {
+                **LITE_CONFIG,
+                "model_dim": 1792,
+                "ff_dim": 7168,
+                "num_visual_blocks": 32,
+                "axes_dims": (16, 24, 24),
+                "visual_cond": True,
+            },
+            Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
+            num_parameters=2_007_702_848,
+            license="mit",
+            source="the configuration on the hub",
+        ),
+    )
+    frames_per_latent = FRAMES_PER_LATENT
+    max_frames = FRAMES_PER_LATENT * (POSITIONS - 1) + 1
+    defaults = Defaults(
+        learning_rate=6e-5,
+        effective_batch_size=1,
+        resolution_px=512,
+        text_tokens=256,
+        timestep_shift=5.0,
+        preview_steps=25,
+        sampling_guidance=5.0,
+        num_frames=121,  # five seconds at 24 frames per second, and the first frame
+        sources={
+            "rank": "musubi-tuner's guide",
+            "learning_rate": "musubi-tuner's guide, for the Pro model",
+            "timestep_shift": "musubi-tuner's guide",
+        },
+    )
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        vae = pipeline.vae
+        clip = pixels[None, :, : self._whole_frames(pixels.shape[1])]
+        latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
+        return {**usual, "num_frames": self._whole_frames(bucket.num_frames)}
+
+    def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
+        # As `Kandinsky5T2VPipeline._get_scale_factor`.
+        near_480p = all(480 <= side <= 854 for side in (height_px, width_px))
+        return (1, 2, 2) if near_480p else (1, 3.16, 3.16)
+
+    def _whole_frames(self, num_frames: int) -> int:
+        """Number of a clip's frames that latents are made of."""
+        return (self.num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1

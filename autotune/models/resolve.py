@@ -1,0 +1,526 @@
+"""From the name that the user gives a model to what it is: its family, its configuration, its size,
+its files.
+
+What is wrong with a name or a folder is told before torch is imported; building the model takes it.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.models.base import (
+    CHECK_CONFIG,
+    Family,
+    Parts,
+    PublishedModel,
+    build_on_meta,
+    public_config,
+)
+from autotune.models.noise import NoiseProcess
+from autotune.models.registry import FAMILIES, find_published
+from autotune.models.single_file import (
+    SUFFIXES,
+    find_config,
+    find_parts,
+    named_expert,
+    named_parts,
+    open_single_file,
+    recognize,
+    where_usually,
+)
+from autotune.plan.base import Frozen, NaturalInt, digest_of
+from autotune.plan.job import ModelRef
+from autotune.plan.workload import ModelSpec
+from autotune.system.lazy import lazy_module
+from autotune.weights.components import build_empty_component, check_part
+from autotune.weights.configs import component_class, read_config, read_model_index, require_bounded
+from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
+from autotune.weights.hub import fetch as fetch_files
+from autotune.weights.hub import missing_files, snapshot_in_cache, verify
+from autotune.weights.single_file import view_as
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+REPO = re.compile(r"[\w.-]+/[\w.-]+")
+"""The name of a repository on the hub."""
+NAME_BASE = (
+    "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: "
+    "--base; the "
+    "transformer's weights are not needed there"
+)
+REVISION = re.compile(r"\w[\w./-]*")
+
+
+def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
+    """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or
+    if it has no blocks."""
+    return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
+
+
+@functools.lru_cache(maxsize=64)
+def _build_spec(family: Family, config: str) -> ModelSpec:
+    """Cached because it takes tenths of a second, and a command asks for it several times."""
+    transformer = build_on_meta(family, json.loads(config))
+    num_blocks = len(family.blocks(transformer))
+    if not num_blocks:
+        message = (
+            f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        )
+        raise InvalidInput(message, hint=CHECK_CONFIG)
+    full = json.loads(json.dumps(public_config(transformer.config)))
+    return ModelSpec(
+        family=family.name,
+        architecture=digest_of({"class": family.transformer_class, "config": full}),
+        num_parameters=sum(parameter.numel() for parameter in transformer.parameters()),
+        num_blocks=num_blocks,
+        name=family.name,
+    )
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that can be built: its family, its transformer's configuration and, if they are on
+    disk, its files."""
+
+    family: Family
+    config: Mapping[str, Any]
+    """Constructor arguments of the transformer."""
+    name: str
+    """Name of the folder or file, or the hub id."""
+    folder: Path | None
+    """Folder in the diffusers layout with all weights, or None if they are not on this machine."""
+    config_folder: Path | None = None
+    """Folder with configurations and tokenizers, or None if only the architecture is known."""
+    revision: str | None = None
+    """Commit of the files on the hub."""
+    file: Path | None = None
+    """The file that holds the transformer, if it is not in `folder`."""
+    base: str | None = None
+    """Folder or hub id that the other parts come from, if there is such a file."""
+    part_files: Mapping[str, Path] = field(default_factory=dict)
+    """Files and folders of weights of the VAE and text encoders that are not in `folder`, by
+    component."""
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What a plan records of it. Raises InvalidInput if the configuration builds no
+        transformer with blocks."""
+        return build_spec(self.family, self.config, self.name)
+
+    @property
+    def noise(self) -> NoiseProcess:
+        """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput
+        if that is unusable."""
+        path = (
+            self.config_folder / "scheduler" / "scheduler_config.json"
+            if self.config_folder
+            else None
+        )
+        if path is None or not os.path.lexists(path):  # whoever has no weights yet may lack it, too
+            return self.family.noise
+        return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
+
+    @property
+    def weights(self) -> Path:
+        """The folder with all weights. Raises InvalidInput if they are not on this machine."""
+        if self.folder is None:
+            raise InvalidInput(
+                f"the weights of {self.name} are not on this machine",
+                hint=(
+                    "`autotune train` fetches them; or pass a folder that has them: --model FOLDER"
+                ),
+            )
+        return self.folder
+
+    @property
+    def transformer_file(self) -> Path:
+        """The folder or file of the transformer's weights. Raises InvalidInput if they are not
+        on this machine."""
+        return self.file or self.weights / self.family.denoiser
+
+    def open_transformer(self) -> WeightSource:
+        """The transformer's weights under the names of its class. Raises InvalidInput or
+        BadWeights."""
+        source = open_weights(self.transformer_file)
+        return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
+
+
+def resolve_model(model: ModelRef | str) -> ResolvedModel:
+    """Find out what `model` is, from what is on this machine, without the network.
+
+    It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with
+    `@REVISION` for a certain commit, whose files are then taken from the hub's cache. Or a single
+    file.
+
+    Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known
+    family.
+    """
+    ref = ModelRef.of(model)
+    if is_single_file(ref):
+        return _resolve_single_file(ref, lambda base, _: _locate(base))
+    if not is_on_hub(ref):
+        folder = _expand(ref.name)
+        return _resolve_folder(folder, Path(os.path.realpath(folder)).name, expert=ref.expert)
+    found, repo, revision = _parse_name(ref)
+    is_cached = bool(revision or not found) and REPO.fullmatch(repo)
+    snapshot = snapshot_in_cache(repo, revision or "main") if is_cached else None
+    if snapshot is not None:
+        return _resolve_folder(snapshot, repo, snapshot.name, ref.expert)
+    if found is None:
+        names = [each.name or family.name for family in FAMILIES.values() for each in family.models]
+        hint = f"{suggest_nearest(ref.name, names)}; or a hub id, owner/name"
+        raise InvalidInput(f"{ref.name!r} is neither a folder nor a known model", hint=hint)
+    family, published = found
+    return ResolvedModel(family, published.config, repo, None)
+
+
+def fetch_model(model: ModelRef | str, *, weights: bool = True) -> ResolvedModel:
+    """`resolve_model` after downloading the model's files from the hub, unless it is a folder.
+
+    Without `weights`, configurations and tokenizers alone: some megabytes.
+
+    Raises:
+        InvalidInput: as `resolve_model`.
+        HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the
+            local cache.
+    """
+    ref = ModelRef.of(model)
+    if not is_on_hub(ref):
+        return resolve_model(ref)
+    if is_single_file(ref):
+        return _resolve_single_file(
+            ref, lambda base, find: _fetch_base(base, find if weights else None)
+        )
+    _, repo, _ = _parse_name(ref)
+    if not REPO.fullmatch(repo):
+        return resolve_model(ref)
+    family, revision = _fetch_index(ref)
+    folder = fetch_files(repo, revision=revision, components=family.components, weights=weights)
+    return _resolve_folder(folder, repo, folder.name, ref.expert)
+
+
+def _fetch_index(ref: ModelRef) -> tuple[Family, str]:
+    """The family of a repository on the hub, which says itself what its parts are unless it is
+    known, and its revision."""
+    found, repo, revision = _parse_name(ref)
+    if found:
+        return found[0], revision or "main"
+    index = fetch_files(repo, revision=revision or "main", components=())
+    return _detect_family(index), index.name
+
+
+class FetchedModel(Frozen):
+    """A model of the hub that is on this machine.
+
+    Example:
+        >>> model = autotune.fetch("qwen-image")
+        >>> plan = autotune.plan(str(model.folder), "photos")
+    """
+
+    name: str
+    """Hub id of the model."""
+    family: str
+    revision: str
+    """Commit on the hub; `NAME@REVISION` means exactly these files."""
+    folder: Path
+    """Where the hub's cache keeps it."""
+    size_bytes: int = NaturalInt
+    num_verified: int | None
+    """Number of files that have the hub's checksums; None if the hub was out of reach."""
+
+
+def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+    """Download all files of a model that training needs, and compare them with the hub's checksums.
+
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked
+    first; files that arrived whole are not downloaded again.
+
+    Args:
+        model: a known name or a hub id, with `@REVISION` for a certain commit.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the
+            message says what.
+
+    Example:
+        >>> autotune.fetch("qwen-image").folder
+    """
+    if not is_on_hub(model):
+        raise InvalidInput(
+            f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub"
+        )
+    on_event(StatusChanged(text=f"fetching {model}"))
+    found = fetch_model(model)
+    if found.revision is None:  # neither known nor a repository's name
+        raise InvalidInput(f"{model} is not on the hub", hint="name a model of the hub: owner/name")
+    on_event(StatusChanged(text="comparing checksums"))
+    files = [path for path in found.weights.rglob("*") if path.is_file()]
+    return FetchedModel(
+        name=found.spec.name,
+        family=found.family.name,
+        revision=found.revision,
+        folder=found.weights,
+        size_bytes=sum(path.stat().st_size for path in files),
+        num_verified=verify(found.spec.name, found.weights),
+    )
+
+
+def is_on_hub(model: ModelRef | str) -> bool:
+    """Whether `model`, or the base of a single file, names something on the hub rather than a
+    folder."""
+    ref = ModelRef.of(model)
+    if is_single_file(ref):
+        return ref.base is None or is_on_hub(ref.base)
+    return not _expand(ref.name).is_dir()
+
+
+def is_fetchable(model: ModelRef) -> bool:
+    """Whether `model`, or the base of a single file, is on the hub as far as its name tells:
+    known, or `owner/name`."""
+    origin = _base_of(model) if is_single_file(model) else model
+    return is_on_hub(model) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
+
+
+def is_single_file(model: ModelRef | str) -> bool:
+    """Whether `model` names a file rather than a folder or something on the hub."""
+    path = _expand(ModelRef.of(model).name)
+    return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def _base_of(ref: ModelRef) -> ModelRef | None:
+    return ModelRef(name=ref.base, revision=ref.revision) if ref.base else None
+
+
+FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
+"""Files of the weights that are not in a base, for its family and folder."""
+
+
+def _resolve_single_file(
+    ref: ModelRef, locate: Callable[[ModelRef, FindParts], Path | None]
+) -> ResolvedModel:
+    """The model in a file, with its other parts in the folder that `locate` finds for its base,
+    if it does."""
+    file = Path(os.path.realpath(_expand(ref.name)))
+    source = open_single_file(_expand(ref.name))
+    given = named_parts(source.path, ref)
+    base = _base_of(ref) or ModelRef(name=recognize(source)[0][1].hub_id, revision=ref.revision)
+    find: FindParts = lambda family, folder: find_parts(source, family, *given, folder)  # noqa: E731
+    folder, on_hub = locate(base, find), is_on_hub(base)
+    revision = folder.name if folder and on_hub else None
+    known = find_published(base.name.partition("@")[0])
+    if folder:
+        family = _detect_family(folder)
+    elif known:
+        family = known[0]
+    else:
+        raise InvalidInput(
+            f"the base {base.name} is neither a folder nor on this machine", hint=NAME_BASE
+        )
+    family = family.with_expert(ref.expert or named_expert(file.stem, family))
+    configs = [published.config for published in family.models]
+    if folder and (path := folder / family.denoiser / "config.json").is_file():
+        configs.insert(0, public_config(read_config(path)))
+    config = find_config(source, family, configs)
+    others = [part for part in family.components if part != family.denoiser]
+    lacking = [part for part in others if folder and not (folder / part).is_dir()]
+    if folder and lacking and not revision:
+        raise InvalidInput(f"the base {folder} has no {lacking[0]}/", hint=NAME_BASE)
+    part_files = find(family, None if lacking else folder)
+    is_complete = (
+        folder
+        and not lacking
+        and not (revision and missing_files(folder, _in_base(family, part_files)))
+    )
+    return ResolvedModel(
+        family,
+        config,
+        Path(ref.name).stem,
+        folder if is_complete else None,
+        config_folder=None if lacking else folder,
+        revision=revision,
+        file=file,
+        base=base.name.partition("@")[0] if on_hub else base.name,
+        part_files=part_files,
+    )
+
+
+def _locate(base: ModelRef) -> Path | None:
+    """The folder of a base on this machine, complete or not."""
+    if not is_on_hub(base):
+        return _expand(base.name)
+    _, repo, revision = _parse_name(base)
+    return snapshot_in_cache(repo, revision or "main") if REPO.fullmatch(repo) else None
+
+
+def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
+    """The components whose files are all in the base."""
+    return [
+        part for part in family.components if part != family.denoiser and part not in part_files
+    ]
+
+
+def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
+    """The folder of a base after fetching it from the hub: configurations, and with `find` the
+    weights of what it does not find.
+
+    Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
+    """
+    repo = _parse_name(base)[1]
+    try:
+        family, revision = _fetch_index(base)
+        folder = fetch_files(repo, revision=revision, components=family.components, weights=False)
+        if find:
+            components = _in_base(family, find(family, folder))
+            folder = fetch_files(repo, revision=folder.name, components=components)
+    except BadWeights as error:
+        raise type(error)(
+            f"{error.message}; the file's other parts come from there",
+            hint=f"{error.hint}; or {NAME_BASE}",
+        ) from error
+    return folder
+
+
+def _expand(model: str) -> Path:
+    return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that does not exist
+
+
+def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, str, str]:
+    """The published model, if it is one; repository and revision, empty without one."""
+    name, at, revision = ref.name.partition("@")
+    revision = ref.revision or revision
+    if (at or revision) and (
+        not REVISION.fullmatch(revision) or ".." in revision
+    ):  # joined to the cache's folder it might leave it
+        raise InvalidInput(
+            f"{revision!r} is not a revision of {name}",
+            hint="name a commit, branch or tag after the @",
+        )
+    found = find_published(name, ref.expert)
+    return found, found[1].hub_id if found else name, revision
+
+
+def _open_part(model: ResolvedModel, name: str) -> WeightSource:
+    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
+    what is missing."""
+    if (path := model.part_files.get(name)) is not None:
+        return check_part(model.weights, name, path)
+    try:
+        return open_weights(model.weights / name)
+    except MissingWeights as error:
+        if model.file is None:
+            raise
+        message = (
+            f"the weights of the {name} are missing: neither {model.file} nor "
+            f"{model.weights / name} has them"
+        )
+        raise MissingWeights(message, hint=where_usually(model.file, name)) from error
+
+
+def check_weights(model: ResolvedModel) -> None:
+    """Read the headers of all weights in the model's folder, so that damage shows now, not after an
+    hour of work.
+
+    Raises:
+        InvalidInput: the weights are not on this machine, or the scheduler's configuration cannot
+            be read.
+        BadWeights: a file is missing, cut off or damaged.
+    """
+    for part in (
+        *model.family.decoders,
+        *model.family.text_encoders,
+        *model.family.other_denoisers,
+    ):
+        _open_part(model, part)
+    open_weights(model.transformer_file)
+    if model.config_folder and "scheduler" in model.family.components:
+        read_config(model.config_folder / "scheduler" / "scheduler_config.json")
+
+
+def read_parts(model: ResolvedModel) -> Parts | None:
+    """The models around the transformer, from headers and configurations in its folder.
+
+    Without a folder those of the published model, if it is that one; else None.
+
+    Raises InvalidInput if the folder's VAE cannot be built.
+    """
+    family, folder = model.family, model.folder
+    if folder is None:
+        specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
+        return next((each.parts for each, spec in specs if spec == model.spec), None)
+    vae_class = component_class(folder, "vae")[1]
+    with torch.device("meta"):
+        build_empty_component(folder, "vae", dtype=torch.float32)
+    others = [name for name in family.decoders if name != "vae"]
+    return Parts(
+        text_encoder_parameters=tuple(
+            _num_parameters(model, name) for name in family.text_encoders
+        ),
+        vae_class=vae_class,
+        vae_config=public_config(read_config(folder / "vae" / "config.json")),
+        decoder_parameters=sum(_num_parameters(model, name) for name in others),
+    )
+
+
+def _num_parameters(model: ResolvedModel, part: str) -> int:
+    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part))
+
+
+def _resolve_folder(
+    folder: Path, name: str, revision: str | None = None, expert: str | None = None
+) -> ResolvedModel:
+    family = _detect_family(folder).with_expert(expert)
+    for part in family.components:
+        if not (folder / part).is_dir():
+            raise InvalidInput(
+                f"the model folder {folder} is incomplete: it has no {part}/",
+                hint=(
+                    "download the whole model again; a pipeline in the diffusers layout has one "
+                    "folder per component"
+                ),
+            )
+        require_bounded(folder / part)
+    config = public_config(read_config(folder / family.denoiser / "config.json"))
+    is_complete = revision is None or not missing_files(folder, family.components)
+    return ResolvedModel(
+        family,
+        config,
+        name,
+        folder if is_complete else None,
+        config_folder=folder,
+        revision=revision,
+    )
+
+
+def _detect_family(folder: Path) -> Family:
+    index = read_model_index(folder)
+    family = next((family for family in FAMILIES.values() if family.is_pipeline(index)), None)
+    if family is None:
+        pipeline, known = (
+            index.get("_class_name"),
+            sorted({f.pipeline_class for f in FAMILIES.values()}),
+        )
+        if pipeline in known:
+            names = " and ".join(
+                name for name, family in FAMILIES.items() if family.pipeline_class == pipeline
+            )
+            message = (
+                f"{folder} holds a {pipeline} of another kind than {names}, by its model_index.json"
+            )
+            raise InvalidInput(message, hint=f"use one of them: --model {names.split()[0]}")
+        message = f"{folder} holds a {pipeline}, and no known family has that pipeline"
+        raise InvalidInput(message, hint=f"known: {', '.join(known)}")
+    return family

@@ -1,0 +1,54 @@
+"""The base that every frozen object shares: immutable, strict, closed, finite; and the digest of
+one."""
+
+import hashlib
+import json
+from typing import Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA_VERSION: Final = 2
+"""Version of the plans and records that are written, and the only one that is read."""
+
+MAX_DEPTH = 32
+"""Levels of lists and mappings in a document; real ones have fewer than ten."""
+
+TRIAL_PROTOCOL_VERSION = 1
+"""Version of how a trial measures; results of different versions are never compared."""
+
+PositiveInt = Field(ge=1, lt=2**63)
+NaturalInt = Field(ge=0, lt=2**63)
+"""Nothing that is counted here needs more than 63 bits, and the product of two such numbers
+still fits a float."""
+
+
+class Frozen(BaseModel):
+    """Base of every object that flows: immutable, strict, closed to unknown fields, finite
+    numbers only."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def changed(self, **changes: object) -> Self:
+        """A copy with these values. It is validated, which `model_copy(update=)` does not do."""
+        return type(self).model_validate({**dict(self), **changes})
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Where in a document the first of its problems is, as dotted keys, and what it is."""
+    first = error.errors()[0]
+    keys = (str(key) for key in first["loc"])
+    return ".".join(key for key in keys if "[" not in key), first[
+        "msg"
+    ]  # pydantic's own names of a union's members
+
+
+def digest_of(value: Frozen | dict[str, object]) -> str:
+    """SHA-256 of the canonical JSON of `value` (sorted keys, no spaces), as `sha256:<64 hex
+    digits>`."""
+    data = value.model_dump(mode="json") if isinstance(value, Frozen) else value
+    text = json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,115 @@
+"""One value for every knob, and how captions are encoded before training."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+
+Choice = str | int
+
+
+class Candidate(Frozen):
+    """One value for every knob. Names, not objects: a plan from another machine must always parse.
+
+    Example:
+        >>> autotune.Candidate(micro_batch_size=2, checkpointed_blocks=10, quantization="torchao-int8").label()
+    """
+
+    micro_batch_size: int = PositiveInt
+    """Images per forward pass. Gradients are accumulated until the effective batch is reached."""
+    checkpointed_blocks: int = NaturalInt
+    """Number of blocks, from the first on, that recompute their activations in the backward
+    pass."""
+    quantization: str = "none"
+    """Weight format of the frozen base weights: a name in `autotune.backends`."""
+    attention: str = "native"
+    """Attention backend, under diffusers' name."""
+    precision: str = "bf16"
+    """Compute dtype of the transformer and the adapter."""
+    loader: str = "safetensors"
+    """How weights are read from disk: a name in `autotune.weights.loaders`."""
+    swapped_blocks: int = Field(default=0, ge=0)
+    """Number of blocks, from the first on, whose frozen weights stay in host memory until they
+    are needed."""
+    selective_blocks: int = Field(default=0, ge=0)
+    """Number of blocks, after those that recompute everything, that recompute all but attention:
+    they keep its output."""
+    modulation: str = "resident"
+    """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their
+    layers not loaded."""
+    compile: str = "off"
+    """`off`, or `block`: each repeated block is compiled by torch.compile."""
+    norm_rope: str = "stock"
+    """How queries and keys are normed, turned and joined: `stock`, `fused`, or `compiled`."""
+    optimizer: str = "adamw"
+    allocator: str = "default"
+    """How the device's caching allocator grows: by `default` or by `expandable` segments."""
+    data_workers: int = Field(default=1, ge=0)
+    """Number of threads that collate batches ahead of the step."""
+    batch_memory: str = "pageable"
+    """Kind of host memory that batches are copied to the device from: `pageable` or `pinned`."""
+
+    @property
+    def recomputed_blocks(self) -> int:
+        """Number of blocks that recompute activations, all or some."""
+        return self.checkpointed_blocks + self.selective_blocks
+
+    def label(self) -> str:
+        """The candidate in one short line: what differs from the defaults, and what people look
+        for."""
+        weights = "no quantization" if self.quantization == "none" else self.quantization
+        main = (
+            f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, "
+            f"{self.attention}"
+        )
+        unusual = (
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in self
+            if not (field := type(self).model_fields[name]).is_required() and value != field.default
+            if name
+            not in ("quantization", "attention", "allocator", "data_workers", "batch_memory")
+        )
+        return ", ".join((main, *unusual))
+
+
+PLACE = r"^(training|cpu|cuda:[0-9]{1,3})$"
+"""Where a model that only encodes can run: `training` for the device that trains, `cpu`, or
+another GPU (`cuda:1`)."""
+
+
+class CachingSettings(Frozen):
+    """How captions and images are encoded before training. Fields can be pinned: `--pin
+    caching.FIELD=VALUE`."""
+
+    text_encoder_device: str = Field(default="training", pattern=PLACE)
+    """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
+    text_encoder_quantization: str = "none"
+    """Weight format of their Linear layers, under the names of `Candidate.quantization`."""
+    text_encoder_streamed: bool = False
+    """Whether their weights stay in host memory and are copied to the device module by module."""
+    vae_device: str = Field(default="training", pattern=PLACE)
+    """Where images and clips are encoded, in the same words; previews are decoded on the device
+    that trains."""
+    residency: Literal["release", "keep"] = "release"
+    """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
+
+    @property
+    def other_gpu(self) -> str | None:
+        """The GPU beside the one that trains on which something is encoded."""
+        places = (self.text_encoder_device, self.vae_device)
+        return next((place for place in places if place.startswith("cuda:")), None)
+
+    @property
+    def parts_on_other_gpu(self) -> str:
+        """What is encoded there, in words."""
+        places = {"captions": self.text_encoder_device, "images": self.vae_device}
+        return " and ".join(name for name, place in places.items() if place == self.other_gpu)
+
+    @model_validator(mode="after")
+    def _one_other_gpu(self) -> Self:
+        if {self.text_encoder_device, self.vae_device} - {"training", "cpu", self.other_gpu}:
+            raise ValueError(
+                "captions and images are encoded on one GPU beside the one that trains, not on two"
+            )
+        return self

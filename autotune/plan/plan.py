@@ -1,0 +1,222 @@
+"""A training plan: the user's job, and the settings that were frozen for it."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.plan.candidate import CachingSettings, Candidate, Choice
+from autotune.plan.forecast import Forecast
+from autotune.plan.hardware import DeviceKind, Versions
+from autotune.plan.job import Job
+from autotune.plan.overheads import Overheads
+from autotune.plan.trial import PhasePeak, TrialResult
+from autotune.plan.workload import Workload
+
+JOULES_PER_KWH = 3.6e6
+Strategy = Literal["single", "ddp", "fsdp2"]
+
+
+class Rejected(Frozen):
+    """A choice that was not taken, and why."""
+
+    choice: Choice
+    reason: str
+
+
+class Reason(Frozen):
+    """Why one knob has the value it has."""
+
+    knob: str
+    chosen: Choice
+    why: str
+    rejected: tuple[Rejected, ...] = ()
+
+
+class Expected(Frozen):
+    """What the plan promises, and whether it was measured or predicted."""
+
+    evidence: Literal["measured", "predicted"]
+    step_seconds: float = Field(gt=0)
+    images_per_second: float = Field(gt=0)
+    joules_per_image: float | None = Field(default=None, gt=0)
+    """Energy that the devices take in steps, as trials measured it; None if nothing told, and in
+    older plans."""
+    peak_memory_bytes: int = PositiveInt
+    """Step memory: peak of a training step, as the device's allocator counts it."""
+    process_memory_bytes: int = NaturalInt
+    """What the process needs besides step memory: on CPU its libraries; on a GPU its context and
+    the allocator's rounding. Without a rehearsal of all phases, also what another phase is
+    predicted to need beyond a step."""
+    phases: tuple[PhasePeak, ...] = ()
+    """What each phase took when the winner was rehearsed; empty without a rehearsal."""
+
+    @property
+    def run_memory_bytes(self) -> int:
+        """Run memory: what a run needs in its neediest phase, the training step or a rehearsed
+        one."""
+        measured = (
+            phase.host_bytes
+            if phase.device_bytes is None
+            else phase.device_bytes + self.process_memory_bytes
+            for phase in self.phases
+        )
+        return max(
+            [self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)]
+        )
+
+    host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
+    """What one process needs of the host's memory beside a GPU's own, with its share of what the
+    first of a node does for all; None if the device shares it, or in older plans."""
+    time_uncertainty: float | None = Field(default=None, ge=0)
+    """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
+    memory_uncertainty: float | None = Field(default=None, ge=0)
+    """The same of predicted memory."""
+    other_seconds: float = Field(default=0.0, ge=0)
+    """Predicted time of everything but the steps: loading, caching, compiling, previews,
+    checkpoints."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Price of one device, in any currency; None if the user named none."""
+
+
+class EncoderGpu(Frozen):
+    """The GPU beside the one that trains on which captions, images or both are encoded."""
+
+    name: str
+    total_memory_bytes: int = PositiveInt
+    budget_bytes: int = NaturalInt
+    """What a run might use of it when the plan was made."""
+    needed_bytes: int = NaturalInt
+    """What encoding takes of it."""
+
+
+class PlannedHardware(Frozen):
+    """The machine that a plan was made for, as far as the plan depends on it."""
+
+    device_name: str
+    device_kind: DeviceKind
+    fingerprint: str
+    """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
+    match_keys: dict[str, str | None]
+    """What must be equal on another machine for the plan to hold there; a refusal names the
+    difference."""
+    total_memory_bytes: int | None
+    budget_bytes: int = NaturalInt
+    versions: Versions
+    num_processes: int = Field(default=1, ge=1)
+    """Number of processes that train together, one for each device; they divide the effective
+    batch."""
+    strategy: Strategy = "single"
+    """How processes train together: `ddp`, each with all weights; or `fsdp2`, each with a shard of
+    the frozen ones."""
+    assumed: tuple[str, ...] = ()
+    """Packages that a card of the catalog was told to have; empty once trials have run, and in
+    older plans."""
+    encoder_gpu: EncoderGpu | None = None
+    """None if the device that trains, or the CPU, encodes everything, and in older plans."""
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that hold the frozen weights together: 1 if each has them all."""
+        return self.num_processes if self.strategy == "fsdp2" else 1
+
+    @model_validator(mode="after")
+    def _strategy_suits(self) -> Self:
+        if (self.num_processes == 1) != (self.strategy == "single"):
+            raise ValueError(
+                f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}"
+            )
+        return self
+
+
+class FrozenPart(Frozen):
+    """Everything in a plan that the digest covers."""
+
+    schema_version: Literal[2]
+    autotune_version: str
+    hardware: PlannedHardware
+    workload: Workload
+    settings: Candidate
+    caching: CachingSettings = CachingSettings()
+    expected: Expected
+    reasons: tuple[Reason, ...]
+    fallbacks: tuple[Candidate, ...] = ()
+    """Settings to turn to, in this order, if memory is shorter than planned."""
+    records: tuple[str, ...] = ()
+    """Names of the shared records that the search started from."""
+    search_seconds: float = Field(ge=0)
+    """Wall time of all trials, loading included; 0 for a predicted plan."""
+    trials: tuple[TrialResult, ...]
+    pins: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs that the user fixed."""
+    exclusions: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs that the user ruled out."""
+    overheads: Overheads | None = None
+    """Overheads assumed for the program that will train; None for autotune's own executor."""
+    forecast: Forecast | None = None
+    """What was predicted of the settings and of what else there was; None in older plans."""
+    advice: tuple[str, ...] = ()
+    """What other choices of the user would gain, one sentence each."""
+    predicted_digest: str | None = None
+    """Identity of the predicted plan that this one was measured from, if it was."""
+
+    @model_validator(mode="after")
+    def _alternatives_are_candidates(self) -> Self:
+        for each in self.forecast.alternatives if self.forecast else ():
+            each.candidate(self.settings)
+        return self
+
+
+class TrainingPlan(Frozen):
+    """A job and the settings that were measured for it. Data only: nothing in it is ever executed.
+
+    Example:
+        >>> plan = autotune.load_plan("plan.yaml")
+        >>> plan.frozen.expected.evidence, plan.frozen.settings.micro_batch_size, plan.job_seconds
+    """
+
+    job: Job
+    frozen: FrozenPart
+    digest: str
+    """Digest of `frozen`, by which runs and the plan sealed from it refer to the plan."""
+
+    @property
+    def job_seconds(self) -> float:
+        """Expected wall time of the whole job, in seconds."""
+        expected = self.frozen.expected
+        return self.job.num_steps * expected.step_seconds + expected.other_seconds
+
+    @property
+    def job_kwh(self) -> float | None:
+        """Energy in kWh that the devices will take for the steps of the job; None if it is not
+        known."""
+        joules = self.frozen.expected.joules_per_image
+        return (
+            joules
+            and joules
+            * self.job.num_steps
+            * self.frozen.workload.effective_batch_size
+            / JOULES_PER_KWH
+        )
+
+    @property
+    def job_cost(self) -> float | None:
+        """Expected cost of the whole job; None if the plan has no price."""
+        price = self.frozen.expected.price_per_hour
+        return None if price is None else self.cost_at(price)
+
+    def cost_at(self, price_per_hour: float) -> float:
+        """Expected cost of the whole job at that price for an hour of each of its devices."""
+        return price_per_hour * self.frozen.hardware.num_processes * self.job_seconds / 3600
+
+
+class CheckResult(Frozen):
+    """Whether a plan fits a machine.
+
+    Example:
+        >>> autotune.check("plan.yaml", hardware="4090").misfits
+    """
+
+    fits: bool
+    misfits: tuple[str, ...]
+    """Why it does not fit, one sentence each."""

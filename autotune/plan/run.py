@@ -1,0 +1,140 @@
+"""What a training run did, against what its plan promised."""
+
+from pydantic import Field
+
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.plan.candidate import Candidate
+from autotune.plan.prediction import Limit
+from autotune.plan.trial import PhasePeak, QuantizationError
+
+
+class AdapterVerdict(Frozen):
+    """What the trained adapter looks like, and what it does to the loss."""
+
+    num_layers: int = NaturalInt
+    num_unmoved: int = NaturalInt
+    """Number of layers before the last block whose update is still zero: no gradient reached
+    them."""
+    num_not_finite: int = NaturalInt
+    layer_norms: dict[str, float]
+    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 if it is not finite.
+    Layers of the last block may stay 0: if the model discards the text that leaves it, no
+    gradient reaches them."""
+    base_loss: float | None
+    """Mean loss without the adapter, on images and noise of steps that were not trained on."""
+    adapter_loss: float | None
+    """Mean loss with the adapter, on the same images and noise."""
+
+    @property
+    def layer_failures(self) -> tuple[str, ...]:
+        """What is wrong with its layers, one sentence each."""
+        found = []
+        if self.num_not_finite:
+            found.append(
+                f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite"
+            )
+        if not any(self.layer_norms.values()):
+            found.append("the adapter never moved: no gradient reached any of its layers")
+        return tuple(found)
+
+
+class ValidationResult(Frozen):
+    """The loss on images that were held out of training, always at the same noise levels and
+    noise."""
+
+    num_images: int = PositiveInt
+    base_loss: float
+    """Loss without the adapter."""
+    final_loss: float | None
+    """Loss after the last step; None if it was not finite."""
+    lowest_loss: float
+    lowest_step: int = PositiveInt
+    """Number of steps after which it was lowest."""
+    overfitting_from: int | None = Field(default=None, ge=0)
+    """Number of steps after which it began to rise for good, 0 if it never fell; None if it did
+    not rise."""
+    kept_step: int = PositiveInt
+    """Number of steps after which the adapter was kept."""
+
+    @property
+    def kept_loss(self) -> float | None:
+        """Loss with the adapter that was kept."""
+        return self.lowest_loss if self.kept_step == self.lowest_step else self.final_loss
+
+
+class RunReport(Frozen):
+    """What a training run did, against what its plan promised.
+
+    Example:
+        >>> report = autotune.train("plan.yaml", output="first-run")
+        >>> report.measured_step_seconds, report.final_loss
+    """
+
+    plan_digest: str
+    num_steps: int
+    resumed_at: int = Field(default=0, ge=0)
+    """Number of steps that an earlier start of this run had taken."""
+    total_seconds: float
+    """Wall time of this start."""
+    expected_step_seconds: float
+    measured_step_seconds: float
+    data_seconds: float = Field(default=0.0, ge=0)
+    """Mean time that a step waited for data."""
+    limited_by: Limit | None = None
+    """What most of a step waited for; None if the plan does not hold its prediction."""
+    expected_peak_memory_bytes: int
+    measured_peak_memory_bytes: int | None
+    """Step memory; None if the run was too short to measure it."""
+    expected_phases: tuple[PhasePeak, ...] = ()
+    """What each phase took in the rehearsal; empty if the plan was predicted."""
+    phases: tuple[PhasePeak, ...] = ()
+    images_per_second: float
+    expected_joules_per_image: float | None = None
+    measured_joules_per_image: float | None = None
+    """Energy that the devices took in steady steps; None if they do not tell."""
+    training_kwh: float | None = None
+    """Energy that the devices took in this start's training, with previews and validation; None
+    if they do not tell."""
+    gpu_utilization: float | None = None
+    """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
+    first_loss: float
+    final_loss: float
+    warnings: tuple[str, ...] = ()
+    settings: Candidate
+    """Settings that the run ended with: the plan's, or a fallback, which a warning then names."""
+    gradient_spikes: int = 0
+    """Gradients whose norm was far above those of the steps before."""
+    nonfinite_gradients: int = 0
+    """Gradients that were not finite; their steps were taken again."""
+    overflowed_gradients: int = 0
+    """Gradients that overflowed fp16; their steps were skipped."""
+    quantization_error: QuantizationError | None = None
+    validation: ValidationResult | None = None
+    """None if no images were held out."""
+    verdict: AdapterVerdict | None = None
+    adapter: str = Field(pattern=r"^[\w.-]+$")
+    """File name of the adapter inside the output folder."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why nobody should use the adapter, one sentence each; empty if nothing speaks against it.
+
+        Its loss is compared on held-out images if there are any, else on fresh noise.
+        """
+        if (verdict := self.verdict) is None:
+            return ("there is no verdict on the adapter",)
+        held_out = self.validation
+        what = (
+            "images that it was not trained on" if held_out else "noise that it was not trained on"
+        )
+        loss = held_out.kept_loss if held_out else verdict.adapter_loss
+        base = held_out.base_loss if held_out else verdict.base_loss
+        if loss is None or base is None:
+            return (
+                *verdict.layer_failures,
+                "the loss with the adapter could not be compared with the model's own",
+            )
+        if loss < base:
+            return verdict.layer_failures
+        losses = f"{loss:.4f} with the adapter, {base:.4f} without it"
+        return (*verdict.layer_failures, f"the adapter does not lower the loss on {what}: {losses}")

@@ -1,0 +1,465 @@
+"""What is known of machines, models, data and files, as text of at most 80 columns."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autotune.report.text import (
+    WIDTH,
+    capped,
+    cut,
+    memory_text,
+    seconds_text,
+    uncertainty_text,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from autotune.data.check import DataReport
+    from autotune.machine.catalog import CatalogGpu
+    from autotune.machine.diagnosis import Finding
+    from autotune.models.resolve import FetchedModel
+    from autotune.plan.hardware import Capability, HardwareProfile, Rate
+    from autotune.plan.prediction import Estimate
+    from autotune.search.comparison import ComparedGpu, Comparison
+    from autotune.search.elsewhere import NoGpu
+    from autotune.search.published_models import ModelSummary
+    from autotune.weights.inspection import FileSummary, TensorSummary
+
+ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
+STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
+UNVERIFIED = "* built from diffusers' classes: not compared with a published size"
+MAX_NAMED = 20
+"""Files of a kind, and shapes, that are listed one by one."""
+PROBLEMS = {
+    "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
+    "broken": "broken, left out",
+    "tiny": "too small, left out",
+    "duplicate": "the same as another, left out",
+    "control": "without a control image, left out",
+    "short": "too short for a clip, left out",
+    "variable": "of a variable rate",
+    "mask": "a mask that fits no image, or such an image, left out",
+    "black": "with a loss mask that is black everywhere",
+    "run": "the output of training, left out",
+    "unsupported": "of an unsupported format, left out",
+    "metadata": "wrong in metadata.jsonl",
+}
+MEMORY_PARTS = {
+    "weight_bytes": "weights",
+    "adapter_bytes": "adapter",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "saved_activation_bytes": "saved activations",
+    "transient_bytes": "transient",
+    "attention_workspace_bytes": "attention workspace",
+    "process_overhead_bytes": "process overhead",
+    "allocator_rounding_bytes": "allocator rounding",
+}
+TIME_PARTS = {
+    "matmul_seconds": "frozen layers",
+    "adapter_seconds": "adapter",
+    "attention_seconds": "attention",
+    "elementwise_seconds": "norms and elementwise",
+    "dequantization_seconds": "dequantization",
+    "convolution_seconds": "convolutions",
+    "optimizer_seconds": "optimizer",
+    "overhead_seconds": "launch overhead",
+    "transfer_seconds": "transfers",
+}
+
+
+def profile_view(profile: "HardwareProfile") -> RenderableType:
+    """A profile: the device, its budget and why, the host, what it can use, and its rates."""
+    device = profile.device
+    parts: list[RenderableType] = [
+        Text(device.name, style="bold") + Text(f"  {device.kind}:{device.index}", style="dim"),
+        _facts(profile),
+        _heading("Capabilities"),
+        _capabilities(profile.capabilities),
+    ]
+    if profile.rates:
+        rates = _grid()
+        for rate in profile.rates:
+            several = rate.num_samples >= 4
+            spread = f"±{rate.spread / 2:.0%}" if several else f"n={rate.num_samples}"
+            value = Text(human_rate(rate), justify="right")
+            rates.add_row(rate.name, value, Text(spread, style="dim"))
+        noisy = " (noisy machine: trust these less)" if profile.noisy else ""
+        parts += [_heading(f"Measured{noisy}"), rates]
+    return Group(*parts, *(Text(f"note: {note}", style="dim") for note in profile.notes))
+
+
+def findings_view(findings: Sequence["Finding"]) -> RenderableType:
+    """The doctor's findings, worst first."""
+    if not findings:
+        return Text("Nothing is wrong with this machine.", style="green")
+    table = _grid()
+    for finding in findings:
+        body = Text(finding.what) + Text(f"\nfix: {finding.fix}", style="dim")
+        table.add_row(Text(finding.severity, style=STYLES[finding.severity]), body)
+    return table
+
+
+def catalog_view(gpus: Sequence["CatalogGpu"]) -> RenderableType:
+    """The catalog's GPUs, one a line."""
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left"
+    )
+    table.add_column("name for --hardware", no_wrap=True)
+    for column in ("sm", "memory", "bf16", "bandwidth", "power"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    for gpu in gpus:
+        bf16 = gpu.dense_tflops.get("bf16")
+        table.add_row(
+            gpu.id,
+            gpu.compute_capability,
+            f"{gpu.memory_nominal_gb:g} GB",
+            "-" if bf16 is None else f"{bf16:g} TF",
+            f"{gpu.memory_gb_per_second:g} GB/s",
+            f"{gpu.power_watts:g} W",
+            gpu.memory_kind,
+        )
+    return table
+
+
+def _facts(profile: "HardwareProfile") -> Table:
+    device, host, versions = profile.device, profile.host, profile.versions
+    stack = {"torch": versions.torch, "CUDA": versions.cuda_runtime, "driver": versions.driver}
+    names = ("cudnn", "triton", "diffusers", "torchao", "peft", "bitsandbytes")
+    stack |= {name.replace("cudnn", "cuDNN"): getattr(versions, name) for name in names}
+    cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
+    where = ", WSL" if host.memory_model == "wsl" else ""
+    where += f", in {host.container}" if host.container else ""
+    total = f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}"
+    table = _grid()
+    table.add_row("memory", Text(f"{total}: {device.memory_kind_reason}"))
+    budget = Text(memory_text(device.budget_bytes), style="bold")
+    table.add_row("budget", budget + Text(f": {device.budget_reason}"))
+    if device.kind == "cuda":
+        table.add_row("compute", Text(_compute(profile)))
+        table.add_row("link, power", Text(_link_and_power(profile)))
+    memory = memory_text(host.memory_bytes)
+    table.add_row("host", Text(f"{host.cpu}, {cores}, {memory}, {host.system}{where}"))
+    software = ", ".join(f"{name} {version}" for name, version in stack.items() if version)
+    table.add_row("software", Text(software))
+    table.add_row("fingerprint", Text(profile.fingerprint[:23]))
+    return table
+
+
+def _compute(profile: "HardwareProfile") -> str:
+    device, capability = profile.device, profile.device.compute_capability
+    version = "?" if capability is None else "{}.{}".format(*capability)
+    l2 = "?" if device.l2_bytes is None else f"{device.l2_bytes / 2**20:g} MiB"
+    of = f", device {device.index} of {device.count}" if device.count > 1 else ""
+    return f"capability {version}, {device.sm_count or '?'} SMs, L2 {l2}{of}"
+
+
+def _link_and_power(profile: "HardwareProfile") -> str:
+    device, held = profile.device, profile.device.other_process_bytes
+    limit = "?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"
+    parts = [
+        f"PCIe {device.pcie_generation or '?'} x{device.pcie_width or '?'}",
+        f"power limit {limit}",
+        "MIG slice" if device.mig else "",
+        "drives a display" if device.drives_display else "",
+        f"others hold {memory_text(held)}" if held else "",
+        *(f"GPU {link.peer_index} over {link.path}" for link in device.links),
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _capabilities(capabilities: Sequence["Capability"]) -> Table:
+    """One row per group of what is available, and one per reason of what is not."""
+    rows: dict[tuple[str, bool, str], list[str]] = {}
+    for capability in capabilities:
+        group, _, choice = capability.name.rpartition(".")
+        reason = "" if capability.available else capability.reason
+        rows.setdefault((group, not capability.available, reason), []).append(choice)
+    table = _grid()
+    for (group, is_missing, reason), choices in sorted(rows.items(), key=lambda row: row[0][:2]):
+        sign = Text("no", style="dim") if is_missing else Text("yes", style="green")
+        text = Text(", ".join(choices), style="dim" if is_missing else "")
+        why = Text(f": {reason}" if reason else "", style="dim")
+        table.add_row(group or "other", sign, text + why)
+    return table
+
+
+def human_rate(rate: "Rate") -> str:
+    """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms, us."""
+    if rate.unit == "FLOP/s":
+        unit, size = ("TFLOP/s", 1e12) if rate.value >= 1e12 else ("GFLOP/s", 1e9)
+        return f"{rate.value / size:.1f} {unit}"
+    if rate.unit == "B/s":
+        return f"{rate.value / 1e9:.2f} GB/s"
+    if rate.unit == "B":
+        return f"{rate.value / 2**20:.0f} MiB"
+    return f"{rate.value * 1e3:.2f} ms" if rate.value >= 1e-3 else f"{rate.value * 1e6:.1f} us"
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    return table
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def model_lines(models: Sequence["ModelSummary"], hardware: str | None = None) -> list[str]:
+    """A line for each model: kind, size, and its license or, for a GPU, what that is predicted
+    to do with it; then the settings that a plan would choose there."""
+    title = f"{'per step':>17}{'run memory':>14}" if hardware else "  license"
+    lines = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
+    lines.append(f"{'name':<26}{'kind':<6}{'parameters':>11} {title}")
+    for model in models:
+        size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
+        doubt = " " if model.is_verified else "*"
+        rest = _predicted(model) if hardware else f"  {model.license or 'unknown'}"
+        lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
+        if model.prediction and model.prediction.settings:
+            lines += wrapped(f"    {model.prediction.settings.label()}", 4)
+    if not all(model.is_verified for model in models):
+        lines.append(UNVERIFIED)
+    if hardware:
+        return lines
+    lacking: dict[str, list[str]] = {}
+    for model in models:
+        for title in model.missing_levers:
+            lacking.setdefault(title, []).append(model.name)
+    texts = [f"no {title}: {', '.join(names)}" for title, names in lacking.items()]
+    texts += [f"{model.name}: {model.note}" for model in models if model.note]
+    return [*lines, *(line for text in texts for line in wrapped(text))]
+
+
+def _predicted(model: "ModelSummary") -> str:
+    prediction = model.prediction
+    if prediction is None:
+        return "  not computed ahead: use autotune plan"
+    if prediction.step_seconds is None:
+        return f"{'does not fit':>17}"
+    took = seconds_text(prediction.step_seconds) + uncertainty_text(prediction.time_uncertainty)
+    return f"{took:>17}{memory_text(prediction.run_memory_bytes):>14}"
+
+
+def fetched_lines(model: "FetchedModel") -> list[str]:
+    """Where a fetched model is, and how its files are known to be whole."""
+    verified = f"{model.num_verified} files have the hub's checksums"
+    if model.num_verified is None:
+        verified = "complete, not verified: the hub is out of reach"
+    return [
+        f"{model.name} at {model.revision}",
+        f"family: {model.family}",
+        f"folder: {model.folder}",
+        f"size: {memory_text(model.size_bytes)}; {verified}",
+        f"next: autotune plan --model {model.name}@{model.revision} --data FOLDER",
+    ]
+
+
+def data_report_lines(report: "DataReport") -> list[str]:
+    """Everything that is known about a data folder: verdict first, then shapes, then each file
+    by name."""
+    return [line for text in _data_texts(report) for line in wrapped(text)]
+
+
+def _data_texts(report: "DataReport") -> Iterator[str]:
+    captionless = sum(problem.kind == "captionless" for problem in report.problems)
+    why = f": {captionless} more without a caption" if captionless else ""
+    verdict = "" if report.can_train else f", cannot be trained on{why}"
+    yield f"{report.folder}: {report.num_usable} usable image(s){verdict}"
+    if report.epoch_size != report.num_usable:
+        repeats = "repeats of folders such as 10_dog, or of metadata.jsonl"
+        yield f"  an epoch shows {report.epoch_size}: {repeats}"
+    if report.num_with_controls:
+        yield f"  {report.num_with_controls} with control images"
+    if report.caption_words:
+        fewest, median, most = report.caption_words
+        yield f"  captions of {fewest} to {most} words, median {median}"
+    if report.buckets:
+        yield from ("", f"Shapes at {report.resolution_px} px")
+    shapes = []
+    for bucket in report.buckets:
+        frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+        size = f"{bucket.width_px:>5} x {bucket.height_px:<5}"
+        shapes.append(f"{size}{frames} {bucket.num_items:>6}")
+    yield from (f"  {line}" for line in capped(shapes, MAX_NAMED, " shapes: --json lists all"))
+    if report.num_enlarged:
+        more = f"more than {report.max_upscaling:g}x"
+        yield f"  {report.num_enlarged} scaled up {more}: use larger originals or less resolution"
+    if report.cropped:
+        named, most_cropped = ", ".join(capped(report.cropped, 3, "")), f"{report.max_crop:.0%}"
+        yield f"  {len(report.cropped)} cropped by more than {most_cropped} of the area: {named}"
+    if report.num_unverified:
+        later = "damage shows when they are encoded"
+        yield f"  {report.num_unverified} not decoded for lack of time: {later}"
+    for kind, title in PROBLEMS.items():
+        found = [each for each in report.problems if each.kind == kind]
+        if found:
+            yield from ("", f"{len(found)} {title}")
+        lines = [f"{each.file}: {each.message}" for each in found]
+        yield from (f"  {line}" for line in capped(lines, MAX_NAMED, ": --json names all"))
+
+
+def estimate_text(estimate: "Estimate") -> str:
+    """The whole answer: verdict, settings, memory by part and by phase, time by kind of work,
+    the job."""
+    prediction, work, job = estimate.prediction, estimate.workload, estimate.job
+    bucket, candidate = work.largest_bucket, prediction.candidate
+    frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+    recompute, doubt = prediction.step_time.recompute_seconds, prediction.time_uncertainty
+    needed, budget = memory_text(prediction.run_memory_bytes), memory_text(estimate.budget_bytes)
+    training = memory_text(prediction.training.run_memory_bytes)
+    quantization = f"quantization {candidate.quantization}".replace(
+        "quantization none", "no quantization"
+    )
+    verdict = "fits" if estimate.fits else "does not fit"
+    way_out = "  `autotune plan` with the same model and hardware finds what fits"
+    lines = [
+        *wrapped(f"{work.model.name} on {estimate.hardware}: {verdict}"),
+        f"  predicted, nothing has run; run memory {needed} of {budget}",
+        *([] if estimate.fits else [way_out]),
+        "",
+        f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, "
+        f"{work.max_text_tokens} text tokens",
+        f"  adapter     rank {work.rank} on {work.targets}, effective batch "
+        f"{work.effective_batch_size}",
+        f"  settings    micro-batch {candidate.micro_batch_size}, {candidate.precision}, "
+        f"{quantization},",
+        f"              checkpointing {candidate.checkpointed_blocks} of {work.model.num_blocks} "
+        f"blocks, attention {candidate.attention}",
+        "",
+        f"Training: {training}{uncertainty_text(prediction.memory_band)}, of which "
+        f"{memory_text(prediction.allocated_memory_bytes)} step memory",
+        *_bars({MEMORY_PARTS[k]: v for k, v in prediction.training.breakdown if v}, memory_text),
+        "",
+        "Phases",
+        *_bars({phase.name: phase.run_memory_bytes for phase in prediction.phases}, memory_text),
+        f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
+        "",
+        f"Step time: {prediction.step_seconds:.3g} s{uncertainty_text(doubt)},"
+        f" {prediction.images_per_second:.3g} images/s",
+        *_bars(
+            {TIME_PARTS[k]: v for k, v in prediction.step_time if k in TIME_PARTS and v > 0},
+            seconds_text,
+        ),
+        *([f"  of which recomputing    {seconds_text(recompute):>14}"] if recompute else []),
+        "",
+        f"Job of {estimate.num_steps} steps: {seconds_text(job.total_seconds)}"
+        f"{uncertainty_text(doubt)}",
+    ]
+    if job.compile_seconds:
+        lines.append(f"  compile, and plan attention, {seconds_text(job.compile_seconds)}")
+    lines.append(
+        f"  load {seconds_text(job.load_seconds)}, caches {seconds_text(job.cache_seconds)},"
+        f" previews {seconds_text(job.preview_seconds)}, saves {seconds_text(job.save_seconds)}"
+    )
+    if estimate.cost is not None:
+        lines.append(f"  {estimate.cost:.2f} at {estimate.price_per_hour:.2f} per hour")
+    return "\n".join(line[:WIDTH].rstrip() for line in lines)
+
+
+def _bars(values: dict[str, float], form: Callable[[float], str]) -> list[str]:
+    largest = max(values.values(), default=0) or 1
+    return [
+        f"  {name:24}{form(value):>14}  {'#' * round(30 * value / largest)}"
+        for name, value in values.items()
+    ]
+
+
+def comparison_lines(found: "Comparison") -> list[str]:
+    """Two lines for each GPU that it fits: speed, memory, hours and cost; then the settings."""
+    fitting = [one for one in found.gpus if one.misfit is None]
+    has_prices = any(one.cost is not None for one in fitting)
+    cost = f"{f'cost {found.currency}'.rstrip():>12}" if has_prices else ""
+    lines = [
+        f"{found.model}: the finished adapter, predicted for each GPU",
+        f"{'GPU':<27}{'per image':>16}{'run memory':>12}{'hours':>13}{cost}",
+    ]
+    for one in fitting:
+        lines += _gpu_lines(one, has_prices)
+    if not fitting:
+        lines.append("none of these GPUs")
+    if found.num_left_out:
+        lines.append(f"{found.num_left_out} more would take longer or cost more than asked")
+    lines += _misfit_lines([one.gpu for one in found.gpus if one.misfit is not None])
+    for first in fitting[:1]:
+        besides = {
+            "of download": first.download_seconds,
+            "of search at most": first.search_seconds,
+            "of loading, caching, previews and checkpoints": first.other_seconds,
+        }
+        parts = ", ".join(f"{seconds_text(took)} {what}" for what, took in besides.items() if took)
+        dated = f" Prices are of {found.priced}." if found.priced else ""
+        counted = f"Hours count {first.num_steps} steps and, on {first.gpu}, {parts}."
+        lines += wrapped(counted + dated, 0)
+    return lines
+
+
+def _gpu_lines(one: "ComparedGpu", has_prices: bool) -> list[str]:
+    low, high = one.hours_range or (0.0, 0.0)
+    speed = seconds_text(one.image_seconds) + uncertainty_text(one.time_uncertainty)
+    hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
+    price = "-" if one.cost is None else f"{one.cost:.2f}"
+    row = f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}"
+    settings = wrapped(f"  {one.settings.label()}", 4) if one.settings else []
+    return [row + (f"{price:>12}" if has_prices else ""), *settings]
+
+
+def _misfit_lines(gpus: list[str]) -> list[str]:
+    return wrapped(f"does not fit: {', '.join(gpus)}", 14) if gpus else []
+
+
+def elsewhere_lines(error: "NoGpu") -> list[str]:
+    """The GPUs that a model fits, fastest first; then those that it does not fit."""
+    from autotune.models.registry import FAMILIES
+
+    defaults = FAMILIES[error.family].defaults
+    frames = f" and {defaults.num_frames} frames" if defaults.num_frames > 1 else ""
+    batch = f"batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
+    rows = [
+        f"{each.gpu:<30}{each.memory_gb:>5g} GB{seconds_text(each.step_seconds):>13}"
+        f"{uncertainty_text(each.time_uncertainty):<6}{memory_text(each.run_memory_bytes):>12}"
+        for each in error.elsewhere
+        if each.step_seconds is not None
+    ]
+    return [
+        f"{error.model} on other hardware, predicted for rank {defaults.rank}, {batch}",
+        f"{'name for --hardware':<30}{'memory':>8}{'per step':>13}{'run memory':>18}",
+        *rows,
+        *_misfit_lines([each.gpu for each in error.elsewhere if each.step_seconds is None]),
+    ]
+
+
+def weights_lines(summary: "FileSummary") -> str:
+    """What a safetensors file holds, one line per tensor."""
+    dtypes = Counter(tensor.dtype for tensor in summary.tensors)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "none"
+    bad = summary.num_nonfinite
+    metadata = sorted(summary.metadata.items())
+    tensors = sorted(summary.tensors, key=lambda tensor: tensor.name)
+    rows = [(tensor.name, _tensor_text(tensor)) for tensor in tensors]
+    room = max(WIDTH - max((len(facts) for _, facts in rows), default=0) - 1, 12)
+    lines = [
+        f"{summary.name}: {memory_text(summary.size_bytes)}",
+        f"tensors: {len(tensors)} ({kinds})",
+        f"values that are not finite: {'not counted' if bad is None else bad}",
+        *(f"metadata {key}: {' '.join(value.split())}" for key, value in metadata),
+        "",
+    ]
+    for name, facts in rows:  # the end of a name tells more than its beginning
+        shown = name if len(name) <= room else "..." + name[3 - room :]
+        lines.append(f"{shown:<{room}} {facts}")
+    return "\n".join(map(cut, lines)).rstrip()
+
+
+def _tensor_text(tensor: "TensorSummary") -> str:
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    counts = ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf"))
+    bad = "".join(f" {count} {word}" for count, word in counts if count)
+    return f"{tensor.dtype:>7} {shape:>16} {memory_text(tensor.size_bytes):>9}{bad}"

@@ -1,0 +1,162 @@
+"""A rehearsal of a whole run, in the child: every phase once with the real settings, and enough
+steps to be steady."""
+
+import contextlib
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from autotune.data.cache import Cache
+from autotune.data.encode import open_pixels
+from autotune.data.encoders import Encoders
+from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.plan.trial import TrialResult
+from autotune.search.outcomes import first_line_with_notes
+from autotune.search.requests import ChildState, RehearsalRequest
+from autotune.search.steps import StepRunner, load_for_trial
+from autotune.system.memory import map_large_buffers, release_memory
+from autotune.train.adapter_file import save_trained
+from autotune.train.files import ADAPTER_FILE
+from autotune.train.model import eager_eval
+from autotune.train.monitor import Monitor
+from autotune.train.preview import Preview, PreviewSampler
+
+NUM_PREVIEW_STEPS = 2
+"""Denoising steps: memory is the same in each."""
+RUN_BYTES = 22 << 20
+"""Host memory that a run has and a rehearsal has not: the command line, the list of the data,
+curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
+WORDS_PER_TOKEN = 0.5
+"""Length of the rehearsed caption: tokenizers split unusual words."""
+
+
+def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
+    """Go through every phase of a run; from training on, each phase's end is reported with what is
+    known by then.
+
+    Caching that fails says nothing about the candidate: the rest goes on, and the message names the
+    error.
+    """
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
+    device, model = torch.device(request.device), resolve_model(request.model)
+    monitor = Monitor(device)
+    trained: TrialResult | None = None
+    caching_error = ""
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        try:
+            with monitor.phase(name):
+                yield
+        except BaseException as error:
+            error.add_note(f"in the {name} phase")
+            raise
+        if trained:
+            child.report(with_phases(trained))
+
+    def with_phases(result: TrialResult) -> TrialResult:
+        phases = tuple(
+            peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
+            for peak in monitor.peaks.values()
+        )
+        host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
+        message = result.message or caching_error
+        return result.changed(
+            confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
+        )
+
+    with tempfile.TemporaryDirectory(
+        prefix="autotune-rehearsal-", dir=request.scratch_folder
+    ) as name:
+        folder, sampler = Path(name), None
+        preview = _largest_preview(request, model, folder)
+        if model.folder is not None:
+            try:
+                with phase("caching"):
+                    sampler = _rehearse_caching(request, model, device, preview, folder / "cache")
+            except Exception as error:
+                traceback.print_exc()
+                caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
+            if caching_error:  # outside of the handler: the error held what had been loaded
+                del monitor.peaks["caching"]
+                release_memory()
+        with phase("loading"):
+            loaded = load_for_trial(request)
+            if sampler:
+                sampler.attach(loaded.model.transformer)
+        with phase("training"):
+            steps = StepRunner(loaded, request.workload, request.candidate)
+            trained = steps.measure(request.needs_another_step)
+        if sampler:
+            with phase("previews"), eager_eval(loaded.model.transformer):
+                sampler.sample(preview)
+        with phase("saving"):
+            save_trained(
+                folder / ADAPTER_FILE,
+                steps.model,
+                steps.optimizer,
+                request.workload,
+                "rehearsal",
+                1,
+            )
+        # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+        if sampler:
+            with phase("previews"), eager_eval(loaded.model.transformer):
+                sampler.compare_adapter(folder / ADAPTER_FILE, [preview], lambda *written: None)
+    return with_phases(trained)
+
+
+def _largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
+    """A preview in the largest shape of the workload, with a caption of about its length."""
+    work, bucket = request.workload, request.workload.largest_bucket
+    size = (bucket.width_px, bucket.height_px)
+    paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
+    for path in paths:
+        Image.new("RGB", size, "gray").save(path)
+    tokens = work.max_text_tokens
+    if paths and model.config_folder is not None:  # most of the tokens stand for the control images
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[
+            0
+        ]
+    caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
+    return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
+
+
+def _rehearse_caching(
+    request: RehearsalRequest,
+    model: ResolvedModel,
+    device: torch.device,
+    preview: Preview,
+    cache: Path,
+) -> PreviewSampler:
+    """Encode a caption and an item of the largest shape, as caching would, and what the preview
+    needs."""
+    encoders = Encoders(model, request.caching, request.candidate, device)
+    sampler = PreviewSampler(encoders)
+    sampler.encode_prompts([preview], Cache(cache))
+    _encode_item(model, encoders, preview)
+    encoders.release()
+    return sampler
+
+
+@torch.no_grad()
+def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
+    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline
+    keeps it in memory."""
+    pipeline, bucket = encoders.load_pipeline(), preview.bucket
+    controls = [
+        open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths
+    ]
+    model.family.encode_caption(pipeline, preview.prompt, controls)
+    encoders.release_text()
+    pipeline = encoders.load_pipeline(with_text=False)
+    pixels = torch.zeros(
+        3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device
+    )
+    with map_large_buffers():
+        model.family.encode_pixels(pipeline, pixels)

@@ -1,0 +1,50 @@
+"""What the fork server imports once, so that every trial starts warm. Imports only: no operation
+may run here.
+
+A parallel operation in the parent would deadlock its children, and a started CUDA could not be
+forked. Two libraries look at the GPU when they are imported: torchao asks for its compute
+capability, which starts CUDA, and whether triton knows it, which counts GPUs and, without NVML or
+on a slice of a GPU, starts CUDA, too; so the GPU is hidden meanwhile (torchao decides only about MX
+kernels by it, which are unused here). bitsandbytes chooses its backend, so it is left to the trial
+that needs it.
+"""
+
+import gc
+import sys
+from unittest import mock
+
+from autotune.system.quiet import silence_libraries, silence_progress_bars
+
+silence_libraries()
+
+import torch._inductor.config  # noqa: E402
+import torch.utils._triton  # noqa: E402
+
+IS_HIDDEN = "bitsandbytes" not in sys.modules
+"""Whether it can be: a package whose submodules are there already would be imported again
+without them."""
+if IS_HIDDEN:
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+with (
+    mock.patch.object(torch.cuda, "is_available", return_value=False),
+    torch._inductor.config.patch(triton_disable_device_detection=True),
+):
+    import diffusers  # noqa: F401
+    import peft  # noqa: F401
+    import torchao.quantization  # noqa: F401
+    import transformers  # noqa: F401
+    from diffusers import DiffusionPipeline  # noqa: F401
+
+if IS_HIDDEN:
+    del sys.modules["bitsandbytes"]
+for function in vars(torch.utils._triton).values():
+    getattr(function, "cache_clear", lambda: None)()  # what was cached while the GPU was hidden
+
+silence_progress_bars()
+gc.collect()  # what is garbage by now would be kept for good
+# a trial collects garbage often, and need not look through half a million objects of libraries each
+# time
+gc.freeze()
+
+DONE = True
+"""Read by the worker: the fork server itself would swallow a failing import."""

@@ -1,0 +1,232 @@
+"""A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan
+becomes measured.
+
+As in a search, what changes the computation is tried only once its adapter gradients agree with the
+reference's there. Only settings that the plan itself names are turned to: the chosen ones, then its
+fallbacks, each of which needs less memory than the one before. Work, quality and effective batch
+stay as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from autotune.cost.memory import Parallel
+from autotune.cost.predict import CostModel
+from autotune.errors import DoesNotFit, InvalidPlan
+from autotune.events import Notice, OnEvent, StatusChanged
+from autotune.knobs.caching import describe_caching
+from autotune.knobs.knob import TuningContext, parity_capability, unavailable_reason
+from autotune.knobs.registry import PARITY, TITLES, unusable_reason
+from autotune.models.resolve import read_parts, resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import FrozenPart, PlannedHardware, Reason, TrainingPlan
+from autotune.plan.plan_file import read_plan, seal, write_plan
+from autotune.plan.trial import TrialResult
+from autotune.search.backend import PlannerBackend
+from autotune.search.expectation import build_expectation, planned_hardware
+from autotune.search.study import TrialFunction, search_cost_seconds
+from autotune.search.winner import choose_winner, score_trials
+from autotune.system.launching import started_by_launcher
+from autotune.train.fit import key_misfits, model_misfits, require_fit
+
+PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
+
+
+def measured_here(
+    plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
+) -> TrainingPlan:
+    """The plan, or the measured plan that a trial on this machine makes of a predicted one.
+
+    Args:
+        plan: measured or predicted. Of sharded weights it stays predicted: a trial has one device.
+        hardware: this machine.
+        file: file of the plan; beside it the measured plan is written, and found by the next start.
+        on_event: listener to progress.
+
+    Raises:
+        DoesNotFit: neither the plan's settings nor its fallbacks run here.
+    """
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
+        return plan
+    known = sealed_beside(file, plan, hardware) if file else None
+    if known is not None or started_by_launcher():
+        return known or plan
+    on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
+    sealed = seal_on_arrival(plan, hardware)
+    then, now = plan.frozen.expected, sealed.frozen.expected
+    changed = (
+        ""
+        if sealed.frozen.settings == plan.frozen.settings
+        else "; its settings did not run, a fallback does"
+    )
+    text = (
+        f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} "
+        f"predicted{changed}"
+    )
+    if file:
+        write_plan(sealed_path(file), sealed)
+        text += f"; written to {sealed_path(file)}"
+    on_event(Notice(text=text))
+    return sealed
+
+
+def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
+    """The measured plan that an earlier start on this machine made of the predicted one at
+    `path`, if it did."""
+    try:
+        sealed = read_plan(sealed_path(path))
+    except InvalidPlan:
+        return None
+    same_work = (
+        sealed.frozen.workload == plan.frozen.workload
+        and sealed.frozen.predicted_digest == plan.digest
+    )
+    same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
+    same_device = sealed.frozen.hardware.device_name == hardware.device.name
+    return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
+
+
+def sealed_path(path: Path) -> Path:
+    """Where the measured plan is written: beside the predicted one."""
+    return path.with_name(f"{path.stem}.sealed{path.suffix}")
+
+
+def seal_on_arrival(
+    plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
+) -> TrainingPlan:
+    """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a
+    measured plan.
+
+    Raises:
+        DoesNotFit: neither its settings nor its fallbacks run here.
+    """
+    require_fit(key_misfits(plan, hardware))
+    backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
+    require_fit(model_misfits(plan, model.spec))
+    planned = plan.frozen.hardware
+    work = plan.frozen.workload.share(planned.num_processes)
+    parallel = Parallel(planned.strategy, planned.num_processes)
+    caching = plan.frozen.caching
+    as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
+    budget = hardware.device.budget
+    cost = CostModel.build(
+        hardware,
+        work,
+        model.family,
+        model.config,
+        read_parts(model),
+        memory_budget=parallel.budget_of_one(budget, hardware),
+        caching=as_planned,
+        parallel=parallel,
+    )
+    candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
+    against = _too_large(candidates, cost) | {
+        one: why for one in candidates if (why := _unusable(one, hardware))
+    }
+    if fitting := [candidate for candidate in candidates if candidate not in against]:
+        choices = {name: tuple({getattr(one, name): None for one in fitting}) for name in PARITY}
+        checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
+        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
+    if not (usable := [candidate for candidate in candidates if candidate not in against]):
+        raise DoesNotFit(
+            "neither the plan's settings nor its fallbacks can be used here; the last: "
+            f"{against[candidates[-1]]}",
+            hint=PLAN_AGAIN,
+        )
+    with backend.trials(plan.job.model_ref, cost) as run:
+        trials = _until_one_runs(usable, run)
+    return seal(
+        plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against)
+    )
+
+
+def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
+    """What may not be tried, and why: an over-allocation can hang a machine whose memory is
+    shared."""
+    budget = cost.training_budget.num_bytes
+    needed = {candidate: cost.predict(candidate).run_memory_bytes for candidate in candidates}
+    return {
+        candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
+        for candidate, needed_bytes in needed.items()
+        if needed_bytes > budget
+    }
+
+
+def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
+    """Which of its values this machine lacks something for, and what; None if it has all."""
+    reasons = (
+        (TITLES[name], value, unusable_reason(name, value, hardware)) for name, value in candidate
+    )
+    return next((f"{title} {value}: {why}" for title, value, why in reasons if why), None)
+
+
+def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
+    """Why what it computes is not the same on this machine, or None."""
+    capabilities = (
+        (f"{TITLES[name]} {value}", parity_capability(name, parity.checked_choice))
+        for name, rule in PARITY.items()
+        if (parity := rule(value := getattr(candidate, name)))
+    )
+    return next(
+        (
+            f"{what}: {why}"
+            for what, capability in capabilities
+            if (why := unavailable_reason(hardware, capability))
+        ),
+        None,
+    )
+
+
+def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tuple[TrialResult, ...]:
+    trials: list[TrialResult] = []
+    for candidate in candidates:
+        trials.append(run(candidate))
+        if trials[-1].outcome == "ok":
+            return tuple(trials)
+    last = trials[-1]
+    raise DoesNotFit(
+        "neither the plan's settings nor its fallbacks run here; the last ended as "
+        f"{last.outcome}: {last.message}",
+        hint=PLAN_AGAIN,
+    )
+
+
+def _measured(
+    plan: TrainingPlan,
+    hardware: PlannedHardware,
+    cost: CostModel,
+    trials: tuple[TrialResult, ...],
+    against: Mapping[Candidate, str],
+) -> FrozenPart:
+    frozen = plan.frozen
+    best = choose_winner(score_trials(trials), frozen.workload.objective)
+    assert best is not None  # the last trial ran
+    failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
+    after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
+    return FrozenPart.model_validate(
+        {
+            **dict(frozen),
+            "hardware": hardware,
+            "settings": best.candidate,
+            "expected": build_expectation(
+                best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour
+            ),
+            "reasons": tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
+            "fallbacks": frozen.fallbacks[after:],
+            "search_seconds": search_cost_seconds(trials),
+            "trials": trials,
+            "forecast": frozen.forecast
+            and frozen.forecast.rebased(frozen.settings, best.candidate),
+            "predicted_digest": plan.digest,
+            "overheads": None,  # autotune's executor ran it
+        }
+    )
+
+
+def _reason(reason: Reason, settings: Candidate, failed: str) -> Reason:
+    chosen = getattr(settings, reason.knob, reason.chosen)
+    if chosen == reason.chosen:
+        return reason
+    why = f"the predicted settings do not run here ({failed}); this fallback does"
+    return Reason(knob=reason.knob, chosen=chosen, why=why, rejected=reason.rejected)

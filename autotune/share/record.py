@@ -1,0 +1,387 @@
+"""What leaves a machine: one search's measurements, without anything that tells who or where.
+
+A record is one JSON file, named by the SHA-256 of its content, so an altered one no longer fits its
+name. What goes in is listed field by field here: free text (messages, notes, reasons), paths, names
+of data and of local folders stay out.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from autotune.errors import InvalidInput
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.machine.catalog import find_gpu
+from autotune.models.registry import FAMILIES
+from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile, Rate, Versions
+from autotune.plan.plan import Expected, TrainingPlan
+from autotune.plan.trial import Residual, TrialResult
+from autotune.plan.workload import Workload
+
+MAX_RECORD_BYTES = 1 << 18
+"""A record of 8 trials has about 4 KiB."""
+MAX_TRIALS = 512
+MAX_TEXT_LENGTH = 160
+MIN_CONCLUSIVE_TRIALS = 3
+"""A search of fewer trials has compared next to nothing: its winner is no answer for others."""
+EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
+"""Fields of the expectation that are shared: what a job takes and its machine costs stay private."""
+TRIAL_FIELDS = (
+    "candidate",
+    "outcome",
+    "step_seconds",
+    "warmup_seconds",
+    "load_seconds",
+    "peak_memory_bytes",
+    "confirms",
+    "allocator_retries",
+    "load_peak_memory_bytes",
+    "host_memory_bytes",
+    "wall_seconds",
+)
+"""Fields of a trial that are shared. A message may hold a path, and the loss tells about the
+data."""
+LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
+"""Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row,
+or an exponent of 30 and more on either side."""
+PEAK_MARGIN = 1.3
+"""Over a datasheet's peak: GPUs boost above it, 9% in the largest case of the catalog."""
+MIN_USED_SHARE = 0.25
+"""Least share of the parameters that every image token goes through: in a model with two streams
+a token meets the weights of its own, less what acts once per image."""
+SPILL_RATIO = 1.02
+"""Peak over total memory: above it the step would have spilled."""
+
+
+class DamagedRecord(InvalidInput):
+    """A file of a store is not a record: altered, cut off, too large, or of another version."""
+
+
+class Machine(Frozen):
+    """A machine as far as its measurements depend on it. Never its name, its user, its paths or
+    its serial numbers."""
+
+    match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
+    """Facts that decide for every trial; libraries decide only for the trials that used them."""
+    device_name: str
+    total_memory_bytes: int | None
+    budget_bytes: int = NaturalInt
+    logical_cores: int = PositiveInt
+    power_limit_watts: float | None
+    versions: Versions
+    rates: tuple[Rate, ...] = Field(max_length=256)
+    noisy: bool
+
+
+class Record(Frozen):
+    """One search on one machine: every trial, those that failed too, and the settings that won.
+
+    Example:
+        >>> record = autotune.Record.model_validate_json(Path("records/NAME.json").read_text())
+        >>> record.machine.device_name, record.settings, record.expected.step_seconds
+    """
+
+    schema_version: Literal[2]
+    autotune_version: str
+    measured_on: date
+    """Day in UTC."""
+    machine: Machine
+    workload: Workload
+    """Its only bucket is the largest, which is what trials run: the others would tell about the
+    data."""
+    settings: Candidate
+    expected: Expected
+    trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
+    search_seconds: float = Field(ge=0)
+    calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
+    """For each trial, how far it was from the cost model of this version; None for those that
+    did not run."""
+    conclusive: bool = True
+    """Whether the settings are the best for this work: False if the search was cut short."""
+    narrowed: tuple[str, ...] = Field(default=(), max_length=32)
+    """Knobs that were pinned, or had values excluded: the settings are the best only under the
+    same restrictions."""
+
+    @model_validator(mode="after")
+    def _is_evidence(self) -> "Record":
+        if self.expected.evidence != "measured":
+            raise ValueError("predictions are no evidence")
+        if any(trial.memory_cap_bytes is not None for trial in self.trials):
+            raise ValueError("trials under a cap on memory are no evidence")
+        if any(trial != shareable_trial(trial) for trial in self.trials):
+            raise ValueError("its trials contain more than a record may")
+        if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
+            raise ValueError("none of its trials ran the settings that it recommends")
+        if self.calibration and len(self.calibration) != len(self.trials):
+            raise ValueError("its calibration is not that of its trials")
+        return self
+
+    @property
+    def content(self) -> bytes:
+        """The canonical JSON: sorted keys, no spaces, no line ends that a tool could convert."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def name(self) -> str:
+        """Name of a record that was made here; one that was read goes by the name of its file."""
+        return name_of(self.content)
+
+    @property
+    def credible_day(self) -> date:
+        """`measured_on`; long ago if that is yet to come.
+
+        Among similar records the newest leads, and no clock that runs ahead, nor a lie, may make
+        one lead for good. A day is what clocks may differ by.
+        """
+        return (
+            self.measured_on
+            if self.measured_on <= datetime.now(UTC).date() + timedelta(days=1)
+            else date.min
+        )
+
+    @property
+    def key(self) -> str:
+        """Where in a store it belongs."""
+        return f"{architecture_folder(self.workload)}/{self.name}.json"
+
+
+def canonical_json(data: dict[str, Any]) -> bytes:
+    """The one JSON form that is hashed."""
+    return json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def name_of(content: bytes) -> str:
+    """SHA-256 of a record's bytes as 64 hex digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def parse_record(content: bytes, name: str) -> Record:
+    """The record in `content`, if it is whole, unaltered, valid and possible.
+
+    Raises:
+        DamagedRecord: it is not.
+    """
+    try:
+        if len(content) > MAX_RECORD_BYTES:
+            raise ValueError("is too large for a record")
+        if name_of(content) != name:
+            raise ValueError("was altered or cut off: its content does not match its name")
+        if reason := _find_harm(content.decode()):
+            raise ValueError(f"is not a record: {reason}")
+        record = Record.model_validate_json(content)
+        if reason := next(find_impossibilities(record), None):
+            raise ValueError(f"cannot be true: {reason}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))[:80] or "the whole"
+        if field == "schema_version" and type(first["input"]) is int:
+            why = (
+                f"has schema {first['input']}, and this autotune reads schema {SCHEMA_VERSION} only"
+            )
+        else:
+            why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+    except UnicodeDecodeError:
+        why = "is not a record: it is not UTF-8 text"
+    except ValueError as error:
+        why = str(error)
+    else:
+        return record
+    raise DamagedRecord(f"{name[:12]} {why}", hint="`autotune profiles prune` deletes such files")
+
+
+def _find_harm(text: str) -> str | None:
+    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed;
+    None if nothing.
+
+    No text of ours needs an escape, so a backslash is refused, and every second part between quotes
+    is a text.
+    """
+    parts = text.split('"')
+    if (
+        "\\" in text
+        or not text.isprintable()
+        or max(map(len, parts[1::2]), default=0) > MAX_TEXT_LENGTH
+    ):
+        return "a text in it is too long or not printable"
+    rest = " ".join(parts[::2])
+    long = [item for item in rest.split(",") if len(item) > 21]  # few: it saves most of the search
+    if HUGE_EXPONENT.search(rest) or any(map(LONG_DIGITS.search, long)):
+        return "a number in it is too large or too small to be measured"
+    return None
+
+
+def build_record(
+    plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
+) -> Record:
+    """What may leave this machine of a plan that was just measured on it.
+
+    Args:
+        plan: its trials must be of this machine alone: what a record taught is not measured again
+            by citing it.
+        hardware: this machine.
+        calibration: for each trial, how far it was from its prediction.
+
+    Raises:
+        InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on
+            memory.
+    """
+    frozen = plan.frozen
+    reason = unshareable_reason(plan, hardware)
+    if reason is None and len(frozen.trials) > MAX_TRIALS:
+        reason = f"it has over {MAX_TRIALS} trials"
+    if reason:
+        raise InvalidInput(
+            f"this plan cannot be shared: {reason}",
+            hint="make one with `autotune plan` on this machine",
+        )
+    work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
+    images = work.effective_batch_size / frozen.expected.step_seconds
+    num_tried = sum(not trial.confirms for trial in frozen.trials)
+    restricted = dict((*frozen.pins, *frozen.exclusions))
+    record = Record(
+        schema_version=SCHEMA_VERSION,
+        autotune_version=frozen.autotune_version,
+        measured_on=datetime.now(UTC).date(),
+        machine=shareable_machine(hardware, frozen.hardware.budget_bytes),
+        workload=_shareable_workload(work),
+        settings=frozen.settings,
+        expected=Expected(
+            images_per_second=images,
+            **{name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS},
+        ),
+        trials=tuple(map(shareable_trial, frozen.trials)),
+        search_seconds=frozen.search_seconds,
+        calibration=calibration,
+        # A search that a record ended has no longer trial of its winner: the record's stands for
+        # it.
+        conclusive=num_tried >= MIN_CONCLUSIVE_TRIALS
+        or (bool(frozen.records) and num_tried == len(frozen.trials)),
+        narrowed=tuple(name for name in Candidate.model_fields if name in restricted),
+    )
+    return parse_record(record.content, record.name)  # what is written here can be read elsewhere
+
+
+def shareable_trial(trial: TrialResult) -> TrialResult:
+    """The trial without free text and without what tells about the data."""
+    return TrialResult(**{name: getattr(trial, name) for name in TRIAL_FIELDS})
+
+
+def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
+    """The part of a hardware profile that is shared and compared; by default with the device's
+    own budget."""
+    device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
+    return Machine(
+        match_keys={
+            key: _public_version(value)
+            for key, value in hardware.match_keys.items()
+            if key not in libraries
+        },
+        device_name=device.name,
+        total_memory_bytes=device.total_memory_bytes,
+        budget_bytes=device.budget_bytes if budget_bytes is None else budget_bytes,
+        logical_cores=hardware.host.logical_cores,
+        power_limit_watts=device.power_limit_watts,
+        versions=Versions.model_validate(
+            {key: _public_version(value) for key, value in hardware.versions}
+        ),
+        rates=tuple(rate.changed(conditions=None) for rate in hardware.rates),
+        noisy=hardware.noisy,
+    )
+
+
+def _shareable_workload(workload: Workload) -> Workload:
+    """The same work without the folder's name and without the shape of the data beyond its
+    largest bucket."""
+    family = FAMILIES.get(workload.model.family)
+    model = workload.model.changed(
+        name=family.models[0].hub_id if family else workload.model.family
+    )
+    return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
+
+
+def architecture_folder(workload: Workload) -> str:
+    """Folder of all work on this architecture: its family's name for people, its digest for
+    certainty."""
+    model = workload.model
+    return f"{_slug(model.family)}-{name_of(model.architecture.encode())[:16]}"
+
+
+def workload_class(workload: Workload) -> str:
+    """Work of one kind: what differs within it (caption length, aspect ratio) changes little."""
+    frames = workload.largest_bucket.num_frames
+    parts = f"{workload.resolution_px}px-{frames}f-r{workload.rank}-{_slug(workload.targets)}"
+    return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
+
+
+def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | None:
+    """Why the plan is no evidence about machines like this one; None if it is."""
+    planned = plan.frozen.hardware
+    if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
+        return "it was predicted, not measured"
+    if planned.match_keys != hardware.match_keys or planned.device_name != hardware.device.name:
+        return "it was made on another machine or with other versions than these"
+    if plan.frozen.overheads is not None:
+        return f"it expects what {plan.frozen.overheads.program} takes, not autotune's executor"
+    if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
+        return "it was measured under a cap on memory"
+    return None
+
+
+def _public_version(version: str | None) -> str | None:
+    """A version without its local part, which a builder may have named after a host or a person."""
+    return None if version is None else version.split("+")[0]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
+
+
+def find_impossibilities(record: Record) -> Iterator[str]:
+    """Why the record cannot be true by physics. Bounds are loose on purpose: a true record must
+    never be refused, and local trials reproduce a record before anything stands on it."""
+    ran = [trial for trial in record.trials if trial.outcome == "ok"]
+    for number, trial in enumerate(ran, start=1):
+        yield from (f"trial {number} that ran: {reason}" for reason in _check_trial(record, trial))
+    expected, own = record.expected, [one for one in ran if one.candidate == record.settings]
+    for promised, measured in (
+        (expected.step_seconds, [value for trial in own for value in trial.step_seconds]),
+        (expected.peak_memory_bytes, [trial.peak_memory_bytes or 0 for trial in own]),
+    ):
+        if not min(measured) * 0.9 <= promised <= max(measured) * 1.1:
+            yield "it promises what its trials did not measure"
+
+
+def _check_trial(record: Record, trial: TrialResult) -> Iterator[str]:
+    peak, machine, work = trial.peak_memory_bytes, record.machine, record.workload
+    if not trial.step_seconds or not peak or min(trial.step_seconds) <= 0:
+        yield "it has no times or no memory"
+        return
+    format = WEIGHT_FORMATS.get(trial.candidate.quantization)
+    bytes_per_parameter = 4.0 if trial.candidate.precision == "fp32" else 2.0
+    if trial.candidate.quantization != "none":
+        bytes_per_parameter = format.bytes_per_parameter if format else 0.5
+    if peak < int(work.model.num_parameters * bytes_per_parameter):
+        yield "its peak is less than its weights"
+    if machine.total_memory_bytes is not None and peak > SPILL_RATIO * machine.total_memory_bytes:
+        yield "its peak is more than the device has"
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
+    if gpu is None:
+        return
+    # Per token and parameter 2 FLOPs forward, 2 backward (to the activations alone). A video VAE
+    # makes one latent frame of four.
+    family, bucket = FAMILIES.get(work.model.family), work.largest_bucket
+    side = family.size_multiple_px if family else 32
+    tokens = bucket.width_px * bucket.height_px / side**2 * max(1.0, bucket.num_frames / 4)
+    flops = 4 * MIN_USED_SHARE * work.model.num_parameters * tokens * work.effective_batch_size
+    needed = flops / (PEAK_MARGIN * 1e12 * max(gpu.dense_tflops.values()))
+    if min(trial.step_seconds) < needed:
+        yield f"a step of less than {needed:.4g} s is faster than the device's peak allows"

@@ -1,0 +1,322 @@
+"""Stores of records: append-only folders, one file per record, named by its content. Two stores
+merge by union.
+
+    <architecture>/<sha256 of the content>.json
+
+A store is a folder of this machine (a git checkout, too) or whatever fsspec can reach. Files come
+from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder and possible.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.trial import Residual
+from autotune.share.record import (
+    MAX_RECORD_BYTES,
+    DamagedRecord,
+    Record,
+    architecture_folder,
+    build_record,
+    parse_record,
+)
+from autotune.system.files import atomic_write
+from autotune.system.paths import data_path, shipped_path
+from autotune.system.urls import ESCAPE_CHARACTERS, SCHEME, describe_url, quote_error
+
+KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
+"""Path of a record inside a store; no other path is ever read or written."""
+MAX_RECORDS = 100_000
+"""Limit on one store."""
+BATCH_SIZE = 64
+"""Files read at once; object stores transfer them in parallel."""
+
+
+class StoreUnreachable(AutotuneError):
+    """A store does not answer, or refuses."""
+
+
+class Transfer(Frozen):
+    """What a push or a pull did.
+
+    Example:
+        >>> moved = autotune.pull_records("s3://team/records")
+        >>> moved.num_new, moved.refused
+    """
+
+    num_new: int
+    num_present: int
+    refused: tuple[str, ...]
+    """Why records were refused, one sentence each, with its name."""
+    target: str
+    """Where the records went."""
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The bytes of one file with the record in them."""
+
+    key: str
+    content: bytes
+    record: Record | None
+    problem: str = ""
+    """Why there is no record."""
+
+    @property
+    def name(self) -> str:
+        """The record's name, as its file says."""
+        return Path(self.key).stem
+
+
+class Store:
+    """Records in the folder at a path or a URL; `options` go to fsspec's file system.
+
+    Raises:
+        InvalidInput: fsspec knows no such protocol, or its package is missing.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        is_url = "://" in url
+        self.url, self.address = url, describe_url(url) if is_url else url
+        """The address is for messages, without passwords."""
+        path = Path(url).expanduser() if url and not is_url else Path()
+        is_odd = "@" in url or SCHEME.match(url)
+        if not is_url and (not url or (is_odd and not path.exists())):
+            raise InvalidInput(  # such a folder would be made here, and may hold a password
+                "the store's address is neither a folder nor a URL",
+                hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder "
+                "of your clone",
+            )
+        with self._translate_errors():
+            try:
+                self.fs, root = url_to_fs(url if is_url else str(path.absolute()), **options)
+            except (ImportError, ValueError) as error:
+                raise InvalidInput(
+                    f"cannot use {self.address}: {quote_error(error, url)}",
+                    hint="install what fsspec needs for it, e.g. `pip install s3fs` for s3://; "
+                    + ESCAPE_CHARACTERS,
+                ) from None
+        self.root = str(root).rstrip("/")
+        self.folder = Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
+
+    def sizes(self, architecture: str = "") -> dict[str, int]:
+        """Bytes of every record by its key, in a fixed order; opens no file and follows no link.
+
+        Raises:
+            InvalidInput: there are more than any team could have measured.
+            StoreUnreachable: the store does not answer.
+        """
+        with self._translate_errors():
+            self.fs.invalidate_cache()
+            try:
+                found = self.fs.find(f"{self.root}/{architecture}".rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return {}
+        if len(found) > MAX_RECORDS:
+            raise InvalidInput(
+                f"{self.address} has over {MAX_RECORDS} files", hint="use several stores"
+            )
+        keys = {path[len(self.root) + 1 :]: info for path, info in sorted(found.items())}
+        return {
+            key: int(info["size"] or 0)
+            for key, info in keys.items()
+            if KEY.fullmatch(key) and info["type"] == "file" and not info.get("islink")
+        }
+
+    def read(self, keys: Sequence[str] | None = None) -> Iterator[RecordFile]:
+        """The files at these keys, or all; those that were deleted meanwhile are left out."""
+        todo = list(self.sizes() if keys is None else keys)
+        for start in range(0, len(todo), BATCH_SIZE):
+            batch = todo[start : start + BATCH_SIZE]
+            paths, ends = [self._path(key) for key in batch], [MAX_RECORD_BYTES + 1] * len(batch)
+            with self._translate_errors():
+                contents = self.fs.cat_ranges(paths, [0] * len(batch), ends, on_error="return")
+                for content in contents:
+                    if isinstance(content, Exception) and not isinstance(content, OSError):
+                        raise content
+            for key, content in zip(batch, contents, strict=True):
+                if isinstance(content, FileNotFoundError):
+                    continue
+                if isinstance(content, Exception):
+                    problem = f"{Path(key).stem[:12]} cannot be read: {type(content).__name__}"
+                    yield RecordFile(key, b"", None, problem)
+                else:
+                    yield _parse_file(key, content)
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        """Write each file whole or not at all: as one PUT, or under another name first."""
+        paths = {self._path(key): content for key, content in contents.items()}
+        with self._translate_errors():
+            if self.folder is None:
+                if self.fs.protocol not in ("s3", ("s3", "s3a")):  # there mkdir makes buckets
+                    for path in paths:
+                        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self.fs.pipe(paths)
+                return
+            for path, content in paths.items():
+                if Path(path).parent.is_symlink():
+                    raise OSError(f"{Path(path).parent.name} is a link")
+                with atomic_write(Path(path)) as part:
+                    part.write_bytes(content)
+
+    def add(self, *records: Record) -> int:
+        """Write records that were made here; how many were new."""
+        sizes = self.sizes()
+        absent = {one.key: one.content for one in records if sizes.get(one.key) != len(one.content)}
+        self.write(absent)
+        return len(absent)
+
+    def delete(self, key: str) -> None:
+        """Delete one file."""
+        with self._translate_errors():
+            self.fs.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        if not KEY.fullmatch(key):
+            raise InvalidInput(
+                f"{key!r} is not the path of a record",
+                hint="only `autotune profiles` writes into a store",
+            )
+        return f"{self.root}/{key}"
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn whatever a file system raises into one error that names the store and hides the
+        secrets of its URL."""
+        try:
+            yield
+        except AutotuneError:
+            raise
+        except Exception as error:
+            secret = self.url if "://" in self.url else None
+            raise StoreUnreachable(
+                f"cannot reach {self.address}: {type(error).__name__}: "
+                f"{quote_error(error, secret)}",
+                hint="check the address, the network and your access, then run it again: what was "
+                "written is whole",
+            ) from None  # the chain would show what was left out
+
+
+def _parse_file(key: str, content: bytes) -> RecordFile:
+    name = Path(key).stem
+    try:
+        record = parse_record(content, name)
+    except DamagedRecord as error:
+        return RecordFile(key, content, None, error.message)
+    if key.split("/", maxsplit=1)[0] != architecture_folder(record.workload):
+        problem = f"{name[:12]} is in a folder where it does not belong"
+        return RecordFile(key, content, None, problem)
+    return RecordFile(key, content, record)
+
+
+def shipped_store() -> Store:
+    """The records that ship with autotune: every search may start from them."""
+    return Store(str(shipped_path()))
+
+
+def user_store() -> Store:
+    """This user's records: what was planned on this machine and what was pulled."""
+    return Store(str(data_path("profiles")))
+
+
+def save_record(
+    plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
+) -> str:
+    """Add what a plan just measured on this machine to the user's store; gives the record's name.
+
+    Raises:
+        InvalidInput: the plan is no evidence; see `build_record`.
+    """
+    record = build_record(plan, hardware, calibration)
+    user_store().add(record)
+    return record.name
+
+
+def merge_stores(source: Store, target: Store) -> Transfer:
+    """Copy to `target`, byte for byte, the sound records that only `source` has; nothing else is
+    read."""
+    there, sizes = target.sizes(), source.sizes()
+    wanted = [key for key, size in sizes.items() if there.get(key) != size]  # or it is cut off
+    num_new, refused = 0, []
+    for file in source.read(wanted):
+        if file.record is None:
+            refused.append(file.problem)
+        else:
+            target.write({file.key: file.content})
+            num_new += 1
+    return Transfer(
+        num_new=num_new,
+        num_present=len(sizes) - len(wanted),
+        refused=tuple(refused),
+        target=target.address,
+    )
+
+
+def prune_store(
+    store: Store,
+    names: Sequence[str] = (),
+    *,
+    older_than_days: int | None = None,
+    dry_run: bool = False,
+) -> tuple[str, ...]:
+    """Delete the records whose names begin with `names`, or else those that are useless: bad, of
+    an older trial protocol, superseded or too old; one line for each says why. A newer record of
+    the same machine, versions and work supersedes one of no more trials.
+
+    Raises:
+        InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
+            then.
+    """
+    useless = {}
+    for name in names:
+        keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
+        if len(name) < 4 or len(keys) != 1:
+            raise InvalidInput(
+                f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
+                hint="`autotune profiles list` shows their names; give at least 4 digits",
+            )
+        useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
+    if not names:
+        useless = dict(_find_useless(store, older_than_days))
+    for key in () if dry_run else useless:
+        store.delete(key)
+    return tuple(useless.values())
+
+
+def _find_useless(store: Store, older_than_days: int | None) -> Iterator[tuple[str, str]]:
+    sound: list[tuple[Record, RecordFile]] = []
+    for file in store.read():
+        if file.record:
+            sound.append((file.record, file))
+        else:
+            yield file.key, file.problem
+    oldest = datetime.now(UTC).date() - timedelta(days=older_than_days or 0)
+    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
+    for record, file in sorted(
+        sound, key=lambda pair: (pair[0].credible_day, len(pair[0].trials)), reverse=True
+    ):
+        machine, name = record.machine, file.name[:12]
+        versions = machine.versions.changed(python="", driver=None)
+        about = (machine.device_name, machine.total_memory_bytes, versions, record.workload)
+        subject = (*about, record.conclusive, record.narrowed)
+        newer, max_trials = fullest.get(subject, ("", 0))
+        protocol = machine.match_keys.get("trial_protocol") or ""
+        if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
+            yield file.key, f"{name} was measured by an older trial protocol"
+        elif len(record.trials) <= max_trials:
+            yield file.key, f"{name} is superseded by {newer}"
+        elif older_than_days is not None and record.measured_on < oldest:
+            yield file.key, f"{name} is of {record.measured_on}"
+        else:
+            fullest[subject] = (name, len(record.trials))

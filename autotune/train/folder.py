@@ -1,0 +1,252 @@
+"""The output folder of a run: which run owns it, whether it may be written to, and what identifies
+the run.
+
+run-plan.yaml   the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
+checkpoints/    to continue from with --resume          previews/                      samples during training
+pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from autotune.data.dataset import Dataset
+from autotune.data.entries import ItemEntries
+from autotune.data.items import Item
+from autotune.data.sources import list_places
+from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
+from autotune.plan.base import digest_of
+from autotune.plan.job import Job
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan, write_plan
+from autotune.plan.run import RunReport
+from autotune.system.files import PART_FILES
+from autotune.system.resources import require_free_disk
+from autotune.train.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
+
+LOCK_FILE = ".lock"
+
+CHANGEABLE_FIELDS = frozenset(
+    {
+        "model",
+        "base",
+        "vae",
+        "text_encoders",
+        "revision",
+        "data",
+        "control",
+        "caption",
+        "trigger",
+        "output",
+        "cache",
+        "save_dtype",
+        "adapter_format",
+        "report_to",
+    }
+    | {
+        "preview_prompts",
+        "preview_steps",
+        "preview_every",
+        "validation",
+        "validation_every",
+        "keep_best",
+    }
+    | {
+        "checkpointing_steps",
+        "checkpointing_epochs",
+        "checkpoints_total_limit",
+        "checkpoints_keep_every",
+    }
+)
+"""Fields of a job that may differ when a run is resumed: paths, whose content other digests
+cover (and which images train), and outputs."""
+
+LATER_FIELDS = frozenset(
+    {
+        "clips",
+        "shuffle_tags",
+        "keep_tags",
+        "flip",
+        "crop",
+        "loss_mask",
+        "mask_floor",
+        "from_adapter",
+        "expert",
+    }
+)
+"""Fields that jobs have not always had: at its default, one does not count, so that older runs
+are resumed."""
+
+OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
+"""Learning rates that do not depend on the number of steps, so that a resumed run may be made
+longer."""
+
+
+def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
+    """Everything in a plan that decides the result of training on given data, and so must not
+    change on resuming."""
+    job = plan.job.model_dump(mode="json")
+    if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
+        job |= {"num_steps": None, "num_train_epochs": None}
+    unused = {
+        name
+        for name in LATER_FIELDS
+        if getattr(plan.job, name) == Job.model_fields[name].get_default()
+    }
+    return {
+        "plan": plan.digest,
+        **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS | unused},
+    }
+
+
+def compute_run_key(
+    plan: TrainingPlan, items: "Sequence[Item]", entries: "Sequence[ItemEntries]"
+) -> str:
+    """Digest of everything that decides the result of a run: its checkpoints carry it. Each item
+    has its entries."""
+    trained: list[object] = [
+        [sorted(each.keys), item.repeats, *([item.weight] if item.weight != 1 else [])]
+        for each, item in zip(entries, items, strict=True)
+    ]
+    return digest_of({**list_fixed_fields(plan), "items": trained})
+
+
+def claim_folder(
+    plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True
+) -> FileLock:
+    """Create the output folder, or take over the existing one; it is this run's while the returned
+    lock is held.
+
+    The operating system frees the lock however its process ends, so a dead run never blocks. With
+    `lock` False the folder is checked, and neither locked nor written: for a process that belongs
+    to the one that holds the lock.
+
+    Raises:
+        InvalidInput: it holds another run, or this one and `resume` was not asked for; another run
+            is writing to it now; it lies in the folder of the data, the control images or the
+            model, or cannot be written.
+        AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
+    """
+    folder = Path(plan.job.output)
+    require_separate_output(plan.job)
+    folder_lock = FileLock(folder / LOCK_FILE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if lock:
+            folder_lock.acquire(timeout=0)
+        check_folder(plan, resume=resume)
+        if lock:
+            for part in folder.glob(f"**/{PART_FILES}"):  # whoever wrote it is dead
+                part.unlink(missing_ok=True)
+            write_plan(folder / RUN_PLAN_FILE, plan)
+        hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
+        needed_bytes -= sum(
+            path.stat().st_size for path in list_checkpoints(folder / CHECKPOINTS).values()
+        )
+        require_free_disk(
+            folder, needed_bytes, "what a run writes, checkpoints and adapter,", hint=hint
+        )
+    except Timeout as error:
+        raise InvalidInput(
+            f"another run is writing to {folder} now",
+            hint="wait for its end, or choose another folder with --output",
+        ) from error
+    except OSError as error:
+        folder_lock.release()
+        raise InvalidInput(
+            f"cannot write to the output folder {folder}: {error.strerror}",
+            hint="choose another with --output",
+        ) from error
+    except AutotuneError:
+        folder_lock.release()  # here: who keeps the error keeps what this function had
+        raise
+    return folder_lock
+
+
+def require_separate_output(job: Job) -> None:
+    """Raise InvalidInput if the output folder lies in a folder of data, control or held-out
+    images, or the model's."""
+    folder = Path(job.output)
+    named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
+    sources = [(source, path) for source, path in named.items() if path]
+    sources += [("data", place) for place in (list_places(job.data) if job.data else ())]
+    for source, path in sources:
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+            raise InvalidInput(
+                f"the output folder {folder} lies in the {source} folder, so what a run writes "
+                "would be taken for "
+                f"{source}",
+                hint="choose another with --output",
+            )
+
+
+def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
+    """Raise InvalidInput if the output folder holds another run, or this one and `resume` was
+    not asked for."""
+    folder = Path(plan.job.output)
+    (_require_same if resume and list_checkpoints(folder / CHECKPOINTS) else _require_unused)(
+        folder, plan
+    )
+
+
+def _require_unused(folder: Path, plan: TrainingPlan) -> None:
+    checkpoints = list_checkpoints(folder / CHECKPOINTS)
+    if (report := read_report(folder)) and _changed_fields(folder, plan) == []:
+        is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
+        longer = "train longer: add --resume --steps NUMBER; " if is_open_ended else ""
+        raise InvalidInput(
+            f"{folder} holds this very run, finished after {report.num_steps} steps",
+            hint=f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: choose "
+            "another folder with "
+            "--output",
+        )
+    if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
+        raise InvalidInput(
+            f"{folder} holds the adapter of another run", hint="choose another folder with --output"
+        )
+    if checkpoints:
+        raise InvalidInput(
+            f"{folder} holds the checkpoints of a run that did not end",
+            hint="go on with it: add --resume; or choose another folder with --output",
+        )
+
+
+def _require_same(folder: Path, plan: TrainingPlan) -> None:
+    """Compare with the plan in the folder: earlier than its checkpoints can be compared."""
+    if changed := _changed_fields(folder, plan):
+        raise InvalidInput(
+            f"{folder} was started with another {', '.join(changed)}",
+            hint=(
+                "resume with the plan and options it was started with, or choose another folder "
+                "with --output"
+            ),
+        )
+
+
+def _changed_fields(folder: Path, plan: TrainingPlan) -> list[str] | None:
+    """What decides the result of a run and is not as in the folder's plan; None if that plan
+    cannot be read."""
+    try:
+        before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
+    except InvalidPlan:  # absent or damaged: checkpoints carry the run's key, too
+        return None
+    return [name for name in before | now if before.get(name) != now.get(name)]
+
+
+def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
+    """The report of the run in the output folder, if it has taken all of the plan's steps; else
+    None."""
+    report = read_report(Path(plan.job.output))
+    num_steps = plan.job.steps_on(dataset.epoch_size, plan.frozen.workload.effective_batch_size)
+    return report if report and report.num_steps == num_steps else None
+
+
+def read_report(folder: Path) -> RunReport | None:
+    """The report of a finished run whose adapter is still there; None if it cannot be read."""
+    try:
+        report = RunReport.model_validate_json((folder / REPORT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return report if (folder / ADAPTER_FILE).is_file() else None

@@ -1,0 +1,390 @@
+"""The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and
+progress events."""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autotune.data.batches import BatchOrder
+from autotune.data.encode import EncodedDataset
+from autotune.data.loader import BatchLoader
+from autotune.errors import AutotuneError, Preempted
+from autotune.events import Notice, StepFinished
+from autotune.knobs.registry import reload_key
+from autotune.models.base import Batch
+from autotune.plan.candidate import Candidate
+from autotune.plan.plan import TrainingPlan
+from autotune.system.memory import measure_peak_memory, release_memory
+from autotune.system.resources import is_out_of_memory
+from autotune.system.signals import catch_stop_signals
+from autotune.train.checkpoint import Checkpoint
+from autotune.train.context import RunContext
+from autotune.train.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention
+from autotune.train.model import TrainingModel, apply_settings, eager_eval
+from autotune.train.modulation import make_windows
+from autotune.train.monitor import NUM_WARMUP_STEPS, EnergyWatch, profile_steps
+from autotune.train.optimizer import AdapterOptimizer, LearningRate
+from autotune.train.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
+from autotune.train.validation import HeldOutLoss, Validation
+
+EVALUATION_STEPS = 4
+"""Effective batches on which the losses with and without the adapter are compared at the end."""
+
+
+class TrainingLoop:
+    """The steps of one run: the same order and noise whatever the micro-batch size, processes
+    and interruptions."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        model: TrainingModel,
+        encoded: EncodedDataset,
+        checkpoint: Checkpoint | None,
+        context: RunContext,
+        held_out: EncodedDataset | None = None,
+    ) -> None:
+        self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
+        self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
+        """The plan's, or the fallback that replaced them when memory ran out; and those that
+        still may."""
+        self.network = model.transformer
+        """The transformer as steps call it: wrapped, with several processes."""
+        job = self.job = plan.job
+        order = self.order = BatchOrder(
+            groups=encoded.groups,
+            repeats=tuple(item.repeats for item in encoded.items),
+            effective_batch_size=plan.frozen.workload.effective_batch_size,
+            seed=job.seed,
+            caption_dropout=job.caption_dropout,
+            num_captions=encoded.num_captions,
+            flip=job.flip,
+        )
+        self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
+        self.optimizer = AdapterOptimizer(
+            model.adapter,
+            learning_rate=job.learning_rate,
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.max_grad_norm,
+            choice=plan.frozen.workload.optimizer,
+            ema_decay=plan.frozen.workload.ema_decay,
+        )
+        self.rate = LearningRate(self.optimizer.inner, job, self.num_steps, order.epoch_steps)
+        shift = (
+            model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
+        )
+        self.noising = Noising(
+            job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise
+        )
+        self.windows = make_windows(
+            model, encoded, order, self.noising, context.processes, self._to_device
+        )
+        """Windows of modulations that are computed ahead; None if their layers are resident."""
+        self.first_step = self._resume(checkpoint) if checkpoint else 0
+        known = checkpoint.state if checkpoint else {}
+        self.monitor = context.monitor
+        if checkpoint:
+            self.monitor.load_gradient_state(known["gradients"])
+        meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
+        self.validation = Validation(
+            meter, job, self.num_steps, self.optimizer, context, self._warn, known.get("validation")
+        )
+        self.done = self.first_step
+        """Steps that this run has taken, in all its starts."""
+        self.energy = EnergyWatch(model.device)
+        self.measured_step = self.first_step + 1
+        """Index of the step that measures memory: the second with the settings in use."""
+        self.peak_bytes = 0
+        self.warnings: list[str] = []
+        self._first_finish: tuple[float, int] | None = None
+        """When the first step of this start was finished, and its number."""
+
+    def _resume(self, checkpoint: Checkpoint) -> int:
+        self.optimizer.load_state(checkpoint.tensors, checkpoint.state.get("optimizer", {}))
+        self.rate.load_state(checkpoint.state["rate"])
+        return checkpoint.step
+
+    def run(self) -> None:
+        """Take every remaining step; if memory runs out, continue with the plan's next safer
+        settings.
+
+        Raises:
+            Preempted: a signal came; a checkpoint is written.
+            AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing
+                safer that needs no reload, or a checkpoint cannot be written.
+        """
+        is_single = self.context.processes.world_size == 1
+        if not is_single:
+            self._replicate()
+        self.validation.start(self.settings.micro_batch_size)
+        if (
+            0 < self.first_step < self.num_steps
+        ):  # what stopped the run may have stopped this preview
+            self._preview_if_due()
+        with (
+            catch_stop_signals(second_ends=is_single) as signal_name,
+            profile_steps(self.context.trace) as trace,
+            self.energy.training(),
+        ):
+            self.monitor.start()
+            while self.done < self.num_steps:
+                try:
+                    self._take_steps(signal_name, trace)
+                    return
+                except Exception as error:
+                    has_bad_gradient = isinstance(error, GradientNotFinite)
+                    if not is_single or not (has_bad_gradient or is_out_of_memory(error)):
+                        raise
+                    if has_bad_gradient and self.settings.attention in SURE_ATTENTION:
+                        raise
+                    safer = self._change_attention if has_bad_gradient else self._fall_back
+                safer()  # outside of the handler: the error references what the step had saved
+
+    def _take_steps(
+        self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None
+    ) -> None:
+        """Every remaining step, with the settings in use."""
+        loader = self._make_loader()
+        batches = cast("Generator[Batch]", iter(loader))
+        with contextlib.closing(batches):
+            for step in range(self.done, self.num_steps):
+                event = self._timed_step(step, batches, loader)
+                self.done = event.step
+                self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
+                if len(self.monitor.seconds) == NUM_WARMUP_STEPS:
+                    self.energy.warmed_up()
+                if trace:
+                    trace.step()
+                reason = signal_name() or self.context.stop_reason()
+                stopping = self.context.processes.is_any(reason is not None)
+                self._save_and_preview(stopping=stopping)
+                if stopping:
+                    raise Preempted(
+                        f"stopped by {reason or 'a signal'} after step {self.done} of "
+                        f"{self.num_steps}; "
+                        "a checkpoint is written",
+                        hint="go on from there: run the same command with --resume",
+                    )
+
+    def _make_loader(self) -> BatchLoader:
+        settings, processes, steps = (
+            self.settings,
+            self.context.processes,
+            range(self.done, self.num_steps),
+        )
+        batches = self.order.batches(
+            steps, settings.micro_batch_size, rank=processes.rank, world_size=processes.world_size
+        )
+        return BatchLoader(
+            self.encoded,
+            batches,
+            self.model.collate,
+            num_workers=settings.data_workers,
+            pin_memory=settings.batch_memory == "pinned",
+        )
+
+    def _report(self, event: StepFinished) -> None:
+        if self.context.metrics:
+            self.context.metrics.add(event)
+        self.context.on_event(event)
+        for warning in self.monitor.check(self.reading, event.seconds, event.data_seconds):
+            self._warn(warning)
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        self.context.on_event(Notice(text=warning, level="warning"))
+
+    def _fall_back(self) -> None:
+        """Switch to the next fallback; the step that ran out is taken again, with the same
+        images and noise."""
+        loaded = reload_key(self.settings)
+        fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
+        if not fitting:
+            raise AutotuneError(
+                f"memory ran out at step {self.done + 1}, and the plan names no safer settings "
+                "that need no reload",
+                hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
+            )
+        self.fallbacks = tuple(fitting[1:])
+        self._change_settings(fitting[0], "memory ran out")
+
+    def _change_attention(self) -> None:
+        """Take the step again with another attention backend: cuDNN's has returned such
+        gradients at some lengths."""
+        self.monitor.num_nonfinite += 1
+        sure = self.settings.changed(attention=sure_attention(self.model.device.type))
+        self._change_settings(sure, "a gradient was not finite")
+
+    def _change_settings(self, settings: Candidate, why: str) -> None:
+        self.optimizer.discard_step()
+        release_memory()
+        self.monitor.restart()
+        self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
+        apply_settings(self.model, settings)
+        self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
+
+    def _save_and_preview(self, *, stopping: bool) -> None:
+        context, done, order = self.context, self.done, self.order
+        every = self.job.checkpoint_every(order.epoch_size, order.effective_batch_size)
+        ending = stopping or done == self.num_steps
+        is_due = ending or (every and done % every == 0)
+        if is_due and context.processes.is_first:
+            context.checkpoints.save(done, self.optimizer.state(), self._state())
+        if ending:
+            context.checkpoints.finish()
+            context.processes.wait()
+        else:
+            self._preview_if_due()
+
+    def _state(self) -> dict[str, Any]:
+        """What goes on with the run besides tensors, as JSON."""
+        own = {"gradients": self.monitor.gradient_state(), "validation": self.validation.state()}
+        return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
+
+    def _preview_if_due(self) -> None:
+        every, context = self.job.preview_every, self.context
+        if every and self.done % every == 0:
+            if context.processes.is_sampler:
+                with self.optimizer.averaged():
+                    context.preview(self.done)
+            context.processes.wait()
+
+    def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
+        """One step; the second with the settings in use also measures memory."""
+        waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
+        take = partial(self._step, step, batches)
+        if step == self.measured_step:
+            live = partial(live_tensors, self.model.transformer, self.optimizer)
+            outcome, self.peak_bytes = measure_peak_memory(self.model.device, live, take)
+        else:
+            outcome = take()
+        seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
+        can_change = (
+            self.settings.attention not in SURE_ATTENTION and self.context.processes.world_size == 1
+        )
+        # Before anything is written: the newest checkpoint is a good one.
+        require_finite(outcome, step + 1, can_change_attention=can_change)
+        self.rate.step(outcome.loss)
+        norm = None if outcome.overflowed else outcome.gradient_norm
+        monitor, self.reading = self.monitor, self.monitor.read()
+        monitor.add_gradient(norm)
+        return StepFinished(
+            step=step + 1,
+            num_steps=self.num_steps,
+            epoch=step * self.order.effective_batch_size // self.order.epoch_size + 1,
+            loss=outcome.loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            seconds=seconds,
+            data_seconds=waited,
+            images_per_second=self.order.effective_batch_size / seconds,
+            memory_bytes=self.reading.held_bytes,
+            reserved_bytes=self.reading.reserved_bytes,
+            allocator_retries=self.reading.allocator_retries,
+            gpu_utilization=monitor.gpu_utilization(),
+            gradient_spikes=monitor.num_spikes,
+            nonfinite_gradients=monitor.num_nonfinite,
+            overflowed_gradients=monitor.num_overflows,
+            loss_scale=outcome.loss_scale,
+            remaining_seconds=self._remaining_seconds(step + 1),
+        )
+
+    def _remaining_seconds(self, done: int) -> float | None:
+        """At the pace of this start without its first step, which warms up."""
+        now = time.perf_counter()
+        if self._first_finish is None:
+            self._first_finish = now, done
+            return None
+        started, first = self._first_finish
+        return (now - started) / (done - first) * (self.num_steps - done)
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> StepOutcome:
+        processes = self.context.processes
+        if self.windows:
+            self.windows.prepare(step)
+        share = self.order.effective_batch_size // processes.world_size
+        return optimizer_step(
+            self.model.family,
+            self.network,
+            self.optimizer,
+            self._take_images(share, batches),
+            noising=self.noising,
+            step=step,
+            effective_batch_size=share,
+            first_position=processes.rank * share,
+            average=processes.average,
+        )
+
+    def _replicate(self) -> None:
+        """Have the processes average gradients, in an order that is the same after resuming.
+
+        DDP searches for layers without a gradient in every step, if there are any; else it sorts
+        its buckets anew after its first backward pass, and with them the order of sums. So that
+        pass is not a step's, but one image's.
+        """
+        processes, transformer = self.context.processes, self.model.transformer
+        with eager_eval(transformer):
+            has_unused = None in torch.autograd.grad(
+                self._loss_of_one(transformer), self.model.adapter, allow_unused=True
+            )
+            self.network = processes.replicate(transformer, has_unused=has_unused)
+            if not has_unused:
+                self._loss_of_one(self.network).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.discard_step()
+
+    def _loss_of_one(self, network: nn.Module) -> Tensor:
+        """The loss of the first image that this process has next."""
+        processes, encoded, step = (
+            self.context.processes,
+            self.encoded,
+            min(self.done, self.num_steps - 1),
+        )
+        if self.windows:
+            self.windows.prepare(step)
+        first = self.order.micro_batches(
+            step, 1, rank=processes.rank, world_size=processes.world_size
+        )[0]
+        sample = encoded.sample(*first.draws[0])
+        batch = self._to_device(self.model.collate([sample]))
+        position = processes.rank * (self.order.effective_batch_size // processes.world_size)
+        return self.noising.loss(self.model.family, network, batch, step, position)
+
+    def _take_images(self, number: int, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The next micro-batches, of so many images together."""
+        while number:
+            batch = next(batches)
+            number -= len(batch["latents"])
+            yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        on_device = to_device(batch, self.model.device, self.model.dtype)
+        if (guidance := self.job.guidance_scale) is not None:
+            on_device["guidance"] = torch.full(
+                (len(batch["latents"]),), guidance, device=self.model.device
+            )
+        return on_device
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the images and noise of the steps after the last: unseen in training,
+        equal in every call."""
+        family, transformer, total = self.model.family, self.model.transformer, 0.0
+        for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
+            position = 0
+            if self.windows:
+                self.windows.prepare(step)
+            for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
+                batch = self._to_device(
+                    self.model.collate([self.encoded.sample(index) for index in planned.indices])
+                )
+                total += (
+                    float(self.noising.loss(family, transformer, batch, step, position))
+                    * planned.weight
+                )
+                position += len(planned.indices)
+        return total / EVALUATION_STEPS

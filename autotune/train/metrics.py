@@ -1,0 +1,228 @@
+"""Metrics of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a
+tracker's curves.
+
+wandb is used through accelerate's tracker. Its TensorBoard tracker flushes after every call, which
+slows a short step down, so TensorBoard's own writer is used.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InvalidInput, first_line
+from autotune.events import StepFinished
+from autotune.system.files import open_regular, write_text_atomic
+
+METRICS_FILE = "metrics.jsonl"
+TRACKER_FOLDER = "tensorboard"
+CURVES = (
+    *(
+        "loss",
+        "validation_loss",
+        "base_validation_loss",
+        "learning_rate",
+        "gradient_norm",
+        "gradient_spikes",
+    ),
+    *("seconds", "data_seconds", "images_per_second", "memory_bytes", "gpu_utilization"),
+)
+"""Fields of a step that trackers draw; what a step does not know has no point."""
+
+MAX_LINE_BYTES = 1 << 16
+MAX_NUMBER = 1e100
+"""Far beyond any measurement; sums of smaller numbers are finite."""
+NUMBERS = attrgetter(*CURVES)
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """Where curves and previews go."""
+
+    log: Callable[[dict[str, float], int], None] = lambda values, step: None
+    """Takes a step's numbers by name."""
+    show: Callable[[dict[str, Path], int], None] = lambda files, step: None
+    """Takes PNG files by name."""
+    finish: Callable[[], None] = lambda: None
+
+
+class Metrics:
+    """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an
+    earlier start are kept."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resumed_at: int,
+        report_to: str,
+        on_warning: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        path = folder / METRICS_FILE
+        earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
+        write_text_atomic(path, "".join(_line(event) for event in earlier))
+        self.losses = [event.loss for event in earlier]
+        self.seconds = [event.seconds for event in earlier]
+        self._file = path.open("a", encoding="utf-8")
+        self._on_warning = on_warning
+        self._tracker = Tracker()
+        with self._without_failing_tracker():
+            self._tracker = TRACKERS[report_to](folder, resumed_at)
+
+    @contextmanager
+    def _without_failing_tracker(self) -> Iterator[None]:
+        """If the tracker fails, whose folder may be deleted or its disk full, the run goes on
+        without curves."""
+        try:
+            yield
+        except Exception as error:  # trackers raise what their threads and their servers do
+            self._tracker = Tracker()
+            self._on_warning(f"no more curves: {first_line(error)}; {METRICS_FILE} has all numbers")
+
+    def close(self) -> None:
+        self._file.close()
+        with self._without_failing_tracker():
+            self._tracker.finish()
+
+    def add_previews(self, step: int, files: Sequence[Path]) -> None:
+        """Show the previews after a step beside the curves, one of each prompt."""
+        with self._without_failing_tracker():
+            self._tracker.show(
+                {f"preview {number}": file for number, file in enumerate(files, start=1)}, step
+            )
+
+    def add(self, event: StepFinished) -> None:
+        self.losses.append(event.loss)
+        self.seconds.append(event.seconds)
+        self._file.write(_line(event))
+        self._file.flush()
+        with self._without_failing_tracker():
+            values = zip(CURVES, NUMBERS(event), strict=True)
+            self._tracker.log(
+                {name: value for name, value in values if value is not None}, event.step
+            )
+
+
+def read_metrics(
+    path: Path, on_damage: Callable[[str], None] = lambda text: None
+) -> list[StepFinished]:
+    """The recorded steps, up to the first line that is damaged, or cut short by a kill; none
+    without a file.
+
+    `on_damage` is told why there are no more steps, if neither the file's end nor a kill is the
+    reason.
+    """
+    events: list[StepFinished] = []
+    try:
+        with open_regular(path) as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                if (event := _step_in(line)) is None:
+                    is_cut_short = (
+                        line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
+                    )
+                    if not is_cut_short:
+                        on_damage(
+                            f"{path.name} is damaged in line {len(events) + 1}: no step from there "
+                            "on is known."
+                        )
+                    break
+                events.append(event)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        on_damage(f"{path.name} cannot be read: {error.strerror}.")
+    return events
+
+
+def _step_in(line: bytes) -> StepFinished | None:
+    """The step of a line; None if it is damaged."""
+    try:
+        event = StepFinished.model_validate_json(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if max(map(abs, filter(None, NUMBERS(event))), default=0) <= MAX_NUMBER else None
+
+
+def _line(event: StepFinished) -> str:
+    return event.model_dump_json(exclude_none=True) + "\n"
+
+
+def require_tracker(report_to: str) -> None:
+    """Raise InvalidInput if a job reports to a package that is not installed."""
+    if report_to != "none" and find_spec(report_to) is None:
+        raise InvalidInput(
+            f"the job reports to {report_to}, which is not installed",
+            hint=f"pip install {report_to}, or set report_to in the plan's job to none",
+        )
+
+
+def _wandb(folder: Path, resumed_at: int) -> Tracker:
+    from accelerate import PartialState
+    from accelerate.tracking import WandBTracker
+    from PIL import Image
+
+    PartialState()  # tells the tracker which process is the first
+    tracker: Any = WandBTracker("autotune", dir=str(folder))
+    tracker.start()
+
+    def show(files: dict[str, Path], step: int) -> None:
+        tracker.log_images({name: [Image.open(file)] for name, file in files.items()}, step=step)
+
+    return Tracker(lambda values, step: tracker.log(values, step=step), show, tracker.finish)
+
+
+def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
+    from PIL import Image
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+    from torch.utils.tensorboard import SummaryWriter
+
+    _mute_writers()
+    # TensorBoard drops steps after the checkpoint, which the start that died may have logged.
+    writer: Any = SummaryWriter(
+        str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30
+    )
+
+    def log(values: dict[str, float], step: int) -> None:
+        # As one event: with `add_scalar` each value would be one, which slows a short step down.
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        writer.file_writer.add_summary(Summary(value=points), step)
+
+    def show(files: dict[str, Path], step: int) -> None:
+        pictures = []
+        for name, file in files.items():
+            with Image.open(file) as opened:
+                size = {"width": opened.width, "height": opened.height, "colorspace": 3}
+            pictures.append(
+                Summary.Value(
+                    tag=name, image=Summary.Image(encoded_image_string=file.read_bytes(), **size)
+                )
+            )
+        writer.file_writer.add_summary(Summary(value=pictures), step)
+
+    return Tracker(log, show, writer.close)
+
+
+def _mute_writers() -> None:
+    """Let no failure of TensorBoard's threads be printed: the next call raises it, and then it
+    is told in a line."""
+    others = threading.excepthook
+    if others.__module__ == __name__:
+        return
+
+    def show_failure(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            others(failure)
+
+    threading.excepthook = show_failure
+
+
+TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
+    "none": lambda folder, resumed_at: Tracker(),
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
+"""What makes each tracker for an output folder, of whose steps so many are taken."""

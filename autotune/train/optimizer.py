@@ -1,0 +1,315 @@
+"""The optimizer of the adapter: any torch optimizer on fp32 masters, with what a resumed run
+needs of it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch import Tensor, nn
+
+from autotune.knobs.optimizer import build_optimizer
+from autotune.plan.job import Job
+from autotune.plan.workload import ADAMW, OptimizerChoice
+
+PLATEAU_FACTOR = 0.5
+PLATEAU_PATIENCE = 5
+"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, and
+torch's 10 rarely pass."""
+
+
+class LearningRate:
+    """Sets the rate of an optimizer, one call of `step` per optimizer step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, job: Job, num_steps: int, epoch_steps: int
+    ) -> None:
+        self.optimizer = optimizer
+        self.epoch_steps = epoch_steps
+        self.losses: list[float] = []
+        self.on_plateau = job.lr_scheduler == "plateau"
+        self.schedule: Any
+        if self.on_plateau:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+            self.schedule = plateau(optimizer, factor=PLATEAU_FACTOR, patience=PLATEAU_PATIENCE)
+        else:
+            steps = {"num_warmup_steps": job.lr_warmup_steps, "num_training_steps": num_steps}
+            self.schedule = get_scheduler(job.lr_scheduler, optimizer, **steps)
+
+    @property
+    def value(self) -> float:
+        """The rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self, loss: float) -> None:
+        if not self.on_plateau:
+            self.schedule.step()
+            return
+        self.losses.append(loss)
+        if len(self.losses) == self.epoch_steps:
+            self.schedule.step(sum(self.losses) / len(self.losses))
+            self.losses.clear()
+
+    def state(self) -> dict[str, Any]:
+        """All that `load_state` needs, as JSON."""
+        plain = (int, float, str, bool, list, type(None))
+        schedule = {
+            key: value
+            for key, value in self.schedule.state_dict().items()
+            if isinstance(value, plain)
+        }
+        return {"rate": self.value, "losses": self.losses, "schedule": schedule}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.losses = list(state["losses"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = state["rate"]
+
+
+PLAIN = (bool, int, float, str, type(None))
+"""Values that JSON carries as they are."""
+
+
+class AdapterOptimizer:
+    """An optimizer on fp32 master copies of the adapter's parameters.
+
+    A bf16 parameter loses updates smaller than 1/256 of itself; the masters accumulate them. For
+    fp32 parameters the masters are the parameters themselves. Weight decay pulls both of LoRA's
+    matrices, and so their product, towards zero: an adapter has no norms or biases, for which decay
+    would be harmful.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        choice: OptimizerChoice = ADAMW,
+        ema_decay: float = 0.0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.masters = [
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters
+        ]
+        self.max_grad_norm = max_grad_norm
+        self.inner: Any = build_optimizer(
+            choice, self.masters, learning_rate=learning_rate, weight_decay=weight_decay
+        )
+        self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
+        """Whether it learns at other weights than those that are to be used: schedule-free."""
+        self._set_mode(training=True)
+        self.scaler = self._make_scaler()
+        """Scales losses up so that small gradients do not vanish, if parameters are in fp16;
+        else None."""
+        self.ema_decay, self.num_updates = ema_decay, 0
+        self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
+        self._stepped = set(self.inner.state)
+        """Masters whose state is whole."""
+
+    def _set_mode(self, *, training: bool) -> None:
+        if self.averages_itself:
+            (self.inner.train if training else self.inner.eval)()
+
+    def _make_scaler(self, state: Mapping[str, Any] | None = None) -> torch.amp.GradScaler | None:
+        if not any(parameter.dtype == torch.float16 for parameter in self.parameters):
+            return None
+        scaler = torch.amp.GradScaler(self.masters[0].device.type)
+        if state:
+            scaler.load_state_dict(dict(state))
+        return scaler
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """Factor of the next loss, on the device: a scalar; None without a scale."""
+        return (
+            self.scaler.scale(torch.ones((), device=self.masters[0].device))
+            if self.scaler
+            else None
+        )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose backward pass gives the gradients that `step` takes."""
+        return self.scaler.scale(loss) if self.scaler else loss
+
+    def step(self) -> Tensor:
+        """Clip, update and clear the gradients; returns the gradient norm before clipping, without
+        the loss's scale.
+
+        If it is not finite nothing is updated but the scale, which falls, so that the step can be
+        taken again.
+        """
+        self._take_gradients()
+        if self.scaler:
+            self.scaler.unscale_(self.inner)
+        norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        if self.inner.defaults.get("fused"):
+            self.inner.found_inf = (
+                ~norm.isfinite()
+            ).float()  # as GradScaler tells it: without waiting for the device
+            self.inner.step()
+        elif norm.isfinite():
+            self.inner.step()
+        if self.scaler:
+            self.scaler.update()
+        if len(self._stepped) != len(self.inner.state):
+            self._stepped = set(self.inner.state)
+        self.inner.zero_grad(set_to_none=True)
+        self._copy_to_parameters()
+        return norm
+
+    def _take_gradients(self) -> None:
+        """Move the parameters' gradients to the masters in fp32: one kernel for all, of which
+        there may be 1,440."""
+        pairs = zip(self.parameters, self.masters, strict=True)
+        given = [
+            (p, master, p.grad) for p, master in pairs if master is not p and p.grad is not None
+        ]
+        copies = [torch.empty_like(master) for _, master, _ in given]
+        if given:
+            torch._foreach_copy_(copies, [gradient for *_, gradient in given])
+        for (parameter, master, _), copy in zip(given, copies, strict=True):
+            master.grad, parameter.grad = copy, None
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Have the average follow a step that `step` took, which its norm tells: a skipped one is
+        none of a run's.
+
+        It follows faster at first, as diffusers' EMAModel lets it, or it would long be the
+        beginning.
+        """
+        if self.averages:
+            self.num_updates += 1
+            decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
+            torch._foreach_lerp_(
+                self.averages, [master.detach() for master in self.masters], 1 - decay
+            )
+
+    def discard_step(self) -> None:
+        """Drop the gradients and partial state of a step that failed, so that it can be taken
+        again."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+        for master in self.inner.state.keys() - self._stepped:
+            del self.inner.state[master]  # memory ran out between one moment and the next
+        if self.scaler:  # which may have unscaled that step's gradients
+            self.scaler = self._make_scaler(self.scaler.state_dict())
+
+    def _copy_to_parameters(self) -> None:
+        if (
+            self.parameters[0] is not self.masters[0]
+        ):  # one kernel launch for all, of which there may be a thousand
+            torch._foreach_copy_(
+                [p.data for p in self.parameters], [master.data for master in self.masters]
+            )
+
+    def live_tensors(self) -> list[Tensor]:
+        """What stays on the device between steps, the adapter's own parameters apart."""
+        values = (value for state in self.inner.state.values() for value in state.values())
+        return [
+            *self.masters,
+            *self.averages,
+            *(value for value in values if isinstance(value, Tensor)),
+        ]
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the adapter is as it will be saved: where steps are averaged, the average."""
+        if not (self.averages_itself or self.averages):
+            yield
+            return
+        kept = [master.detach().clone() for master in self.masters]
+        try:
+            self.turn_to_average()
+            yield
+        finally:
+            self._set_mode(training=True)
+            self._set_masters(kept)  # turning back computes them, up to rounding
+
+    def turn_to_average(self) -> None:
+        """Make the adapter what is to be saved; there can be no step after it."""
+        self._set_mode(training=False)
+        self._set_masters(self.averages or self.masters)
+
+    @torch.no_grad()
+    def _set_masters(self, values: Sequence[Tensor]) -> None:
+        for master, value in zip(self.masters, values, strict=True):
+            master.copy_(value)
+        self._copy_to_parameters()
+
+    def master_state(self) -> dict[str, Tensor]:
+        """Masters by name, for `load_masters`."""
+        return {
+            f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)
+        }
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the masters alone, from any device. Raises KeyError, RuntimeError if they belong
+        to another adapter."""
+        self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
+
+    def _values(self) -> dict[str, dict[str, Any]]:
+        """All that the optimizer keeps, by where: a parameter's number, or `group`, whose rate
+        is the schedule's."""
+        group = {
+            name: v
+            for name, v in self.inner.param_groups[0].items()
+            if name not in ("params", "lr", "initial_lr")
+        }
+        states = {
+            f"{n:05}": self.inner.state[m]
+            for n, m in enumerate(self.masters)
+            if m in self.inner.state
+        }
+        return {"group": group, **states}
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and the optimizer's tensors by name: with `numbers`, a run continues as if it
+        had never stopped."""
+        values = self._values().items()
+        found = {
+            f"{at}.{name}": v
+            for at, each in values
+            for name, v in each.items()
+            if isinstance(v, Tensor)
+        }
+        averages = {f"{number:05}.average": tensor for number, tensor in enumerate(self.averages)}
+        return {**self.master_state(), **averages, **found}
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps besides tensors, as JSON."""
+        plain = {
+            at: {n: v for n, v in each.items() if isinstance(v, PLAIN)}
+            for at, each in self._values().items()
+        }
+        own = {"average": {"num_updates": self.num_updates}} if self.averages else {}
+        own |= {"scaler": self.scaler.state_dict()} if self.scaler else {}
+        return {**own, **{at: each for at, each in plain.items() if each}}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Load what `state` and `numbers` returned, from any device.
+
+        Raises:
+            KeyError, RuntimeError: it belongs to another adapter.
+        """
+        self.load_masters(tensors)
+        found: dict[str, dict[str, Any]] = {at: dict(each) for at, each in numbers.items()}
+        self.num_updates = found.pop("average", {}).get("num_updates", 0)
+        self.scaler = self._make_scaler(found.pop("scaler", None))
+        for number, average in enumerate(self.averages):
+            average.copy_(tensors[f"{number:05}.average"])
+        device = self.masters[0].device
+        for key, tensor in tensors.items():
+            at, _, name = key.partition(".")
+            if name not in ("master", "average"):
+                found.setdefault(at, {})[name] = tensor.to(device, copy=True)
+        self.inner.param_groups[0].update(found.pop("group", {}))
+        self.inner.state.update({self.masters[int(at)]: state for at, state in found.items()})
+        self._stepped = set(self.inner.state)

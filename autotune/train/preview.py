@@ -1,0 +1,481 @@
+"""Samples through the stock pipeline around the transformer in training: no weight is in memory
+twice.
+
+Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder
+up to the first call of a transformer that has a shape but no weights, and the results of its
+`encode_prompt` are recorded, in the cache of encoded data too. Later the same pipeline runs without
+any text encoder and gets these results instead. No family needs code of its own for this.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autotune.data.cache import Cache, entry_key
+from autotune.data.encoders import Encoders, move_tensors
+from autotune.data.entries import EncoderIdentity, make_prompt_entry
+from autotune.data.files import has_video_decoder
+from autotune.data.pixels import open_image, to_rgb
+from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.knobs.modulation_ahead import find_modulation_ahead
+from autotune.models.adapter import ADAPTER_NAME
+from autotune.models.base import build_on_meta
+from autotune.plan.plan import TrainingPlan
+from autotune.plan.workload import Bucket
+from autotune.system.files import atomic_write
+from autotune.system.memory import map_large_buffers, release_memory
+from autotune.system.resources import is_out_of_memory
+from autotune.system.version import __version__
+from autotune.weights.adapters import read_adapter
+
+LINE_SHARE = 1 / 24
+"""Height of a line of labels, as a share of a picture's."""
+MIN_LINE_PX = 12
+CLIP_QUALITY = "18"
+"""x264's constant rate factor: what is lost cannot be seen."""
+LABELS = ("without the adapter", "with the adapter")
+
+
+@dataclass(frozen=True)
+class ComparedPictures:
+    """The same prompt and noise without and with the adapter."""
+
+    without: Image.Image
+    with_adapter: Image.Image
+    prompt: str
+    seed: int
+
+
+def make_sheet(rows: Sequence[ComparedPictures]) -> Image.Image:
+    """One image with a row per prompt: without the adapter on the left, with it on the right,
+    prompt and seed below."""
+    sizes = [image.size for row in rows for image in (row.without, row.with_adapter)]
+    width, height = (max(side) for side in zip(*sizes, strict=True))
+    line = max(MIN_LINE_PX, round(height * LINE_SHARE))
+    row_height = height + 2 * line
+    sheet = Image.new("RGB", (2 * width, row_height * len(rows)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(0.75 * line)
+    for number, row in enumerate(rows):
+        top = number * row_height
+        for column, (label, image) in enumerate(
+            zip(LABELS, (row.without, row.with_adapter), strict=True)
+        ):
+            draw.text((column * width + 2, top), label, "black", font)
+            sheet.paste(image, (column * width, top + line))
+        # the seed first: long prompts are cut off
+        text = f"seed {row.seed}: {' '.join(row.prompt.split())}"
+        draw.text((2, top + line + height), text, "black", font)
+    return sheet
+
+
+def save_image(image: Image.Image, path: Path, facts: Mapping[str, object]) -> None:
+    """Write a PNG atomically, with `facts` as text in its metadata."""
+    metadata = PngInfo()
+    for name, value in facts.items():
+        metadata.add_itxt(name, str(value))
+    with atomic_write(path) as part:
+        image.save(part, format="PNG", pnginfo=metadata)
+
+
+def save_frames(
+    frames: Sequence[Image.Image], path: Path, facts: Mapping[str, object], fps: float
+) -> None:
+    """Write the first frame as a PNG and, of several and with PyAV, all as an mp4 beside it."""
+    save_image(frames[0], path, facts)
+    if len(frames) > 1 and has_video_decoder():
+        save_clip(frames, path.with_suffix(".mp4"), facts, fps)
+
+
+def save_clip(
+    frames: Sequence[Image.Image], path: Path, facts: Mapping[str, object], fps: float
+) -> None:
+    """Write an mp4 (H.264) atomically, with `facts` as its comment. Sides must be even. Needs
+    PyAV."""
+    import av
+
+    rate = Fraction(fps).limit_denominator(1001)
+    with atomic_write(path) as part, av.open(str(part), "w", format="mp4") as container:
+        container.metadata["comment"] = json.dumps(
+            {name: str(value) for name, value in facts.items()}
+        )
+        stream = container.add_stream("libx264", rate=rate, options={"crf": CLIP_QUALITY})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(np.asarray(frame.convert("RGB")), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+
+
+MIN_HALVED_SIDE_PX = 256
+"""Images with a shorter side than this are not halved when memory is short."""
+
+EXACT_INPUTS = ("timestep", "time_ids")
+"""Inputs of transformers that are exact numbers, of each token or of sizes in pixels; those of
+images have one dimension."""
+
+OnFrames = Callable[[str, int, list[Image.Image]], None]
+"""Gets `with` or `without` the adapter, the number of the preview, and its frames."""
+
+
+class PreviewTooLarge(AutotuneError):
+    """Memory is too short for a preview, even of the smallest size."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One image to sample, always from the same noise."""
+
+    prompt: str
+    bucket: Bucket
+    num_steps: int
+    seed: int
+    control_paths: tuple[Path, ...] = ()
+
+    def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
+        """What a picture's file tells of how it was made; `adapter` says which weights of the
+        adapter were in use."""
+        made_by = {
+            "software": f"autotune {__version__}",
+            "plan": plan.digest,
+            "model": plan.job.model,
+        }
+        return {
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "steps": self.num_steps,
+            "adapter": adapter,
+            **made_by,
+        }
+
+
+class _Reached(Exception):
+    """The pipeline has called what it was to be run up to."""
+
+
+class PreviewSampler:
+    """Samples previews: `encode_prompts` first, then `attach` a transformer.
+
+    `encoders` hold the VAE, too; `on_warning` is told if memory is too short for images of the
+    requested size.
+    """
+
+    def __init__(
+        self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self.encoders, self.on_warning = encoders, on_warning
+        self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
+        self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
+        """Results of the calls of `encode_prompt`, in their order, by prompt and control images."""
+        self.pipeline: Any = None
+        self.divisor = 1
+        """Factor by which both sides of previews are reduced."""
+
+    @property
+    def transformer(self) -> Any:
+        """What `attach` was given."""
+        return getattr(self.pipeline, self.model.family.denoiser)
+
+    def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
+        """Encode the prompts of all previews, or read them from `cache` if equal encoders have
+        encoded them before."""
+        identity, missing = self.encoders.identity, []
+        for preview in previews:
+            if stored := cache.read(_cache_key(preview, identity)):
+                self.encoded[preview.prompt, preview.control_paths] = _unpack(stored)
+            else:
+                missing.append(preview)
+        if missing:
+            self._encode(missing)
+        for preview in missing:
+            cache.write(
+                _cache_key(preview, identity),
+                _pack(self.encoded[preview.prompt, preview.control_paths]),
+            )
+
+    def _encode(self, previews: Sequence[Preview]) -> None:
+        pipeline, family = self.encoders.load_pipeline(), self.model.family
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, self._build_stopping_transformer())
+        encode = pipeline.encode_prompt
+        for preview in previews:
+            encoded: list[Any] = []
+
+            def record(*args: Any, _encoded: list[Any] = encoded, **kwargs: Any) -> Any:
+                _encoded.append(move_tensors(encode(*args, **kwargs), torch.device("cpu")))
+                return move_tensors(_encoded[-1], self.device)
+
+            pipeline.encode_prompt = record
+            try:
+                self._run(pipeline, preview)
+            except _Reached:
+                self.encoded[preview.prompt, preview.control_paths] = encoded
+            finally:
+                pipeline.encode_prompt = encode
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, None)
+
+    def _build_stopping_transformer(self) -> nn.Module:
+        """A transformer on meta that raises `_Reached` when it is called."""
+        shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
+        shape.register_forward_pre_hook(_stop)
+        return self._with_device(shape)
+
+    def _with_device(self, model: nn.Module) -> nn.Module:
+        """The model, which has its weights on meta: a pipeline may take its device from it."""
+        model.__class__ = type(
+            type(model).__name__, (type(model),), {"device": property(lambda _: self.device)}
+        )
+        return model
+
+    def attach(self, transformer: nn.Module) -> None:
+        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on
+        the host.
+
+        A second transformer, which denoises where this one does not, is streamed: both would seldom
+        fit.
+        """
+        family = self.model.family
+        others = {
+            name: self._with_device(self.encoders.load_streamed(name, self.encoders.denoiser_dtype))
+            for name in family.other_denoisers
+        }
+        self.pipeline = self.encoders.build_pipeline(
+            torch_dtype=self.dtype,
+            vae=self.encoders.load_vae(torch.device("cpu")),
+            **{family.denoiser: transformer, **others, **dict.fromkeys(family.text_encoders)},
+        )
+
+    def sample(self, preview: Preview) -> list[Image.Image]:
+        """The frames of one preview. If memory is short the VAE works in tiles, then the image is
+        halved.
+
+        Raises:
+            PreviewTooLarge: memory is too short for the smallest size.
+        """
+        while True:
+            try:
+                return self._sample(preview)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory()  # outside of the handler: the error references what the pass had made
+            self._shrink(preview)
+
+    def _shrink(self, preview: Preview) -> None:
+        vae, bucket = self.pipeline.vae, preview.bucket
+        if hasattr(vae, "enable_tiling") and not getattr(vae, "use_tiling", True):
+            vae.enable_tiling()
+        elif min(bucket.width_px, bucket.height_px) // self.divisor >= MIN_HALVED_SIDE_PX:
+            self.divisor *= 2
+            smaller = self._reduced(bucket)
+            self.on_warning(
+                f"memory is too short for a preview of {bucket.width_px}x{bucket.height_px} px: "
+                f"it is {smaller.width_px}x{smaller.height_px}"
+            )
+        else:
+            raise PreviewTooLarge(
+                "memory is too short for a preview",
+                hint="train without previews: set preview_prompts to [] in the plan's job",
+            )
+
+    def _reduced(self, bucket: Bucket) -> Bucket:
+        """The bucket with both sides divided by `divisor`, as multiples that the model accepts."""
+        multiple = self.model.family.size_multiple_px
+        width, height = (
+            max(multiple, side // self.divisor // multiple * multiple)
+            for side in (bucket.width_px, bucket.height_px)
+        )
+        return bucket.model_copy(update={"width_px": width, "height_px": height})
+
+    def _sample(self, preview: Preview) -> list[Image.Image]:
+        reduced = replace(preview, bucket=self._reduced(preview.bucket))
+        decoders = [getattr(self.pipeline, name) for name in self.model.family.decoders]
+        try:
+            for decoder in decoders:
+                decoder.to(self.device)
+            with map_large_buffers(), self._modulation(reduced):
+                return self._run_encoded(reduced)
+        finally:
+            for decoder in decoders:
+                is_kept = decoder is self.pipeline.vae and self.encoders.caching.residency == "keep"
+                decoder.to(self.encoders.vae_device if is_kept else "cpu")
+
+    def _run_encoded(self, preview: Preview) -> list[Image.Image]:
+        encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
+        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(
+            next(encoded), self.device
+        )
+        return self._run(self.pipeline, preview)
+
+    def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
+        """Has the modulations of all steps of a preview computed at once, if they are computed
+        ahead: the pipeline runs without blocks, up to the VAE, to tell what they will depend on."""
+        ahead = find_modulation_ahead(self.transformer)
+        if ahead is None:
+            return contextlib.nullcontext()
+        vae = self.pipeline.vae
+        vae.decode = _stop
+        try:
+            with ahead.collecting(self.model.family, self.transformer) as collected:
+                self._run_encoded(preview)
+        except _Reached:
+            pass
+        finally:
+            del vae.decode
+        return ahead.holding_also(collected)
+
+    def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
+        try:
+            controls = [to_rgb(open_image(path)) for path in preview.control_paths]
+        except MemoryError:  # says nothing of the file
+            raise
+        except Exception as error:  # decoders raise anything for damaged files
+            raise InvalidInput(
+                f"a control image cannot be decoded: {error}", hint="check the files"
+            ) from error
+        family = self.model.family
+        with self._casting(
+            [getattr(pipeline, name) for name in (family.denoiser, *family.other_denoisers)]
+        ):
+            return family.sample(
+                pipeline,
+                preview.prompt,
+                preview.bucket,
+                num_steps=preview.num_steps,
+                seed=preview.seed,
+                controls=controls,
+            )
+
+    @contextlib.contextmanager
+    def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
+        """Lets a pipeline in fp32 call transformers in fp16, which has no room for all levels
+        and sizes: they stay."""
+        own = self.encoders.denoiser_dtype
+        if own == self.dtype:
+            yield
+            return
+
+        def cast(path: tuple[Any, ...], value: Any) -> Any:
+            is_activation = (
+                isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+            )
+            exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
+            return value.to(own) if is_activation and not exact else value
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return pytree.tree_map_with_path(cast, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.dtype), output)
+
+        hooks = [each.register_forward_pre_hook(enter, with_kwargs=True) for each in transformers]
+        hooks += [each.register_forward_hook(leave) for each in transformers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def compare_adapter(
+        self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
+    ) -> list[tuple[Image.Image, Image.Image]]:
+        """First frames (without, with) of each preview; replaces the adapter in training by the one
+        in the file.
+
+        All frames go to `on_frames`, clip by clip, so that one is in memory at a time.
+
+        Raises:
+            AutotuneError: the pipeline did not load the file.
+        """
+        self.transformer.delete_adapters(ADAPTER_NAME)
+        without = self._first_frames("without", previews, on_frames)
+        self.load_adapter(adapter)
+        return list(zip(without, self._first_frames("with", previews, on_frames), strict=True))
+
+    def _first_frames(
+        self, name: str, previews: Sequence[Preview], on_frames: OnFrames
+    ) -> list[Image.Image]:
+        first = []
+        for number, preview in enumerate(previews):
+            frames = self.sample(preview)
+            on_frames(name, number, frames)
+            first.append(frames[0])
+        return first
+
+    def load_adapter(self, adapter: Path) -> None:
+        """Load an adapter file by the pipeline's own loader.
+
+        Raises:
+            BadWeights: the file is damaged.
+            InvalidInput: it is not an adapter of this model, or has numbers that are not finite.
+            AutotuneError: the pipeline did not load it.
+        """
+        hint = "name the output folder of `autotune train`, or train again"
+        for name, layer in read_adapter(adapter).layers.items():
+            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+                raise InvalidInput(f"{adapter}: {name} has values that are not finite", hint=hint)
+        family = self.model.family
+        others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
+        try:
+            for name in others:  # diffusers would end their streaming
+                setattr(self.pipeline, name, self.transformer)
+            self.pipeline.load_lora_weights(
+                adapter.parent, weight_name=adapter.name, **family.adapter_options
+            )
+        except (
+            Exception
+        ) as error:  # diffusers and peft raise anything for an adapter of another model
+            if is_out_of_memory(error):
+                raise
+            raise InvalidInput(
+                f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint
+            ) from error
+        finally:
+            for name, other in others.items():
+                setattr(self.pipeline, name, other)
+        if not getattr(self.transformer, "peft_config", None):
+            raise AutotuneError(
+                f"{adapter} could not be loaded back",
+                hint="this is a bug in autotune: please report it",
+            )
+
+
+def _stop(*_: object, **__: object) -> None:
+    raise _Reached
+
+
+def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
+    prompt = make_prompt_entry(preview.prompt, preview.control_paths, preview.bucket, identity)
+    return entry_key(
+        "preview", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px)
+    )
+
+
+STRUCTURE = "structure"
+"""Name of the tensor that holds, as JSON in bytes, how an entry's other tensors nest."""
+
+
+def _pack(encoded: list[Any]) -> dict[str, torch.Tensor]:
+    """Nested tuples and lists of tensors and None, as tensors by name."""
+    leaves, structure = pytree.tree_flatten(encoded)
+    tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
+    text = json.dumps([len(leaves), pytree.treespec_dumps(structure)])
+    return {**tensors, STRUCTURE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
+    count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
+    leaves = [tensors.get(str(number)) for number in range(count)]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))  # type: ignore[no-any-return]

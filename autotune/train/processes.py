@@ -1,0 +1,326 @@
+"""Several processes that train together, one per device: synchronized here, started in
+`runtime.launching`.
+
+accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own,
+since accelerate wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen
+weights, quantized or sharded ones too, are on its ignore list, so it neither sends nor checks them.
+If a model has layers that get no gradient (the last block's text stream), they are searched for in
+every step, since a static graph does not work together with accumulation without synchronization
+(torch 2.13 fails in the second step).
+
+Nodes may have folders of their own: what is decided from files is read by the first process and
+told to all others.
+"""
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import psutil
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.machine.probing import probe
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.plan import PlannedHardware, TrainingPlan
+from autotune.system.launching import MAX_JOIN_SECONDS, current_launch
+from autotune.train.fit import memory_misfits
+from autotune.train.sharding import num_shards_of
+
+MAX_STEP_WAIT = timedelta(minutes=10)
+"""How long a process waits in a step for the others' gradients: the timeout of torch's process
+group."""
+
+MAX_WAIT = timedelta(hours=12)
+"""How long it waits between phases, while another one encodes a dataset, loads a model or
+samples previews."""
+
+T = TypeVar("T")
+
+
+class PeerLost(AutotuneError):
+    """Another process of this run has ended or does not answer."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    num_shards: int = 1
+    """Processes that hold the frozen weights together: 1 if each has them all."""
+    local_rank: int = 0
+    """Number of this process among those of its node."""
+    waiting_group: "torch.distributed.ProcessGroup | None" = None
+    """All processes, on the host's network, with a timeout of `MAX_WAIT`; None for one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and reports progress."""
+        return self.rank == 0
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this process encodes for those of its node, with whom it shares a cache."""
+        return self.local_rank == 0
+
+    @property
+    def is_sampler(self) -> bool:
+        """Whether this process samples previews: the first, or all if each holds only a part of
+        the weights."""
+        return self.is_first or self.num_shards > 1
+
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its mean over all processes, in place; the result is equal on all."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+            tensor.div_(self.world_size)
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether `flag` holds on any process."""
+        if self.world_size == 1:
+            return flag
+        shared = torch.tensor([float(flag)], device=self.device)
+        self.average(shared)
+        return bool(shared.item() > 0)
+
+    def wait(self) -> None:
+        """Wait for all processes to get here, for as long as a phase may take."""
+        if self.world_size > 1:
+            torch.distributed.barrier(group=self.waiting_group)
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """What the first process computes, on all of them; if it raises an AutotuneError, all
+        do."""
+        if self.world_size == 1:
+            return compute()
+        outcome: list[T | AutotuneError | None] = [None]
+        if self.is_first:
+            try:
+                outcome = [compute()]
+            except AutotuneError as error:
+                outcome = [error]
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self.waiting_group)
+        if isinstance(outcome[0], AutotuneError):
+            raise outcome[0]
+        return cast("T", outcome[0])
+
+    def total(self, value: float | None) -> float | None:
+        """The sum over all processes; None if any does not know its own."""
+        known = [one for one in self._gather(value) if one is not None]
+        return sum(known) if len(known) == self.world_size else None
+
+    def require_same(self, what: str, digest: str) -> None:
+        """Check that `what` has the same digest on all processes. Raises InvalidInput if it has
+        not."""
+        digests = self._gather(digest)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise InvalidInput(
+                f"{what} of process {others[0]} differs from that of process 0",
+                hint=(
+                    "copy the plan, the data and the model to every node, and start the same "
+                    "command on each"
+                ),
+            )
+
+    def _gather(self, value: T) -> list[T]:
+        """What all processes have, by rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(values, value, group=self.waiting_group)
+        return values
+
+    def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
+        """The adapted transformer as the steps call it: with several processes, wrapped to average
+        gradients.
+
+        `has_unused` says whether the loss leaves some of the adapter's layers without a gradient.
+
+        Raises:
+            AutotuneError: its weights do not follow the strategy of the plan.
+        """
+        if self.world_size == 1:
+            return transformer
+        frozen = [
+            name
+            for name, parameter in transformer.named_parameters()
+            if not parameter.requires_grad
+        ]
+        buffers = [name for name, _ in transformer.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            transformer, frozen + buffers
+        )  # type: ignore[no-untyped-call]
+        if (actual := num_shards_of(transformer)) != self.num_shards:
+            raise AutotuneError(
+                f"the plan shards the weights over {self.num_shards} process(es), but they are "
+                f"sharded over {actual}",
+                hint="this is a bug in autotune: please report it",
+            )
+        # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are
+        # not sent.
+        return DistributedDataParallel(
+            transformer,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=has_unused,
+        )
+
+
+def make_current(device: torch.device) -> None:
+    """Initialize CUDA on `device`: memory counters need it, and libraries launch on the current
+    device."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device)
+
+
+def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
+    """Join the process group of the plan's processes; `device` is this process's if it is the only
+    one.
+
+    Raises:
+        AutotuneError: the number of processes is not the plan's, or the others did not come.
+    """
+    from accelerate import PartialState
+
+    has_several = planned.num_processes > 1
+    launch = current_launch()
+    if has_several and launch and launch.world_size > 1:
+        _start_process_group("nccl" if device.type == "cuda" else "gloo", launch.endpoint)
+    state = PartialState(cpu=device.type == "cpu")
+    if state.num_processes != planned.num_processes:
+        raise AutotuneError(
+            f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
+            hint=(
+                "start it with `autotune train`, which starts those of one machine, or as many "
+                "with torchrun"
+            ),
+        )
+    own = state.device if has_several and device.type != "cpu" else device
+    make_current(own)
+    group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
+    local_rank = launch.local_rank if launch else 0
+    return Processes(
+        state.process_index, planned.num_processes, own, planned.num_shards, local_rank, group
+    )
+
+
+def _start_process_group(backend: str, endpoint: str) -> None:
+    """As torch's `env://`, except that processes may come later than they may answer later on."""
+    from torch.distributed.rendezvous import rendezvous
+
+    if interface := _interface_to(endpoint.rpartition(":")[0]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        found = rendezvous("env://", timeout=timedelta(seconds=MAX_JOIN_SECONDS))
+        store, rank, world_size = next(found)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=MAX_STEP_WAIT
+        )
+    except (RuntimeError, OSError) as error:
+        raise AutotuneError(
+            f"the processes did not meet at {endpoint}: {first_line(error)}",
+            hint=(
+                "make sure that all of them run, and can reach that port on the first process's "
+                "host"
+            ),
+        ) from error
+
+
+def _interface_to(host: str) -> str | None:
+    """The network interface by which this machine reaches a host, or is it; None if it is the
+    loopback's or unknown.
+
+    Gloo by itself takes the one that the machine's name stands for, which many systems say is the
+    loopback's.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probing:  # connecting it sends nothing
+            probing.connect(address)
+            own = probing.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in (each.address for each in addresses):
+                return None if ipaddress.ip_address(own).is_loopback else name
+    return None
+
+
+@contextlib.contextmanager
+def explain_lost_peer() -> Iterator[None]:
+    """Turn the network's error when another process has ended, or hangs, into one that says so.
+
+    Raises:
+        PeerLost: another process ended, or did not answer in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in text:
+            raise
+        late = "timed out" in text.lower()
+        raise PeerLost(
+            f"another process of this run {'does not answer' if late else 'has ended'}: "
+            f"{_cause(text)}",
+            hint=(
+                "look at what the other processes and nodes printed; go on from the last "
+                "checkpoint with --resume"
+            ),
+        ) from error
+
+
+def _cause(text: str) -> str:
+    """What happened, without the place in gloo's source before it and the advice after it."""
+    return re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", text.strip().partition("\n")[0])
+
+
+def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why so many processes cannot have one GPU each; empty when they can. On a CPU they share
+    it."""
+    kind = hardware.device.kind
+    if num_processes == 1 or kind == "cpu":
+        return ()
+    if kind != "cuda":
+        return (f"processes: {num_processes} need a GPU each, {kind} has one",)
+    if hardware.device.count < num_processes:
+        return (
+            f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",
+        )
+    cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
+    kinds = {(card.name, card.total_memory // 2**30) for card in cards}
+    names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
+    return (
+        (f"processes: they need equal GPUs, the first {num_processes} are {names}",)
+        if len(kinds) > 1
+        else ()
+    )
+
+
+def card_misfits(
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
+) -> tuple[str, ...]:
+    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory
+    each here; `memory_misfits` checks the first one's."""
+    planned = plan.frozen.hardware
+    num_processes = num_processes or planned.num_processes
+    if misfits := device_misfits(num_processes, hardware):
+        return misfits
+    others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
+    own = hardware.device.index  # which `memory_misfits` has looked at
+    return tuple(
+        misfit
+        for index in others
+        if index != own
+        for misfit in memory_misfits(plan, probe(index=index))
+    )

@@ -1,0 +1,488 @@
+"""`autotune train`: runs exactly what a plan says, and reports measured against predicted
+figures."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from PIL.Image import Image
+
+from autotune.data.cache import Cache, MemoryCache
+from autotune.data.encode import EncodedDataset, encode_dataset, list_entries
+from autotune.data.encoders import Encoders
+from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
+from autotune.knobs.settings import configure_allocator, torch_dtype
+from autotune.machine.energy import joules_per_image
+from autotune.plan.base import digest_of
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import MAX_PREVIEW_PROMPTS
+from autotune.plan.plan import JOULES_PER_KWH, TrainingPlan
+from autotune.plan.run import AdapterVerdict, RunReport
+from autotune.system.files import write_text_atomic
+from autotune.system.resources import is_out_of_memory, reraise_disk_full, reraise_oom
+from autotune.system.signals import preempt_on_signal
+from autotune.train.adapter_file import export_trained, judge_adapter, save_trained, start_from
+from autotune.train.checkpoint import Checkpoints, require_same_run
+from autotune.train.context import RunContext
+from autotune.train.files import (
+    ADAPTER_FILE,
+    CHECKPOINTS,
+    REPORT_FILE,
+    comparison_file,
+    preview_file,
+)
+from autotune.train.folder import compute_run_key, finished_report, list_fixed_fields
+from autotune.train.loop import TrainingLoop
+from autotune.train.metrics import Metrics
+from autotune.train.model import TrainingModel, eager_eval, load_model
+from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
+from autotune.train.preparation import PreparedRun, RunInputs, prepare
+from autotune.train.preview import (
+    ComparedPictures,
+    Preview,
+    PreviewSampler,
+    PreviewTooLarge,
+    make_sheet,
+    save_frames,
+    save_image,
+)
+from autotune.train.processes import Processes, explain_lost_peer, join_processes
+from autotune.train.watchdog import Watchdog
+
+TRACE_FILE = "trace.json"
+
+
+def train(
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    cache_folder: Path,
+    on_event: OnEvent = ignore_event,
+    *,
+    resume: bool = False,
+    trace: bool = False,
+    inputs: RunInputs | None = None,
+) -> RunReport:
+    """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint
+    if there is one.
+
+    Writes the adapter, a report, curves and, if the job has prompts, samples with and without the
+    adapter. With `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run
+    returns its report. `inputs` are what `read_inputs` has read already.
+
+    Raises:
+        DoesNotFit: the plan was made for another machine, model or class of data.
+        InvalidInput: the model or the data cannot be used, or the output folder belongs to another
+            run.
+        Preempted: a signal came; a checkpoint is written.
+        AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of
+            processes is wrong.
+    """
+    started = time.monotonic()
+    prepared = prepare(plan, hardware, resume=resume, inputs=inputs)
+    configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
+    hint = "free some space, then go on from the last checkpoint: --resume"
+    try:
+        with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
+            processes = join_processes(
+                plan.frozen.hardware, torch.device(hardware.device.torch_name)
+            )
+            with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:
+                on_event = on_event if processes.is_first else ignore_event
+                common = {**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume}
+                processes.require_same(
+                    "the plan, its job or the model", digest_of(common)
+                )  # paths may differ
+                if resume and (
+                    report := processes.share(lambda: finished_report(plan, prepared.data.training))
+                ):
+                    text = (
+                        f"this run has taken all of its {report.num_steps} steps: nothing is "
+                        "left "
+                        "to do"
+                    )
+                    on_event(Notice(text=text))
+                    return report
+                cache = (
+                    MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                )
+                run = _Run(plan, prepared, hardware, cache, on_event, processes, watchdog)
+                return run.train(started, resume=resume, trace=trace)
+    finally:
+        prepared.lock.release()
+
+
+class _Run:
+    """The phases of one run around its loop; `on_event` tells of the first of its processes
+    alone."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        prepared: PreparedRun,
+        hardware: HardwareProfile,
+        cache: Cache,
+        on_event: OnEvent,
+        processes: Processes,
+        watchdog: Watchdog,
+    ) -> None:
+        self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
+        self.processes, self.on_event, self.watchdog = processes, on_event, watchdog
+        self.monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
+        self.warnings: list[str] = []
+        self.adapter_file = ADAPTER_FILE
+        self.metrics: Metrics | None = None
+        """None on all processes but the first, and before training."""
+        frozen = plan.frozen
+        self.encoders = Encoders(
+            prepared.model, frozen.caching, frozen.settings, self.processes.device
+        )
+        self.sampler = PreviewSampler(self.encoders, self._warn)
+        self.previews = self._list_previews() if self.processes.is_sampler else []
+
+    def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
+        """All phases; `started` is the run's start in monotonic seconds."""
+        plan, job, processes = self.plan, self.plan.job, self.processes
+        if resume:
+            processes.share(self._require_same_run)
+        with self.monitor.phase("caching"):
+            encoded, held_out = self._encode()
+        run_key, epoch_size = (
+            compute_run_key(plan, encoded.items, encoded.entries),
+            sum(item.repeats for item in encoded.items),
+        )
+        every = job.checkpoint_every(epoch_size, plan.frozen.workload.effective_batch_size)
+        processes.require_same("the data, images or captions,", run_key)
+        with Checkpoints(
+            self.output / CHECKPOINTS,
+            run_key,
+            keep_last=job.checkpoints_total_limit,
+            keep_every=job.checkpoints_keep_every * every,
+            weights=self.prepared.weights,
+        ) as checkpoints:
+            # Refused before anything is loaded.
+            checkpoint = (
+                processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
+            )
+            first_step = checkpoint.step if checkpoint else 0
+            self._require_steps(first_step, encoded)
+            with self.monitor.phase("loading"):
+                trained = self._load()
+                processes.wait()
+            self.on_event(
+                PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training")
+            )
+            if processes.is_first:
+                self.metrics = Metrics(
+                    self.output,
+                    resumed_at=first_step,
+                    report_to=job.report_to,
+                    on_warning=self._warn,
+                )
+            metrics = self.metrics
+            context = RunContext(
+                processes=processes,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                on_event=self.on_event,
+                preview=self._sample_previews,
+                stop_reason=lambda: self.watchdog.stop_reason,
+                monitor=self.monitor,
+                trace=self.output / TRACE_FILE if trace and processes.is_first else None,
+            )
+            with (
+                contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
+                self.monitor.phase("training"),
+            ):
+                loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
+                with self.watchdog.finishing_steps():
+                    loop.run()
+        with (
+            eager_eval(trained.transformer),
+            preempt_on_signal(second_ends=processes.world_size == 1),
+        ):
+            report = self._finish(loop, started)
+        return processes.share(lambda: report)
+
+    def _require_same_run(self) -> None:
+        """Raise InvalidInput if the checkpoints are of other data or encoders: known before
+        anything is encoded, unless the data has files that may turn out to be broken, which no
+        key covers."""
+        job, training, buckets = (
+            self.plan.job,
+            self.prepared.data.training,
+            self.prepared.workload.buckets,
+        )
+        if training.num_unverified == 0:
+            items, entries = list_entries(
+                self.encoders,
+                training,
+                buckets,
+                self.cache,
+                caption_dropout=job.caption_dropout,
+                flip=job.flip,
+            )
+            require_same_run(self.output, compute_run_key(self.plan, items, entries))
+
+    def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
+        """Raise InvalidInput if more steps were taken already than the run is to take."""
+        job, workload = self.plan.job, self.plan.frozen.workload
+        num_steps = job.steps_on(
+            sum(item.repeats for item in encoded.items), workload.effective_batch_size
+        )
+        if num_taken > num_steps:
+            raise InvalidInput(
+                f"{num_taken} steps were taken already, and the run is to take {num_steps}",
+                hint=(
+                    f"resume with --steps {num_taken} or more, or choose another folder with "
+                    "--output"
+                ),
+            )
+
+    def _load(self) -> TrainingModel:
+        self.on_event(PhaseStarted(name="loading the transformer"))
+        processes, settings = self.processes, self.plan.frozen.settings
+        model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
+        trained = load_model(
+            model, workload, settings, processes.device, seed, shards=processes.num_shards
+        )
+        if (started_from := self.plan.job.from_adapter) is not None:
+            start_from(Path(started_from), trained.transformer, trained.family)
+        if self.previews:
+            self.sampler.attach(trained.transformer)
+        return trained
+
+    def _list_previews(self) -> list[Preview]:
+        """One per prompt, with the control images of the item whose caption is the prompt, or of
+        the first item."""
+        job, items, bucket = (
+            self.plan.job,
+            self.prepared.data.training.items,
+            self.prepared.workload.largest_bucket,
+        )
+        controls = {item.caption: item.control_paths for item in reversed(items)}
+        return [
+            Preview(
+                prompt,
+                bucket,
+                job.preview_steps,
+                job.seed + number,
+                controls.get(prompt, items[0].control_paths),
+            )
+            for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
+        ]
+
+    def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
+        """Encode on the first process of each node while the others wait; then they find all in the
+        cache.
+
+        Returns what is trained on and what is held out, None if that is nothing.
+        """
+        if not self.processes.is_first_of_node:
+            self.processes.wait()
+        if self.previews:
+            self.on_event(PhaseStarted(name="encoding the prompts of previews"))
+            self.sampler.encode_prompts(self.previews, self.cache)
+        for line in self.prepared.data.training.problem_summary:
+            self._notify(line)
+        self.on_event(PhaseStarted(name="encoding captions and images"))
+        encoded = encode_dataset(
+            self.encoders,
+            self.prepared.data.whole,
+            self.prepared.workload.buckets,
+            self.cache,
+            caption_dropout=self.plan.job.caption_dropout,
+            flip=self.plan.job.flip,
+            mask_floor=self.plan.job.mask_floor,
+            on_progress=lambda done, total: self.on_event(
+                Progressed(name="encoding", done=done, total=total)
+            ),
+        )
+        for problem in encoded.problems:
+            self._notify(f"left out: {problem.file}: {problem.message}")
+        if self.processes.is_first_of_node:
+            self.processes.wait()
+        self.encoders.release()
+        held_out = frozenset(self.prepared.data.held_out)
+        if not held_out:
+            return encoded, None
+        validation = encoded.select(held_out.__contains__)
+        if not validation.items:
+            self._warn("none of the held-out images could be read: there is no validation")
+        training = encoded.select(frozenset(encoded.items).difference(held_out).__contains__)
+        return training, validation if validation.items else None
+
+    def _sample_previews(self, step: int) -> None:
+        written = []
+        with self._drop_failing_previews():
+            for number, preview in enumerate(self.previews):
+                with self.monitor.phase("previews"), eager_eval(self.sampler.transformer):
+                    frames = self.sampler.sample(preview)
+                if self.processes.is_first:
+                    path = self.output / preview_file(step, number)
+                    self._save_frames(frames, path, preview, f"after step {step}")
+                    written.append(path)
+        if self.metrics and written:
+            self.metrics.add_previews(step, written)
+        if self.previews:
+            self.on_event(PreviewsWritten(step=step))
+
+    def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
+        if self.processes.is_first:
+            self._save_frames(
+                frames, self.output / comparison_file(name, number), self.previews[number], name
+            )
+
+    def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
+        fps = self.prepared.model.family.defaults.frames_per_second
+        save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
+
+    @contextlib.contextmanager
+    def _drop_failing_previews(self) -> Iterator[None]:
+        """If a preview cannot be made, the run continues without previews; sharded weights need
+        all processes to."""
+        try:
+            yield
+        except (
+            PreviewTooLarge,
+            InvalidInput,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:
+            if self.processes.num_shards > 1 or (
+                not isinstance(error, AutotuneError) and is_out_of_memory(error)
+            ):
+                raise
+            self._warn(f"{first_line(error)}; the run goes on without previews")
+            self.previews = []
+
+    def _warn(self, message: str) -> None:
+        """Show a warning now and in the report."""
+        self.warnings.append(message)
+        self._notify(message)
+
+    def _notify(self, message: str) -> None:
+        self.on_event(Notice(text=message, level="warning"))
+
+    def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
+        transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        loop.optimizer.turn_to_average()
+        kept_step = loop.validation.keep_best()
+        if self.processes.is_first:  # before anything that may still fail
+            with self.monitor.phase("saving"):
+                workload = self.plan.frozen.workload
+                dtype = torch_dtype(self.plan.job.save_dtype)
+                save_trained(
+                    adapter,
+                    loop.model,
+                    loop.optimizer,
+                    workload,
+                    self.plan.digest,
+                    kept_step,
+                    dtype,
+                )
+                self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
+        adapter_loss = self._known(loop.evaluate(), "with")
+        transformer.disable_adapters()  # type: ignore[operator]
+        base_loss = self._known(loop.evaluate(), "without")
+        transformer.enable_adapters()  # type: ignore[operator]
+        self.processes.wait()
+        if self.previews:
+            self._sample_comparison(adapter)
+        verdict = None
+        if self.processes.is_first:
+            last_block = loop.model.family.last_block(transformer)
+            verdict = judge_adapter(
+                adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss
+            )
+        report = self._report(loop, verdict, kept_step, time.monotonic() - started)
+        if self.processes.is_first:
+            write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+        return report
+
+    def _known(self, loss: float, which: str) -> float | None:
+        """The loss on fresh noise, with or without the adapter; None if it is not finite."""
+        if math.isfinite(loss):
+            return loss
+        self._warn(f"the loss on fresh noise is not finite {which} the adapter")
+        return None
+
+    def _sample_comparison(self, adapter: Path) -> None:
+        self.on_event(PhaseStarted(name="sampling with and without the adapter"))
+        pairs: list[tuple[Image, Image]] = []
+        with self._drop_failing_previews(), self.monitor.phase("previews"):
+            pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
+        if not self.processes.is_first or not pairs:
+            return
+        rows = [
+            ComparedPictures(*pair, each.prompt, each.seed)
+            for pair, each in zip(pairs, self.previews, strict=True)
+        ]
+        save_image(
+            make_sheet(rows),
+            self.output / "samples.png",
+            self.previews[0].facts(self.plan, adapter="both"),
+        )
+
+    def _report(
+        self,
+        loop: TrainingLoop,
+        verdict: AdapterVerdict | None,
+        kept_step: int,
+        total_seconds: float,
+    ) -> RunReport:
+        metrics = loop.context.metrics
+        losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
+        seconds = self.monitor.seconds
+        steady = sorted(seconds[NUM_WARMUP_STEPS:] or seconds or earlier) or [0.0]
+        rare = (
+            len(steady) // 20
+        )  # outliers are left out, while steps of longer captions count as they are
+        step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
+        head = losses[: max(1, len(losses) // 10)]
+        tail = losses[-len(head) :]
+        waited = self.monitor.data_seconds
+        waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
+        forecast = self.plan.frozen.forecast
+        expected, utilization = self.plan.frozen.expected, self.monitor.utilization
+        watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
+        return RunReport(
+            plan_digest=self.plan.digest,
+            num_steps=loop.num_steps,
+            resumed_at=loop.first_step,
+            total_seconds=total_seconds,
+            expected_step_seconds=expected.step_seconds,
+            measured_step_seconds=step_seconds,
+            data_seconds=waits,
+            limited_by=forecast.step_time.limited_by(waits) if forecast else None,
+            expected_peak_memory_bytes=expected.peak_memory_bytes,
+            measured_peak_memory_bytes=loop.peak_bytes or None,
+            expected_phases=expected.phases,
+            phases=tuple(self.monitor.peaks.values()),
+            images_per_second=loop.order.effective_batch_size / step_seconds
+            if step_seconds
+            else 0.0,
+            expected_joules_per_image=expected.joules_per_image,
+            measured_joules_per_image=joules_per_image(
+                watts, step_seconds, loop.order.effective_batch_size
+            ),
+            training_kwh=joules and joules / JOULES_PER_KWH,
+            gpu_utilization=statistics.fmean(utilization) if utilization else None,
+            first_loss=sum(head) / max(1, len(head)),
+            final_loss=sum(tail) / max(1, len(tail)),
+            warnings=(*loop.warnings, *self.warnings),
+            settings=loop.settings,
+            gradient_spikes=self.monitor.num_spikes,
+            nonfinite_gradients=self.monitor.num_nonfinite,
+            overflowed_gradients=self.monitor.num_overflows,
+            quantization_error=loop.model.quantization_error,
+            validation=loop.validation.result(kept_step),
+            adapter=self.adapter_file,
+            verdict=verdict,
+        )

@@ -1,0 +1,210 @@
+"""One optimizer step, shared by training and trials."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+
+from autotune.models.base import Batch, Family
+from autotune.models.loss import denoising_loss
+from autotune.models.noise import FLOW_MATCHING, NoiseProcess
+from autotune.plan.job import TimestepSampling, Weighting
+from autotune.train.optimizer import AdapterOptimizer
+from autotune.weights.streaming import attribute_tensors
+
+TINY = 1e-9
+"""Distance that quantiles keep from 0 and 1, where a normal distribution has none."""
+
+
+@dataclass(frozen=True)
+class Noising:
+    """The noise that each image gets, and the weight of its loss. The density and the shift of
+    noise levels are those of Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2)."""
+
+    seed: int = 0
+    shift: float | Callable[[Sequence[int]], float] = 1.0
+    """Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from the shape of an
+    image's latents to it."""
+    sampling: TimestepSampling = "logit_normal"
+    weighting: Weighting = "none"
+    process: NoiseProcess = FLOW_MATCHING
+
+    def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
+        """Noise of `shape` (channels, frames, height, width) and a level for one image: a pure
+        function of seed, step and position in the effective batch.
+
+        So a run is the same whatever the micro-batch size, the number of processes or the step it
+        was resumed at.
+        """
+        generator = torch.Generator().manual_seed(_seed_at(self.seed, step, position))
+        level = self._level(generator, shape)
+        return torch.randn(*shape, generator=generator), level
+
+    def level_at(self, step: int, position: int, shape: Sequence[int]) -> float:
+        """The level of that draw alone."""
+        return self._level(
+            torch.Generator().manual_seed(_seed_at(self.seed, step, position)), shape
+        )
+
+    def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
+        if (self.process.lowest_share, self.process.highest_share) != (0.0, 1.0):
+            return self.level_of_quantile(float(torch.rand((), generator=generator)), shape)
+        if self.sampling == "uniform":
+            return self._shifted(float(torch.rand((), generator=generator)), shape)
+        return self._shifted(
+            1 / (1 + math.exp(-float(torch.randn((), generator=generator)))), shape
+        )
+
+    def level_of_quantile(self, quantile: float, shape: Sequence[int]) -> float:
+        """The level that this share of all draws, in (0, 1), is below."""
+        lowest, highest = (
+            self._share_below(end, shape)
+            for end in (self.process.lowest_share, self.process.highest_share)
+        )
+        whole = min(max(lowest + quantile * (highest - lowest), TINY), 1 - TINY)
+        is_uniform = self.sampling == "uniform"
+        return self._shifted(
+            whole if is_uniform else 1 / (1 + math.exp(-NormalDist().inv_cdf(whole))), shape
+        )
+
+    def _share_below(self, level: float, shape: Sequence[int]) -> float:
+        """The share of all draws below a level of flow matching, if the process let all pass."""
+        if level in (0.0, 1.0):
+            return level
+        shift = self.shift(shape) if callable(self.shift) else self.shift
+        plain = level / (shift - (shift - 1) * level)
+        return (
+            plain if self.sampling == "uniform" else NormalDist().cdf(math.log(plain / (1 - plain)))
+        )
+
+    def _shifted(self, level: float, shape: Sequence[int]) -> float:
+        shift = self.shift(shape) if callable(self.shift) else self.shift
+        return self.process.level(shift * level / (1 + (shift - 1) * level))
+
+    def loss(
+        self, family: Family, transformer: nn.Module, batch: Batch, step: int, position: int
+    ) -> Tensor:
+        """Mean loss of a micro-batch whose first image is at `position` of its step."""
+        clean = batch["latents"]
+        draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
+        noise = _send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
+        levels = _send(torch.tensor([level for _, level in draws]), clean.device)
+        return denoising_loss(
+            family, transformer, batch, noise, levels, self.process, self.weighting
+        )
+
+
+def _send(drawn: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`; from page-locked memory to a GPU, for else the host would wait until it
+    has done all before."""
+    return (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
+
+
+def _seed_at(seed: int, step: int, position: int) -> int:
+    return (
+        (seed * 1_000_003 + step) * 1_000_003 + position
+    ) % 2**63  # large seeds overflow torch's 64 bits
+
+
+def _seed_dropout(device: torch.device, seed: int) -> None:
+    """Make dropout masks independent of earlier calls. `torch.manual_seed` would take 90 us, for
+    all devices."""
+    generator = (
+        torch.cuda.default_generators[device.index or 0]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
+    generator.manual_seed(seed)
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch on `device`, its floating-point tensors in the compute `dtype`; asynchronous
+    from pinned memory."""
+    return {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        for name, tensor in batch.items()
+    }
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of one optimizer step."""
+
+    loss: float
+    gradient_norm: float
+    loss_scale: float | None = None
+    """Factor of the next step's losses, in fp16."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the scaled gradient alone overflowed fp16: the step updated nothing, and the
+        scale fell."""
+        return (
+            self.loss_scale is not None
+            and math.isfinite(self.loss)
+            and not math.isfinite(self.gradient_norm)
+        )
+
+
+def optimizer_step(
+    family: Family,
+    transformer: nn.Module,
+    optimizer: AdapterOptimizer,
+    micro_batches: Iterable[Batch],
+    *,
+    noising: Noising = Noising(),
+    step: int,
+    effective_batch_size: int,
+    first_position: int = 0,
+    average: Callable[[Tensor], None] | None = None,
+) -> StepOutcome:
+    """Accumulate the gradients of all micro-batches of one effective batch, then update the adapter
+    once.
+
+    Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same
+    gradient. With several processes `effective_batch_size` counts the images of this one,
+    `first_position` those of the processes before it, and `average` replaces the loss, in place, by
+    its mean over all. A transformer wrapped for several processes averages gradients by itself,
+    once per step, in the backward pass of the last micro-batch.
+    """
+    total = torch.zeros(
+        (), device=optimizer.masters[0].device
+    )  # sent from the host, it would wait for the device
+    position, end = first_position, first_position + effective_batch_size
+    unsynchronized = getattr(transformer, "no_sync", contextlib.nullcontext)
+    for batch in micro_batches:
+        size = len(batch["latents"])
+        with contextlib.nullcontext() if position + size == end else unsynchronized():
+            _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
+            loss = noising.loss(family, transformer, batch, step, position) * (
+                size / effective_batch_size
+            )
+            optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
+        position += size
+        total = total + loss.detach()
+        del loss  # else what layers save on graph nodes would stay through the next micro-batch
+    norm = optimizer.step()
+    if average:
+        average(total)
+    scale = optimizer.loss_scale
+    numbers = [total, norm.to(total), *([] if scale is None else [scale.to(total)])]
+    outcome = StepOutcome(*torch.stack(numbers).tolist())  # one synchronization, not one for each
+    if math.isfinite(outcome.gradient_norm):
+        optimizer.average()
+    return outcome
+
+
+def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:
+    """Tensors that stay on the device between steps: weights, master weights and the optimizer's
+    state."""
+    attributes = attribute_tensors(transformer)
+    return [
+        *transformer.parameters(),
+        *transformer.buffers(),
+        *attributes,
+        *optimizer.live_tensors(),
+    ]

@@ -1,0 +1,257 @@
+"""Measures the loss on held-out images, with and without the adapter, always at the same noise
+levels and noise.
+
+The levels lie at even quantiles of those that training draws, each draw at one of its own. Passes
+take no gradients, at the micro-batch of a step, so they need less memory than a step does.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.data.encode import EncodedDataset
+from autotune.events import StepFinished
+from autotune.knobs.modulation_ahead import find_modulation_ahead
+from autotune.models.base import Batch
+from autotune.models.loss import image_losses
+from autotune.plan.base import digest_of
+from autotune.plan.job import VALIDATION_DRAWS, Job
+from autotune.plan.run import ValidationResult
+from autotune.system.resources import is_out_of_memory
+from autotune.train.context import RunContext
+from autotune.train.model import TrainingModel, eager_eval
+from autotune.train.modulation import collect_conditionings, pick_inputs
+from autotune.train.optimizer import AdapterOptimizer
+from autotune.train.overfitting import ValidationHistory
+from autotune.train.step import Noising
+
+NOISE_STEP = 10**12
+"""The step whose noise is taken, after the last of any run."""
+NOT_FINITE = "the loss on held-out images is not finite"
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """One image at one noise level with one noise."""
+
+    index: int
+    number: int
+    """Which noise."""
+    level: float
+
+
+@dataclass
+class HeldOutLoss:
+    """Measures the loss on held-out images."""
+
+    model: TrainingModel
+    encoded: EncodedDataset
+    noising: Noising
+    place: Callable[[Batch], Batch]
+    """Brings a batch to the device as steps get it."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of what is measured, so that measurements of other images are never compared
+        with these."""
+        return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
+
+    @cached_property
+    def _draws(self) -> list[_Draw]:
+        """Draws by shape, so that those of a shape share micro-batches."""
+        count, groups = len(self.encoded.items), self.encoded.groups
+        rounds = max(1, round(VALIDATION_DRAWS / count))
+        draws = []
+        for index in sorted(range(count), key=lambda index: groups[index]):
+            shape = self.encoded.sample(index)["latents"].shape
+            for number in range(rounds):
+                level = self.noising.level_of_quantile(
+                    (number + (index + 0.5) / count) / rounds, shape
+                )
+                draws.append(_Draw(index, number * count + index, level))
+        return draws
+
+    @torch.no_grad()
+    def measure(self, micro_batch_size: int) -> list[float]:
+        """The loss of each draw, with the adapter as it is."""
+        losses: list[float] = []
+        with eager_eval(self.model.transformer), self._modulations():
+            for _, of_group in groupby(
+                self._draws, key=lambda draw: self.encoded.groups[draw.index]
+            ):
+                group = list(of_group)
+                for start in range(0, len(group), micro_batch_size):
+                    losses += self._losses(group[start : start + micro_batch_size])
+        return losses
+
+    def measure_base(self, micro_batch_size: int) -> list[float]:
+        """The same without the adapter."""
+        with _adapter_disabled(self.model.transformer):
+            return self.measure(micro_batch_size)
+
+    def _losses(self, draws: Sequence[_Draw]) -> list[float]:
+        family, noising = self.model.family, self.noising
+        batch = self.place(self.model.collate([self.encoded.sample(draw.index) for draw in draws]))
+        clean = batch["latents"]
+        noises = [noising.draw(NOISE_STEP, draw.number, clean.shape[1:])[0] for draw in draws]
+        noise, levels = (
+            torch.stack(noises).to(clean),
+            torch.tensor([draw.level for draw in draws], device=clean.device),
+        )
+        transformer, process, weighting = self.model.transformer, noising.process, noising.weighting
+        found: list[float] = image_losses(
+            family, transformer, batch, noise, levels, process, weighting
+        ).tolist()
+        return found
+
+    def _modulations(self) -> contextlib.AbstractContextManager[None]:
+        """Has the modulations of all draws computed at once, if they are computed ahead of
+        steps."""
+        if (ahead := find_modulation_ahead(self.model.transformer)) is None:
+            return contextlib.nullcontext()
+        inputs = [pick_inputs(self.model, self.encoded.sample(draw.index)) for draw in self._draws]
+        levels = [draw.level for draw in self._draws]
+        return ahead.holding_also(
+            collect_conditionings(self.model, ahead, inputs, levels, self.place)
+        )
+
+
+@contextlib.contextmanager
+def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
+    """Compute without the adapter. Disabling freezes its parameters, too: they are trained again
+    afterwards."""
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    transformer.disable_adapters()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        transformer.enable_adapters()  # type: ignore[operator]
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+class Validation:
+    """When a run measures the loss on its held-out images, what that has told so far, and which
+    adapter was best.
+
+    `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what
+    an earlier start of the run got from `state`. `on_warning` is told that overfitting has begun,
+    or why there are no more measurements.
+    """
+
+    def __init__(
+        self,
+        meter: HeldOutLoss | None,
+        job: Job,
+        num_steps: int,
+        optimizer: AdapterOptimizer,
+        context: RunContext,
+        on_warning: Callable[[str], None],
+        state: dict[str, Any] | None,
+    ) -> None:
+        self.meter, self.job, self.num_steps, self.optimizer = meter, job, num_steps, optimizer
+        self.context, self.on_warning = context, on_warning
+        self.history: ValidationHistory | None = None
+        self._told = False
+        """Whether the user has been told that a loss is not finite."""
+        if meter and state and state["images"] == meter.digest:
+            self.history = ValidationHistory(**state["history"])
+
+    def start(self, micro_batch_size: int) -> None:
+        """Measure without the adapter, unless an earlier start of the run has."""
+        with self._measuring() as meter:
+            if meter and self.history is None:
+                base = meter.measure_base(micro_batch_size)
+                if all(map(math.isfinite, base)):
+                    self.history = ValidationHistory(base)
+                else:
+                    self.on_warning(
+                        f"{NOT_FINITE} without the adapter; the run goes on without measurements"
+                    )
+
+    def measure_after(self, event: StepFinished, micro_batch_size: int) -> StepFinished:
+        """The event of a step with the loss after it, if it is to be measured then."""
+        every = self.job.validation_every
+        if event.step != self.num_steps and not (every and event.step % every == 0):
+            return event
+        with self._measuring() as meter:
+            if meter and self.history:
+                with self.optimizer.averaged():
+                    is_best = self.history.add(event.step, meter.measure(micro_batch_size))
+                    if is_best and self.job.keep_best and self.context.processes.is_first:
+                        self.context.checkpoints.save_best(
+                            event.step, self.optimizer.master_state()
+                        )
+                if warning := self.history.warning:
+                    self.on_warning(warning)
+                if self.history.known_final_loss is None and not self._told:
+                    self._told = True
+                    self.on_warning(f"{NOT_FINITE} after step {event.step}")
+                return event.changed(
+                    validation_loss=self.history.known_final_loss,
+                    base_validation_loss=self.history.base_loss,
+                    overfitting_from=self.history.overfitting_from,
+                )
+        return event
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[HeldOutLoss | None]:
+        """Processes that don't sample wait. If memory runs out, the run goes on without
+        measurements."""
+        processes = self.context.processes
+        if self.meter is None:
+            yield None
+            return
+        try:
+            with self.context.monitor.phase("validation"):
+                yield self.meter if processes.is_sampler else None
+        except Exception as error:
+            if processes.num_shards > 1 or not is_out_of_memory(error):
+                raise
+            self.on_warning(
+                "memory is too short to measure the loss on held-out images; the run goes on "
+                "without"
+            )
+            self.history = None
+        processes.wait()
+
+    def keep_best(self) -> int:
+        """Turn to the adapter that was best, if the job wants it; returns after how many steps
+        it was as it is then."""
+        history = self.history if self.job.keep_best and self.context.processes.is_first else None
+        if history is None or history.best_step in (0, self.num_steps):
+            return self.num_steps
+        best = self.context.checkpoints.read_best()
+        if best is None or best.step != history.best_step:
+            self.on_warning("the best adapter cannot be read back: the last one is kept")
+            return self.num_steps
+        self.optimizer.load_masters(best.tensors)
+        return best.step
+
+    def state(self) -> dict[str, Any] | None:
+        """What the constructor needs to go on, as JSON; None before the first measurement."""
+        if self.meter is None or self.history is None:
+            return None
+        return {"images": self.meter.digest, "history": self.history.state()}
+
+    def result(self, kept_step: int) -> ValidationResult | None:
+        """For the report of a run that keeps the adapter of that step; None without any
+        measurement."""
+        if self.meter is None or self.history is None or not self.history.best_step:
+            return None
+        return ValidationResult(
+            num_images=len(self.meter.encoded.items),
+            base_loss=self.history.base_loss,
+            final_loss=self.history.known_final_loss,
+            lowest_loss=self.history.best_loss,
+            lowest_step=self.history.best_step,
+            overfitting_from=self.history.overfitting_from,
+            kept_step=kept_step,
+        )

@@ -1,0 +1,235 @@
+"""One device, one search: by real processes."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import AutotuneError
+from autotune.machine.device_lock import DeviceLock, lock_for_run, lock_path
+from autotune.machine.nvidia import DriverSource
+from tests.builders import hardware
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None) -> None:
+    waits: list[str] = []
+
+    def on_wait(message: str) -> None:
+        waits.append(message)
+        if marker is not None:
+            marker.touch()
+
+    lock = DeviceLock(path, on_wait, for_training=for_training)
+    lock.acquire()
+    pipe.send(waits)
+    pipe.recv()
+    lock.release()
+
+
+def _holder(
+    path: Path, *, for_training: bool = False, marker: Path | None = None
+) -> tuple["multiprocessing.process.BaseProcess", Connection]:
+    """A process that takes the lock; `marker` appears when it begins to wait."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_hold, args=(path, theirs, for_training, marker), daemon=True)
+    process.start()
+    return process, ours
+
+
+def _await_waiting_search(lock: DeviceLock) -> None:
+    deadline = time.monotonic() + 60  # a process may take long to start on a busy machine
+    while not lock.has_waiting_search() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "locks" / "device.lock"
+    first, pipe = _holder(path)
+    assert pipe.recv() == []
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.machine.device_lock.MAX_WAIT_SECONDS", 0.1)
+        with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
+            DeviceLock(path).acquire()
+    assert refused.value.hint
+    second, other = _holder(path)
+    _await_waiting_search(DeviceLock(path))
+    assert not other.poll(0)
+    pipe.send("end")
+    assert str(first.pid) in other.recv()[0]
+    other.send("end")
+    for process in (first, second):
+        process.join(60)
+
+
+def test_searches_take_turns(tmp_path: Path) -> None:
+    """Two that wait for each other's results must both come forward."""
+    path = tmp_path / "device.lock"
+    lock = DeviceLock(path)
+    lock.acquire()
+    assert not lock.has_waiting_search()
+    other, pipe = _holder(path)
+    _await_waiting_search(lock)
+    lock.release()
+    assert len(pipe.recv()) == 1  # it was given the lock before we could take it again
+    pipe.send("end")
+    lock.acquire()
+    other.join(60)
+    lock.release()
+
+
+def test_runs_share_a_device_and_a_search_learns_whose_run_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "device.lock"
+    run, pipe = _holder(path, for_training=True)
+    assert pipe.recv() == []
+    with pytest.raises(AutotuneError, match=rf"training run \(process {run.pid} of ") as refused:
+        DeviceLock(path).acquire()
+    assert "--resume" in refused.value.hint
+    second_run = DeviceLock(path, for_training=True)
+    second_run.acquire()
+    pipe.send("end")
+    run.join(60)
+    with pytest.raises(AutotuneError, match=f"process {os.getpid()} of "):
+        DeviceLock(path).acquire()
+    second_run.release()
+    search = DeviceLock(path)
+    search.acquire()
+    search.release()
+
+
+def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, waits = tmp_path / "device.lock", []
+    search = DeviceLock(path)
+    search.acquire()
+    impatient = DeviceLock(path, waits.append, for_training=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.machine.device_lock.MAX_WAIT_SECONDS", 0.1)
+        with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
+            impatient.acquire()
+    assert "waiting for its end" in waits[0]
+    marker = tmp_path / "waits"
+    run, pipe = _holder(path, for_training=True, marker=marker)
+    deadline = time.monotonic() + 60
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    assert not search.has_waiting_search()
+    assert not pipe.poll(0)
+    search.release()
+    assert pipe.poll(60)
+    assert f"process {os.getpid()}" in pipe.recv()[0]
+    pipe.send("end")
+    run.join(60)
+
+
+def test_a_run_of_several_processes_holds_all_their_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu = hardware().device
+    with lock_for_run(gpu, 2, print):
+        for index in (0, 1):
+            with pytest.raises(AutotuneError, match="training run"):
+                DeviceLock(lock_path(gpu.model_copy(update={"index": index}))).acquire()
+        DeviceLock(lock_path(gpu.model_copy(update={"index": 2}))).acquire()
+        with lock_for_run(gpu, 2, print):
+            pass  # runs share their devices' locks
+    DeviceLock(lock_path(gpu)).acquire()
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "device.lock"
+    holder, pipe = _holder(path)
+    pipe.recv()
+    os.kill(holder.pid or 0, signal.SIGKILL)
+    holder.join(60)
+    started = time.monotonic()
+    lock = DeviceLock(path)
+    lock.acquire()
+    lock.acquire()  # held already: nothing to wait for
+    lock.release()
+    assert time.monotonic() - started < 20
+
+
+def _acquired_as_another_user(path: Path) -> bool:
+    """Whether a process of the user nobody gets the lock at once."""
+    if (process := os.fork()) == 0:
+        os.setuid(65534)
+        lock = DeviceLock(path, lambda message: os._exit(1))
+        with contextlib.suppress(BaseException):
+            lock.acquire()
+            os._exit(0)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_users_exclude_each_other_by_a_lock_file_that_either_has_made() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        theirs, ours = Path(folder) / "theirs.lock", Path(folder) / "ours.lock"
+        assert _acquired_as_another_user(theirs)
+        for path in (theirs, ours):
+            lock = DeviceLock(path)
+            lock.acquire()
+            assert not _acquired_as_another_user(path)
+            lock.release()
+            assert _acquired_as_another_user(path)
+
+
+def test_each_device_has_its_own_lock() -> None:
+    gpu, cpu = hardware().device, hardware(kind="cpu").device
+    other = gpu.model_copy(update={"index": 1})
+    assert len({lock_path(device) for device in (gpu, cpu, other)}) == 3
+
+
+def test_a_card_has_one_lock_whichever_cards_a_process_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = hardware().device
+    second = first.model_copy(update={"index": 1})
+
+    def locks(*visible: str) -> list[Path]:
+        monkeypatch.setattr(DriverSource, "uuid", lambda driver, index: visible[index])
+        return [lock_path(device) for device in (first, second)[: len(visible)]]
+
+    both, one, other = locks("card-a", "card-b"), locks("card-a"), locks("card-b")
+    assert [*one, *other] == both
+    assert one != other
+
+
+def test_a_cache_that_cannot_be_written_does_not_keep_a_cpu_from_being_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = hardware(kind="cpu").device
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert lock_path(cpu).is_relative_to(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert lock_path(cpu).parent == Path(tempfile.gettempdir())
+
+
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("unchanged")
+    (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(AutotuneError, match="cannot be opened"):
+        DeviceLock(tmp_path / "a.lock").acquire()
+    assert (tmp_path / "precious").read_text() == "unchanged"
+
+
+def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "device.lock").mkdir()
+    with pytest.raises(AutotuneError, match=r"device\.lock") as refused:
+        DeviceLock(tmp_path / "device.lock").acquire()
+    assert "delete" in refused.value.hint

@@ -1,0 +1,113 @@
+"""Small pipelines of every family, and one training item for each."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.models.adapter import add_adapter
+from autotune.models.base import Family, Sample
+from autotune.models.resolve import resolve_model
+from autotune.plan.workload import Bucket, Workload
+from autotune.train.describe import WorkloadOverrides, describe_workload
+from tests.small import write_small_pipeline
+
+CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
+
+
+NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}
+"""Guidance scale that calls the transformer once a step, where it is not 1."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A family with its small pipeline on disk and in memory."""
+
+    family: Family
+    folder: Path
+    pipeline: Any
+
+    @property
+    def transformer(self) -> Any:
+        """What is trained."""
+        return getattr(self.pipeline, self.family.denoiser)
+
+    @property
+    def bucket(self) -> Bucket:
+        frames = 1 + self.family.frames_per_latent if self.family.can_train_clips else 1
+        width = 48 if 48 % self.family.size_multiple_px == 0 else 96
+        return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
+
+    def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
+        """Smooth random pixels (3, frames, height, width) in [-1, 1]."""
+        coarse = torch.rand(
+            3, bucket.num_frames, 4, 4, generator=torch.Generator().manual_seed(seed)
+        )
+        size = (bucket.height_px, bucket.width_px)
+        return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
+
+    def shown(self, pixels: torch.Tensor) -> torch.Tensor:
+        """A batch of pixels as the VAE takes them: some of RGBA."""
+        is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
+        return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
+
+    def controls(self, bucket: Bucket, count: int | None = None) -> list[torch.Tensor]:
+        count = self.family.max_controls if count is None else count
+        return [self.pixels(bucket, seed=10 + number)[:, :1] for number in range(count)]
+
+    @torch.no_grad()
+    def sample(self, caption: str = CAPTIONS[0], bucket: Bucket | None = None) -> Sample:
+        """A training item as the data part puts it together."""
+        bucket = bucket or self.bucket
+        controls = self.controls(bucket)
+        encoded = self.family.encode_caption(self.pipeline, caption, controls)
+        for number, control in enumerate(controls, start=1):
+            encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
+        return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
+
+    def levels(self, *shares: float) -> torch.Tensor:
+        """Noise levels at these shares of the way to noise."""
+        return torch.tensor([self.family.noise.level(share) for share in shares])
+
+    def workload(self, targets: str = "attention") -> Workload:
+        """For an adapter of rank 4."""
+        return describe_workload(
+            resolve_model(str(self.folder)),
+            None,
+            WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets),
+        )
+
+    def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
+        """A copy of the transformer with an adapter that is not zero."""
+        transformer = copy.deepcopy(self.transformer)
+        parameters = add_adapter(
+            self.family, transformer, self.workload(targets), torch.float32, seed=1
+        )
+        generator = torch.Generator().manual_seed(2)
+        for parameter in parameters:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+        return transformer, parameters
+
+
+def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
+    """Let Chroma's pipeline mask what it should: it adds the numbers of its mask
+    (huggingface/diffusers#13619)."""
+    stock = pipeline._get_t5_prompt_embeds
+
+    def encode(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt, mask = stock(*args, **options)
+        return prompt, mask > 0
+
+    monkeypatch.setattr(pipeline, "_get_t5_prompt_embeds", encode)
+
+
+def make_small(family: Family, folder: Path) -> Small:
+    write_small_pipeline(family, folder, CAPTIONS)
+    pipeline = family.load_pipeline(folder)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    return Small(family, folder, pipeline)

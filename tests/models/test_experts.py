@@ -1,0 +1,199 @@
+"""A model with two transformers: a run trains one, on noise of its own, and samples with both."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+
+from autotune.api import plans
+from autotune.cost.memory import resident_of
+from autotune.cost.predict import CostModel
+from autotune.data.encoders import Encoders
+from autotune.errors import InvalidInput
+from autotune.models.adapter import add_adapter
+from autotune.models.noise import FlowMatching
+from autotune.models.registry import FAMILIES, find_published
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.job import Job, ModelRef
+from autotune.search.request import PlanRequest
+from autotune.train.preview import Preview, PreviewSampler
+from autotune.train.step import Noising
+from autotune.weights.adapters import AdapterInfo, save_adapter
+from tests.cost.tiny_models import TINY, gpu, workload_of
+from tests.models.small import CAPTIONS, Small
+from tests.train.small import SETTINGS
+
+NAME = "wan-2.2-14b"
+SHAPE = (16, 1, 8, 8)
+
+
+def job_of(model: Path, expert: Any) -> Job:
+    usual = {
+        "num_steps": 1,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "timestep_shift": 1.0,
+    }
+    return Job(model=str(model), data=None, seed=0, preview_steps=2, expert=expert, **usual)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shift", [1.0, 12.0])
+@pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
+def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling: Any) -> None:
+    whole = Noising(seed=3, shift=shift, sampling=sampling)
+    levels = torch.tensor([whole.level_at(step, 0, SHAPE) for step in range(20_000)])
+    for process in (FlowMatching(lowest_share=0.875), FlowMatching(highest_share=0.875)):
+        part = Noising(seed=4, shift=shift, sampling=sampling, process=process)
+        drawn = torch.tensor([part.level_at(step, 0, SHAPE) for step in range(2000)])
+        inside = levels[(levels >= process.lowest_share) & (levels <= process.highest_share)]
+        assert drawn.min() >= process.lowest_share - 1e-6
+        assert drawn.max() <= process.highest_share + 1e-6
+        quartiles = torch.tensor([0.25, 0.5, 0.75])
+        torch.testing.assert_close(
+            drawn.quantile(quartiles), inside.quantile(quartiles), atol=0.03, rtol=0
+        )
+
+
+def test_quantiles_of_all_levels_are_what_they_were() -> None:
+    assert Noising(shift=3.0).level_of_quantile(0.5, SHAPE) == 0.75
+
+
+def test_the_job_tells_the_expert_and_the_folder_its_boundary(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_pipelines(NAME).folder, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
+    found = {
+        name: resolve_model(job_of(folder, name).model_ref) for name in ("high-noise", "low-noise")
+    }
+    assert [each.noise for each in found.values()] == [
+        FlowMatching(0.75, 1.0),
+        FlowMatching(0.0, 0.75),
+    ]
+    assert [each.transformer_file.name for each in found.values()] == [
+        "transformer",
+        "transformer_2",
+    ]
+    assert [each.family.expert for each in found.values()] == list(found)
+    assert (
+        len({each.spec for each in found.values()}) == 1
+    )  # what one was planned for, the other is
+    assert resolve_model(str(folder)).family.expert == "high-noise"
+    (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 2.0}))
+    with pytest.raises(InvalidInput, match="boundary_ratio"):
+        _ = resolve_model(str(folder)).noise
+
+
+def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:
+    found = find_published(NAME, "low-noise")
+    assert found is not None
+    assert found[0].denoiser == "transformer_2"
+    with pytest.raises(InvalidInput, match="no low-noise expert") as caught:
+        resolve_model(ModelRef(name="wan-2.1", expert="low-noise"))
+    assert caught.value.hint == "leave --expert out"
+
+
+@pytest.mark.quick("low-noise")
+@pytest.mark.parametrize("expert", ["high-noise", "low-noise"])
+def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
+    small_pipelines: Any, tmp_path: Path, expert: str
+) -> None:
+    small: Small = small_pipelines(NAME)
+    model = resolve_model(ModelRef(name=str(small.folder), expert=expert))
+    family = model.family
+    transformer = type(small.transformer).from_pretrained(model.transformer_file)
+    parameters = add_adapter(family, transformer, small.workload(), torch.float32, seed=1)
+    for parameter in parameters:
+        parameter.data.fill_(0.05)
+    info = AdapterInfo(model="x", plan_digest="x", rank=4, alpha=4.0, training_steps=1)
+    file = tmp_path / "adapter.safetensors"
+    save_adapter(file, get_peft_model_state_dict(transformer), info, family.adapter_component)
+
+    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
+    sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
+    sampler._encode([preview])
+    sampler.attach(type(small.transformer).from_pretrained(model.transformer_file))
+    frames = {}
+    for name in ("without", "with"):
+        if name == "with":
+            sampler.load_adapter(file)
+        stock = family.load_pipeline(small.folder)
+        if name == "with":
+            stock.load_lora_weights(file, **family.adapter_options)
+            assert hasattr(getattr(stock, family.denoiser), "peft_config")
+            assert not any(
+                hasattr(getattr(stock, other), "peft_config") for other in family.other_denoisers
+            )
+        expected = family.sample(stock, preview.prompt, preview.bucket, num_steps=4, seed=0)
+        frames[name] = [frame.tobytes() for frame in sampler.sample(preview)]
+        assert frames[name] == [frame.tobytes() for frame in expected]
+    assert frames["without"] != frames["with"]
+
+
+@pytest.mark.parametrize(
+    ("other", "asked", "kept"),
+    [
+        (NAME, {}, "low-noise"),
+        (NAME, {"expert": "high-noise"}, "high-noise"),
+        ("wan-2.1", {}, None),
+    ],
+)
+def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
+    small_pipelines: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    other: str,
+    asked: dict[str, str],
+    kept: str | None,
+) -> None:
+    earlier = PlanRequest(model=ModelRef(name="wan-2.2-14b", expert="low-noise"))
+    monkeypatch.setattr(plans, "_loaded", lambda plan: plan)
+    monkeypatch.setattr(plans, "request_from", lambda plan: plan)
+    folder = small_pipelines(other).folder
+    request = plans.request_for(str(folder), None, {"earlier": earlier, **asked})  # type: ignore[typeddict-item]
+    assert request.model == ModelRef(name=str(folder), expert=kept)
+
+
+def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(
+    small_pipelines: Any,
+) -> None:
+    """In fp16 the pipeline around them stays in fp32."""
+    small: Small = small_pipelines(NAME)
+    model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
+    encoders = Encoders(
+        model, CachingSettings(), SETTINGS.changed(precision="fp16"), torch.device("cpu")
+    )
+    sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
+    sampler._encode([preview])
+    sampler.attach(
+        type(small.transformer).from_pretrained(model.transformer_file, torch_dtype=torch.float16)
+    )
+    other = sampler.pipeline.transformer_2
+    assert other.dtype == torch.float16
+    assert other.proj_out._hf_hook.weights_map["weight"].dtype == torch.float32, (
+        "the host has the file as it is"
+    )
+    called: list[torch.dtype] = []
+    other.register_forward_pre_hook(
+        lambda _, args, given: called.append(given["hidden_states"].dtype), with_kwargs=True
+    )
+    assert len(set(sampler.sample(preview)[0].tobytes())) > 1
+    assert set(called) == {torch.float16}
+
+
+def test_memory_of_previews_counts_a_layer_of_the_other_transformer() -> None:
+    def preview_bytes(name: str) -> int:
+        own = CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
+        candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+        kept = resident_of(own.hardware, own.model, candidate, encoder_bytes=0, encoders_stay=False)
+        return kept.preview_transient_bytes
+
+    width = TINY[NAME]["num_attention_heads"] * TINY[NAME]["attention_head_dim"]
+    assert preview_bytes(NAME) == preview_bytes("wan-2.1") + 2 * width * TINY[NAME]["ffn_dim"]

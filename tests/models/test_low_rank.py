@@ -1,0 +1,185 @@
+"""LoRA layers compute what peft's do, keep no more for the backward pass, and write and read
+less."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotune.knobs.quantized_layers import quantize_inside
+from autotune.models.low_rank import LeanLora, make_lean
+from tests.builders import BITSANDBYTES
+
+FORMATS = [
+    "none",
+    "torchao-int8",
+    "torchao-fp8",
+    "int8-matmul",
+    "fp8-matmul",
+    pytest.param("bnb-nf4", marks=BITSANDBYTES),
+]
+
+
+def pair(
+    weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32, bias=True, **options
+):
+    """The same adapted layer with peft's forward pass and with ours; both of the adapter's
+    halves are not zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=bias)).to(dtype).requires_grad_(False)
+    if transform := quantize_inside([model], weight_format):
+        model[0] = transform("0", model[0]) or model[0]
+    config = LoraConfig(
+        r=16, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"], **options
+    )
+    inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape).to(dtype) / 8
+    ours = copy.deepcopy(model)
+    make_lean(ours)
+    assert isinstance(ours[0], LeanLora)
+    return model, ours
+
+
+def run(model, shape=(2, 5, 64), *, of_input=True, seed=1):
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    torch.manual_seed(seed)
+    x = torch.randn(shape, dtype=dtype).requires_grad_(of_input)
+    out = model(x)
+    out.backward(torch.randn(out.shape, dtype=dtype))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [out.detach(), *([x.grad] if of_input else []), *(p.grad for p in parameters)]
+
+
+def assert_same(found, expected, tolerance=1e-6):
+    assert len(found) == len(expected)
+    for ours, peft in zip(found, expected, strict=True):
+        assert ours.shape == peft.shape
+        assert float((ours - peft).norm()) <= tolerance * float(peft.norm())
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(
+    ("alpha", "of_input"), [(16.0, True), (16.0, False), (4.0, True), (0.0, True)]
+)
+def test_output_and_gradients_are_pefts(weight_format, alpha, of_input):
+    peft, ours = pair(weight_format, alpha=alpha)
+    assert_same(run(ours, of_input=of_input), run(peft, of_input=of_input))
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 64), (2, 1, 3, 64), (0, 64)])
+def test_any_number_of_dimensions(shape):
+    peft, ours = pair(bias=False)
+    assert_same(run(ours, shape), run(peft, shape))
+
+
+def test_a_transposed_input_and_gradient():
+    peft, ours = pair()
+    results = []
+    for model in (ours, peft):
+        torch.manual_seed(1)
+        x = torch.randn(64, 6, 2).permute(2, 1, 0).requires_grad_()
+        out = model(x)
+        out.transpose(0, 1).pow(2).sum().backward()
+        results.append([out.detach(), x.grad])
+    assert_same(*results)
+
+
+def test_bf16_is_as_exact_as_pefts():
+    exact = run(pair(dtype=torch.float32)[0])
+    peft, ours = (run(model) for model in pair(dtype=torch.bfloat16))
+    for one, other, truth in zip(ours, peft, exact, strict=True):
+        assert (one.float() - truth).norm() <= 1.2 * (other.float() - truth).norm() + 1e-6
+
+
+def test_dropout_draws_the_same_mask():
+    peft, ours = pair(dropout=0.5)
+    assert_same(run(ours), run(peft))
+    ours.eval(), peft.eval()
+    assert_same(run(ours), run(peft))
+
+
+def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation():
+    peft, ours = pair()
+    for model in (peft, ours):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 64, requires_grad=True)
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sin().sum().backward()
+    assert_same(
+        [p.grad for p in ours.parameters() if p.requires_grad],
+        [p.grad for p in peft.parameters() if p.requires_grad],
+    )
+
+
+def test_disabled_merged_and_several_adapters_take_pefts_way():
+    peft, ours = pair()
+    for model in (peft, ours):
+        inject_adapter_in_model(
+            LoraConfig(r=4, target_modules=["0"], init_lora_weights=False),
+            model,
+            adapter_name="second",
+        )
+        torch.manual_seed(3)
+        for parameter in model[0].lora_B["second"].parameters():
+            nn.init.normal_(parameter)
+        for parameter in model[0].lora_A["second"].parameters():
+            nn.init.normal_(parameter)
+    x = torch.randn(3, 64)
+    for change in (
+        lambda layer: layer.set_adapter(["default", "second"]),
+        lambda layer: layer.set_adapter("second"),
+        lambda layer: layer.enable_adapters(False),
+        lambda layer: (layer.enable_adapters(True), layer.set_adapter("default"), layer.merge()),
+    ):
+        change(peft[0])
+        change(ours[0])
+        assert_same([ours(x).detach()], [peft(x).detach()])
+
+
+def test_layers_stay_pefts_to_whoever_saves_them():
+    peft, ours = pair()
+    plain, lean = (
+        get_peft_model_state_dict(model, adapter_name="default") for model in (peft, ours)
+    )
+    assert list(plain) == list(lean)
+    assert all(torch.equal(plain[name], lean[name]) for name in plain)
+    make_lean(ours)
+    assert type(ours[0]).__mro__.count(LeanLora) == 1
+
+
+def test_no_more_is_saved_and_fewer_kernels_run():
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                self.names.append(func._schema.name[6:])
+            return func(*args, **(kwargs or {}))
+
+    saved, counts = [], []
+    for model in pair():
+        sizes = {}
+        x = torch.randn(2, 5, 64, requires_grad=True)
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with Count() as count:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = model(x)
+            out.backward(torch.ones_like(out))
+        saved.append(sum(sizes.values()))
+        counts.append(
+            [name for name in count.names if name not in ("detach", "ones_like", "_unsafe_view")]
+        )
+    assert saved[1] <= saved[0]
+    assert len(counts[1]) == len(counts[0]) - 3  # a scaling and a sum forward, a scaling backward
+    assert "mul" not in counts[1]

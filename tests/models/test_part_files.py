@@ -1,0 +1,189 @@
+"""The other parts of a model in a single file: in files of their own, in the same checkpoint, or
+nowhere."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from autotune.errors import InvalidInput
+from autotune.models.resolve import ResolvedModel, check_weights, read_parts, resolve_model
+from autotune.plan.job import ModelRef
+from autotune.weights.components import load_component
+from autotune.weights.files import BadWeights, MissingWeights
+from tests.models.test_single_file import in_one_file
+from tests.weights.original_parts import State, flux2_vae, ldm_vae, open_clip, within
+
+WEIGHTS = {"vae": "diffusion_pytorch_model.safetensors"}
+SDXL = {
+    "vae": lambda state: within(ldm_vae(state), "first_stage_model."),
+    "text_encoder": lambda state: within(state, "conditioner.embedders.0.transformer."),
+    "text_encoder_2": lambda state: within(open_clip(state), "conditioner.embedders.1.model."),
+}
+
+
+def take(folder: Path, part: str) -> State:
+    """The weights of a component, which are then no longer in the folder."""
+    file = folder / part / WEIGHTS.get(part, "model.safetensors")
+    state = load_file(file)
+    file.unlink()
+    return dict(state)
+
+
+def write(state: State, file: Path) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+    return file
+
+
+def check_same(model: ResolvedModel, whole: Path) -> None:
+    """VAE and text encoders have the very values of those in the folder `whole`."""
+    check_weights(model)
+    assert read_parts(model) == read_parts(resolve_model(str(whole)))
+    for part in ("vae", *model.family.text_encoders):
+        loaded = load_component(
+            model.weights, part, dtype=torch.float32, weights=model.part_files.get(part)
+        )
+        expected = load_component(whole, part, dtype=torch.float32).state_dict()
+        assert loaded.state_dict().keys() == expected.keys()
+        assert [
+            name
+            for name, tensor in loaded.state_dict().items()
+            if not torch.equal(tensor, expected[name])
+        ] == []
+
+
+def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    whole = small_pipelines("sdxl").folder
+    base = tmp_path / "base"
+    shutil.copytree(whole, base)
+    file = in_one_file("sdxl", base, tmp_path / "unet.safetensors")
+    state = within(load_file(file), "model.diffusion_model.")
+    for part, layout in SDXL.items():
+        state |= layout(take(base, part))
+    checkpoint = write(state, tmp_path / "checkpoint.safetensors")
+    assert not list(base.rglob("*.safetensors"))
+    model = resolve_model(ModelRef(name=str(checkpoint), base=str(base)))
+    assert set(model.part_files) == {"vae", "text_encoder", "text_encoder_2"}
+    check_same(model, whole)
+
+
+def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    whole = small_pipelines("flux1-dev").folder
+    base = tmp_path / "base"
+    shutil.copytree(whole, base)
+    file = in_one_file("flux1-dev", base, tmp_path / "flux1.safetensors")
+    vae = write(ldm_vae(take(base, "vae")), tmp_path / "ae.safetensors")
+    clip = {
+        **take(base, "text_encoder"),
+        "logit_scale": torch.ones(()),
+        "text_projection.weight": torch.ones(2, 2),
+    }
+    t5 = {**take(base, "text_encoder_2"), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+    encoders = [
+        write(t5, tmp_path / "t5xxl.safetensors"),
+        write(clip, tmp_path / "clip_l.safetensors"),
+    ]
+    ref = ModelRef(
+        name=str(file), base=str(base), vae=str(vae), text_encoders=tuple(map(str, encoders))
+    )
+    model = resolve_model(ref)
+    assert model.part_files == {
+        "vae": vae,
+        "text_encoder_2": encoders[0],
+        "text_encoder": encoders[1],
+    }
+    check_same(model, whole)
+    with pytest.raises(InvalidInput, match="the same text encoder"):
+        resolve_model(ref.changed(text_encoders=(str(encoders[0]),) * 2))
+    with pytest.raises(BadWeights):
+        resolve_model(ref.changed(text_encoders=(str(vae),)))
+
+
+def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    whole = small_pipelines("flux2-klein").folder
+    base = tmp_path / "base"
+    shutil.copytree(whole, base)
+    file = in_one_file("flux2-klein", base, tmp_path / "flux2.safetensors")
+    vae = write(flux2_vae(take(base, "vae")), tmp_path / "flux2-vae.safetensors")
+    shutil.move(base / "text_encoder", tmp_path / "encoder")
+    (base / "text_encoder").mkdir()
+    shutil.copy(tmp_path / "encoder" / "config.json", base / "text_encoder")
+    ref = ModelRef(
+        name=str(file), base=str(base), vae=str(vae), text_encoders=(str(tmp_path / "encoder"),)
+    )
+    check_same(resolve_model(ref), whole)
+
+
+def flat(state: State) -> State:
+    """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
+    return {
+        re.sub(r"^model\.language_model\.", "model.", name): tensor
+        for name, tensor in state.items()
+    }
+
+
+def with_head(state: State) -> State:
+    """The whole language model of Qwen3 or Qwen3-VL, of which these pipelines take what is below
+    the head."""
+    return {**within(state, "model."), "lm_head.weight": torch.ones(2, 2)}
+
+
+def with_tokenizer(state: State) -> State:
+    return {**state, "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+
+
+ENCODERS = {
+    "qwen-image": flat,
+    "z-image": with_head,
+    "krea-2": with_head,
+    "flux2-klein": dict,
+    "qwen-image-2.1": dict,
+    "chroma": with_tokenizer,
+    "wan-2.1": with_tokenizer,
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_text_encoder_under_the_names_that_comfyui_has_is_that_of_the_folder(
+    family: str, small_pipelines: Any, tmp_path: Path
+) -> None:
+    whole = small_pipelines(family).folder
+    state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
+    file = write(state, tmp_path / "encoder.safetensors")
+    loaded, expected = (
+        load_component(whole, "text_encoder", dtype=torch.float32, weights=path).state_dict()
+        for path in (file, None)
+    )
+    assert loaded.keys() == expected.keys()
+    assert [
+        name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])
+    ] == []
+
+
+def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    base, models = tmp_path / "base", tmp_path / "ComfyUI" / "models"
+    (models / "diffusion_models").mkdir(parents=True)
+    shutil.copytree(small_pipelines("flux2-klein").folder, base)
+    file = in_one_file("flux2-klein", base, models / "diffusion_models" / "flux2.safetensors")
+    take(base, "vae")
+    with pytest.raises(MissingWeights, match="weights of the vae are missing") as caught:
+        check_weights(resolve_model(ModelRef(name=str(file), base=str(base))))
+    assert "--vae FILE" in caught.value.hint
+    assert str(models / "vae") in caught.value.hint
+    with pytest.raises(MissingWeights, match="does not exist") as caught:
+        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=("gone.safetensors",)))
+    assert str(models / "text_encoders") in caught.value.hint
+    with pytest.raises(InvalidInput, match=r"has 1 text encoder\(s\), not 2"):
+        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=(str(file),) * 2))

@@ -1,0 +1,204 @@
+"""What `predict` says is what the stock pipeline's own call of the transformer says, and latents
+are its latents."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from autotune.models import qwen_image
+from autotune.models.noise import FlowMatching
+from autotune.plan.workload import Bucket
+from tests.kinds import KINDS
+from tests.models.small import CAPTIONS, NO_GUIDANCE, mask_padding
+
+AREA = 64 * 64
+
+
+def _calls(transformer, monkeypatch, answer=None):
+    """Records every call of `transformer`: its noisy input and what it returns; with `answer`,
+    that instead. Of a model with sound those in which the picture does not hear it, as in
+    training."""
+    calls = []
+    forward = transformer.forward
+
+    def record(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = (
+            hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)
+        )  # a pipeline may write into it
+        output = output if answer is None else answer(output)
+        if kwargs.get("isolate_modalities", True):
+            calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
+        return output
+
+    monkeypatch.setattr(transformer, "forward", record)
+    return calls
+
+
+def _options(small, monkeypatch):
+    """Arguments of the stock pipeline for one small picture without classifier-free guidance."""
+    family, size = small.family, (small.bucket.width_px, small.bucket.height_px)
+    options = {
+        "guidance_scale": NO_GUIDANCE.get(family.name, 1.0),
+        "width": size[0],
+        "height": size[1],
+    }
+    if family.name.startswith("qwen"):
+        del options["guidance_scale"]
+    if family.name == "kandinsky5-image-lite":
+        monkeypatch.setattr(small.pipeline, "resolutions", [size])
+    if family.name == "flux1-kontext":
+        options |= {"max_area": size[0] * size[1], "_auto_resize": False}
+    if family.name == "chroma":
+        mask_padding(small.pipeline, monkeypatch)
+    if family.can_train_clips:
+        options["num_frames"] = small.bucket.num_frames
+    if family.name == "ltx-2.3":
+        options |= {
+            "audio_guidance_scale": 1.0,
+            "stg_scale": 0.0,
+            "audio_stg_scale": 0.0,
+            "guidance_rescale": 0.0,
+        }
+    return options
+
+
+@pytest.fixture
+def controls(small, monkeypatch):
+    """Control images as pixels, at the size the pipeline would give them, with its megapixel
+    made small."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    stock_size = edit.calculate_dimensions
+    monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
+    monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
+    monkeypatch.setattr(qwen_image.QwenImageEdit, "condition_area_px", AREA)
+    sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
+    return [
+        small.pixels(
+            Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number
+        )
+        for number, (width, height) in enumerate(sizes)
+    ]
+
+
+def _image(pixels):
+    values = ((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0)
+    return Image.fromarray(values.numpy())
+
+
+def _unpack(family, hidden, shape):
+    """Latents (1, channels, frames, height, width) from what the transformer takes and returns."""
+    channels, frames, height, width = shape
+    if isinstance(hidden, list):
+        hidden = torch.stack(hidden)
+    if family.name.startswith("kandinsky5"):
+        return hidden[..., :channels].permute(0, 4, 1, 2, 3)
+    if hidden.ndim == 3:
+        if family.can_train_clips:
+            return hidden.mT.reshape(1, *shape)
+        rows, columns = height // family.patch, width // family.patch
+        tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
+        return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
+    return hidden[:, :channels].reshape(
+        1, channels, frames, height, width
+    )  # others are for an image to begin with
+
+
+def _pack(family, pipeline, latents):
+    """The inverse, as the pipeline takes `latents` to begin with."""
+    if family.name.startswith("kandinsky5"):
+        given = latents.permute(0, 2, 3, 4, 1)
+        if not family.can_train_clips:
+            return given
+        return torch.cat([given, torch.zeros_like(given), torch.zeros_like(given[..., :1])], dim=-1)
+    if family.can_train_clips:
+        return latents
+    if family.name in UNPACKED:
+        return latents[:, :, 0] / getattr(pipeline.scheduler, "init_noise_sigma", 1.0)
+    return torch.nn.functional.pixel_unshuffle(latents[:, :, 0], family.patch).flatten(2).mT
+
+
+UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev", "sd3.5")
+"""Families whose pipelines take latents (batch, channels, height, width)."""
+
+
+@pytest.mark.quick(*KINDS)
+def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, monkeypatch):
+    family, pipeline = small.family, small.pipeline
+    # The encoder sees 8-bit images: round the pixels likewise.
+    controls = [((pixels + 1) * 127.5).round() / 127.5 - 1 for pixels in controls]
+    options = _options(small, monkeypatch)
+    if controls:
+        images = [_image(pixels) for pixels in controls]
+        options["image"] = images if family.max_controls > 1 else images[0]
+    with monkeypatch.context() as patch:
+        calls = _calls(small.transformer, patch)
+        pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type="latent", **options)
+    hidden, theirs = calls[1]
+    timestep = pipeline.scheduler.timesteps[1]
+    assert 100 < timestep < 990
+    level = timestep.float() / (1000 if isinstance(family.noise, FlowMatching) else 1)
+
+    with torch.no_grad():
+        sample = family.encode_caption(pipeline, CAPTIONS[1], controls)
+        for number, pixels in enumerate(controls, start=1):
+            sample[f"control_latents_{number}"] = family.encode_pixels(pipeline, pixels)
+        sample["latents"] = family.encode_pixels(pipeline, small.pixels(small.bucket))
+        shape = sample["latents"].shape
+        noisy = _unpack(family, hidden, shape)
+        ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
+    sign = -1 if family.name == "z-image" else 1  # its pipeline negates what the transformer says
+    torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.quick(*KINDS)
+def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
+    """With a transformer that predicts nothing, the pipeline decodes the very latents it was
+    given."""
+    family, pipeline = small.family, small.pipeline
+    pixels = small.pixels(small.bucket)
+    options = _options(small, monkeypatch)
+    with torch.no_grad():
+        latents = family.encode_pixels(pipeline, pixels)[None]
+        flat = not family.can_train_clips and pipeline.vae.config.get("z_dim") is None
+        shown = small.shown(pixels[None])
+        raw = pipeline.vae.encode(shown[:, :, 0] if flat else shown).latent_dist.mode()
+        expected = pipeline.vae.decode(raw).sample
+    pipeline.scheduler.set_timesteps(
+        2, **({"mu": 1.0} if pipeline.scheduler.config.get("use_dynamic_shifting") else {})
+    )
+    given = _pack(family, pipeline, latents)
+    if controls:
+        options["image"] = _image(controls[0])
+    with monkeypatch.context() as patch:
+        _calls(small.transformer, patch, answer=_still)
+        decoded = pipeline(
+            prompt=CAPTIONS[0],
+            num_inference_steps=2,
+            latents=given.clone(),
+            output_type="np",
+            return_dict=False,
+            **options,
+        )[0]
+    expected = ((expected[0] + 1) / 2).clamp(0, 1)
+    expected = np.moveaxis(expected.numpy(), 0, -1)
+    expected = expected if expected.ndim == decoded[0].ndim else expected[0]
+    np.testing.assert_allclose(decoded[0], expected, atol=2e-5)
+
+
+def _still(output):
+    if isinstance(output, tuple):
+        return _still_of(output[0]), *output[1:]
+    return type(output)(sample=torch.zeros_like(output.sample))
+
+
+def _still_of(first):
+    return (
+        [torch.zeros_like(one) for one in first]
+        if isinstance(first, list)
+        else torch.zeros_like(first)
+    )

@@ -1,0 +1,182 @@
+"""Rules of the pipelines that families restate are the pipelines' own, over their whole range."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.models.base import build_empty_pipeline, unwrap_model
+from autotune.models.registry import FAMILIES, find_published
+from autotune.plan.workload import Bucket
+from tests.models import reference
+from tests.models.small import CAPTIONS, mask_padding
+
+sides = st.integers(1, 4096)
+
+
+@given(sides, sides)
+@settings(max_examples=100)
+def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    one, several = FAMILIES["qwen-image-edit"], FAMILIES["qwen-image-edit-plus"]
+    assert (
+        one._condition_size(width, height)
+        == edit.calculate_dimensions(1024 * 1024, width / height)[:2]
+    )
+    area = plus.CONDITION_IMAGE_SIZE
+    assert several._condition_size(width, height) == plus.calculate_dimensions(area, width / height)
+
+
+@given(sides, sides)
+@settings(max_examples=100)
+def test_video_positions_scale_as_in_the_pipeline(height, width):
+    stock = build_empty_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
+    assert FAMILIES["kandinsky5-video-lite"]._rope_scale(height, width) == stock
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 6, 9, 12])
+def test_clips_of_any_length_encode_to_the_announced_frames(small_pipelines, num_frames):
+    small = small_pipelines("kandinsky5-video-lite")
+    bucket = Bucket(width_px=16, height_px=16, num_frames=num_frames, num_items=1)
+    with torch.no_grad():
+        latents = small.family.encode_pixels(small.pipeline, small.pixels(bucket))
+    announced = small.family.sample_shapes(small.transformer.config, bucket, 8)
+    assert tuple(latents.shape) == announced["latents"]
+
+
+def test_model_without_guidance_gets_none(small_pipelines):
+    """FLUX.1 [schnell] and its relatives come in the same pipeline class."""
+    small = small_pipelines("flux1-dev")
+    config = {**small.transformer.config, "guidance_embeds": False}
+    transformer = small.family.build_transformer(config)
+    batch = small.family.collate([small.sample()])
+    with torch.no_grad():
+        velocity = small.family.predict(transformer, batch["latents"], torch.tensor([0.5]), batch)
+    assert velocity.shape == batch["latents"].shape
+
+
+def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
+    """Its transformer modulates them by the timestep 0."""
+    small = small_pipelines("qwen-image-edit-plus")
+    sample, levels = small.sample(), small.levels(0.9, 0.3)
+    predictions = {}
+    for name in ("qwen-image-edit-plus", "qwen-image-edit-2511"):
+        config = {**small.transformer.config, **find_published(name)[1].config}
+        transformer = small.family.build_transformer(config)
+        transformer.load_state_dict(small.transformer.state_dict())
+        with torch.no_grad():
+            noisy = torch.stack([sample["latents"]] * 2)
+            predictions[name] = small.family.predict(
+                transformer,
+                noisy,
+                levels,
+                small.family.collate([small.sample(caption) for caption in CAPTIONS]),
+            )
+            alone = reference.qwen_image(transformer, noisy[0], float(levels[0]), sample)
+        torch.testing.assert_close(predictions[name][0], alone, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(*predictions.values(), rtol=1e-3)
+
+
+def test_wrapped_models_are_seen_through():
+    inner = torch.nn.Linear(1, 1)
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.compile(inner)
+    assert unwrap_model(wrapped) is inner
+    assert unwrap_model(inner) is inner
+
+
+@pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
+def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it_was(
+    small_pipelines, name, monkeypatch
+):
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+    from PIL import Image
+
+    small = small_pipelines(name)
+    seen = []
+    forward = small.transformer.forward
+    monkeypatch.setattr(
+        small.transformer,
+        "forward",
+        lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1],
+    )
+    before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
+    bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
+    small.family.sample(
+        small.pipeline,
+        CAPTIONS[0],
+        bucket,
+        num_steps=2,
+        seed=0,
+        controls=[Image.new("RGB", (64, 64))],
+    )
+    assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
+    assert len(seen) == 4  # guidance calls the transformer twice a step
+    assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before
+
+
+def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines, monkeypatch):
+    from PIL import Image
+
+    small = small_pipelines("flux1-kontext")
+    seen = []
+    forward = small.transformer.forward
+    monkeypatch.setattr(
+        small.transformer,
+        "forward",
+        lambda **given: (seen.append(given["img_ids"]), forward(**given))[1],
+    )
+    bucket = Bucket(width_px=32, height_px=64, num_frames=1, num_items=1)
+    control = Image.new("RGB", (200, 100))
+    (image,) = small.family.sample(
+        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control]
+    )
+    assert image.size == (32, 64)
+    assert all(
+        ids.tolist() == [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)]
+        for ids in seen
+    )
+
+
+def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(
+    small_pipelines, monkeypatch
+):
+    small = small_pipelines("chroma")
+    bucket = Bucket(width_px=32, height_px=32, num_frames=1, num_items=1)
+    options = {
+        "num_inference_steps": 2,
+        "width": 32,
+        "height": 32,
+        "output_type": "np",
+        "return_dict": False,
+    }
+
+    def stock() -> torch.Tensor:
+        guidance, generator = (
+            small.family.defaults.sampling_guidance,
+            torch.Generator().manual_seed(0),
+        )
+        images = small.pipeline(
+            CAPTIONS[0], guidance_scale=guidance, generator=generator, **options
+        )[0]
+        return torch.from_numpy(images[0]) * 255
+
+    masks, forward = [], small.transformer.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            small.transformer,
+            "forward",
+            lambda **given: (masks.append(given["attention_mask"]), forward(**given))[1],
+        )
+        (preview,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0)
+    assert (
+        masks == [None] * 4
+    )  # some attention backends refuse any; guidance calls the transformer twice a step
+    ours, as_it_is = torch.tensor(np.asarray(preview), dtype=torch.float32), stock()
+    mask_padding(small.pipeline, monkeypatch)
+    torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
+    assert not torch.allclose(ours, as_it_is, rtol=0, atol=0.51)

@@ -1,0 +1,292 @@
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from autotune.cost.predict import CostModel
+from autotune.data.encoders import Encoders
+from autotune.errors import InvalidInput
+from autotune.models.base import count_tokens
+from autotune.models.registry import FAMILIES
+from autotune.models.resolve import check_weights, fetch_model, read_parts, resolve_model
+from autotune.plan.candidate import CachingSettings
+from autotune.weights.components import build_empty_component
+from autotune.weights.configs import read_config
+from autotune.weights.files import open_weights
+from tests.builders import candidate, hardware, workload
+
+
+@pytest.fixture
+def folder(small_pipelines, tmp_path):
+    """A copy of a model's small files; weights are not read."""
+    return shutil.copytree(
+        small_pipelines("qwen-image").folder,
+        tmp_path / "model",
+        ignore=shutil.ignore_patterns("*.safetensors"),
+    )
+
+
+def test_weights_are_not_needed_and_names_do_not_matter(folder, small_pipelines):
+    resolved = resolve_model(str(folder))
+    original = resolve_model(str(small_pipelines("qwen-image").folder))
+    assert resolved.spec.architecture == original.spec.architecture
+    assert resolved.spec.name == "model"
+    assert resolved.folder == folder
+
+
+def test_every_missing_component_is_named(folder):
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(InvalidInput, match="no vae/"):
+        resolve_model(str(folder))
+
+
+def test_another_pipeline_is_refused_by_name(folder):
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "PixArtAlphaPipeline"}))
+    with pytest.raises(InvalidInput, match="PixArtAlphaPipeline") as caught:
+        resolve_model(str(folder))
+    assert "FluxPipeline" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 9999])
+@pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json"])
+def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(InvalidInput, match=r"\.json"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_layers": "many"},
+        {"no_such_argument": 1},
+        {"axes_dims_rope": [1, 2, 3]},
+        {"attention_head_dim": -8},
+        {"num_attention_heads": 10**15},
+    ],
+)
+def test_configuration_that_builds_no_model_is_refused(folder, config):
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
+        assert resolve_model(str(folder)).spec
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_transformer_without_blocks_is_refused(folder, number):
+    (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": number}))
+    with pytest.raises(InvalidInput, match="without blocks"):
+        assert resolve_model(str(folder)).spec
+
+
+def test_as_many_blocks_as_would_take_all_memory_are_refused(folder):
+    (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": 10**9}))
+    with pytest.raises(InvalidInput, match="asks for 1000000000 num_layers"):
+        resolve_model(str(folder))
+
+
+def test_a_pipe_in_place_of_a_configuration_is_not_waited_for(folder):
+    (folder / "transformer" / "config.json").unlink()
+    os.mkfifo(folder / "transformer" / "config.json")
+    with pytest.raises(InvalidInput, match="not a regular file"):
+        resolve_model(str(folder))
+
+
+def write_config(folder, part, **changes):
+    path = folder / part / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("place", [(), ("vision_config",)])
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize(
+    "value", ["owner/repo@sha", "kernels-community/flash-attn2", "flash_attention_2", {"": "a/b"}]
+)
+def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value, place):
+    """transformers fetches and loads whatever repository stands there."""
+    monkeypatch.setattr("transformers.modeling_utils.is_kernel", pytest.fail)
+    config = json.loads((folder / "text_encoder" / "config.json").read_text())
+    part = config
+    for key in place:
+        part = part[key]
+    part[name] = value
+    write_config(folder, "text_encoder", **config)
+    with pytest.raises(InvalidInput, match="not part of transformers"):
+        build_empty_component(folder, "text_encoder", dtype=torch.float32)
+
+
+def test_built_in_implementations_pass(folder):
+    write_config(
+        folder, "text_encoder", attn_implementation="sdpa", _attn_implementation={"": "eager"}
+    )
+    built = build_empty_component(folder, "text_encoder", dtype=torch.float32)
+    assert list(built.parameters())
+
+
+def test_a_configuration_replaces_itself_by_no_file_that_was_not_looked_at(folder):
+    write_config(folder, "text_encoder", configuration_files=["config.4.0.0.json"])
+    shutil.copy(
+        folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.4.0.0.json"
+    )
+    with pytest.raises(InvalidInput, match="replaces itself"):
+        build_empty_component(folder, "text_encoder", dtype=torch.float32)
+
+
+CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Evil: pass\n"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_code_in_a_model_folder_is_run_nor_offered(
+    small_pipelines, tmp_path, monkeypatch, family
+):
+    """A file beside every configuration, which names it in every way that the libraries know."""
+    monkeypatch.setattr("builtins.input", pytest.fail)
+    folder, ran = (
+        shutil.copytree(small_pipelines(family).folder, tmp_path / "model"),
+        tmp_path / "ran",
+    )
+    auto_map = {
+        f"Auto{kind}": "evil.Evil" for kind in ("Config", "Model", "Processor", "ImageProcessor")
+    }
+    auto_map["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]
+    for path in folder.rglob("*.json"):
+        (path.parent / "evil.py").write_text(CODE.format(ran=str(ran)))
+        data = json.loads(path.read_text())
+        takes_unknown_keys = path.parent.name != FAMILIES[family].denoiser
+        if path.name.endswith("config.json") and takes_unknown_keys:
+            path.write_text(json.dumps({**data, "auto_map": auto_map, "trust_remote_code": True}))
+    model = resolve_model(str(folder))
+    read_parts(model)
+    encoders = Encoders(model, CachingSettings(), candidate(precision="fp32"), torch.device("cpu"))
+    encoders.load_pipeline()
+    count_tokens(folder, ["a"]) if (
+        folder / "tokenizer" / "tokenizer_config.json"
+    ).exists() else None
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "entry", [["transformers", "AutoTokenizer"], ["transformers", "AutoProcessor"]]
+)
+def test_a_class_that_looks_for_its_code_in_the_folder_is_refused(folder, entry):
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
+    with pytest.raises(InvalidInput, match="takes its code from the files"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("text_encoder", {"vision_config": {"depth": 10**8}}),
+        ("text_encoder", {"max_position_embeddings": 10**12}),
+        ("transformer", {"num_attention_heads": 10**9}),
+        ("transformer", {"axes_dims_rope": [1] * 2000}),
+        ("vae", {"dim_mult": [[1] * 2000]}),
+    ],
+)
+def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, changes):
+    write_config(folder, part, **changes)
+    with pytest.raises(InvalidInput, match="more than any model has"):
+        read_config(folder / part / "config.json")
+
+
+def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
+    monkeypatch.setattr("autotune.weights.streaming.MAX_TENSORS", 30)
+    write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
+    with pytest.raises(InvalidInput, match="over 30 tensors"):
+        assert resolve_model(str(folder)).spec
+    with pytest.raises(InvalidInput, match="over 30 tensors"):
+        build_empty_component(folder, "vae", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("content", ["zero", "pipe", "sparse"])
+@pytest.mark.parametrize(
+    "name", ["transformer/config.json", "transformer/model.safetensors.index.fp16.json"]
+)
+def test_what_never_ends_is_not_read(folder, name, content):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if content == "zero":
+        path.symlink_to("/dev/zero")
+    elif content == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(20 << 30)
+    with pytest.raises(InvalidInput, match=r"not a regular file|larger than"):
+        read_config(path) if name.endswith("config.json") else open_weights(path.parent)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer/tokenizer.json", "tokenizer/any.model", "scheduler/scheduler_config.json"]
+)
+def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
+    (folder / name).write_bytes(b"")
+    os.truncate(folder / name, 20 << 30)
+    with pytest.raises(InvalidInput, match="larger than"):
+        resolve_model(str(folder))
+
+
+def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(
+    small_pipelines, tmp_path
+):
+    folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
+    model = resolve_model(str(folder))
+    check_weights(model)
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(InvalidInput, match="cannot read"):
+        check_weights(model)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Initializing zero-element tensors"
+)  # that is how such a model is built
+@pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
+def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):
+    write_config(folder, "transformer", **changes)
+    model = resolve_model(str(folder))
+    work = workload(model=model.spec)
+    with pytest.raises(InvalidInput, match=r"does not run|does not build"):
+        CostModel.build(hardware(), work, model.family, model.config).predict(
+            candidate(checkpointed_blocks=0)
+        )
+
+
+@pytest.mark.parametrize(
+    "entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"], [1, "x"]]
+)
+def test_parts_from_elsewhere_than_diffusers_and_transformers_are_refused(folder, entry):
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
+    with pytest.raises(InvalidInput, match=r"tokenizer in .* comes from"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("vae", "config"),
+    [("NoSuchVae", {}), ("utils", {}), ("UNet2DModel", {"block_out_channels": "x"})],
+)
+def test_an_autoencoder_that_cannot_be_built_is_refused_before_anything_is_traced(
+    small_pipelines, tmp_path, vae, config
+):
+    folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", vae]}))
+    (folder / "vae" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match=f"does not build a {vae}"):
+        read_parts(resolve_model(str(folder)))
+
+
+@pytest.mark.parametrize("revision", ["../../../x", "a/../../b", "/etc", "", "a b", "\x1b[2J"])
+def test_a_revision_leads_nowhere_out_of_the_cache(revision):
+    for find in (resolve_model, fetch_model):
+        with pytest.raises(InvalidInput, match="is not a revision of"):
+            find(f"Qwen/Qwen-Image@{revision}")
+
+
+def test_unknown_name_lists_known_models():
+    with pytest.raises(InvalidInput) as caught:
+        resolve_model("no/such-model")
+    assert "kandinsky5-video-lite" in caught.value.hint

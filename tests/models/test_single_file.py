@@ -1,0 +1,255 @@
+"""A model in one file, with a folder or a repository for its other parts, is planned, trained
+and told apart."""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import autotune
+from autotune.errors import InvalidInput
+from autotune.models.base import build_on_meta
+from autotune.models.registry import FAMILIES, find_published, get_family
+from autotune.models.resolve import fetch_model, is_on_hub, resolve_model
+from autotune.models.single_file import _by_name, named_expert, open_single_file, recognize
+from autotune.plan.job import ModelRef
+from autotune.train.model import load_transformer
+from autotune.weights.files import BadWeights, HubError, PickledWeights
+from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
+from tests.weights.fake_hub import COMMIT, hub_in_this_process
+from tests.weights.original_layouts import LAYOUTS, State
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def in_one_file(family: str, folder: Path, file: Path) -> Path:
+    """Move the transformer's weights out of a pipeline's folder into a file of their own, in the
+    authors' layout."""
+    weights = folder / FAMILIES[family].denoiser / "diffusion_pytorch_model.safetensors"
+    save_file(
+        {name: each.contiguous() for name, each in LAYOUTS[family](load_file(weights)).items()},
+        file,
+    )
+    weights.unlink()
+    return file
+
+
+def header_only(state: State, file: Path) -> Path:
+    """A file of the right size and header, with nothing in it: sparse."""
+    header, end = {}, 0
+    for name, tensor in state.items():
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(file, 8 + len(text) + end)
+    return file
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "flux1-dev",
+        "flux1-kontext",
+        "chroma",
+        "qwen-image",
+        "qwen-image-2.1",
+        "sd3.5",
+        "sdxl",
+        "wan-2.1",
+        "z-image",
+    ],
+)
+def test_a_file_and_a_base_are_the_model_that_the_folder_was(
+    family: str, small_pipelines: Any, tmp_path: Path
+) -> None:
+    small = small_pipelines(family)
+    shutil.copytree(small.folder, tmp_path / "base")
+    file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
+    model, whole = (
+        resolve_model(ModelRef(name=str(file), base=str(tmp_path / "base"))),
+        resolve_model(str(small.folder)),
+    )
+    assert (model.family, model.spec.architecture, model.spec.name) == (
+        whole.family,
+        whole.spec.architecture,
+        "model",
+    )
+    got, expected = (
+        load_transformer(each, SETTINGS, torch.device("cpu"))[0].state_dict()
+        for each in (model, whole)
+    )
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def test_training_from_a_file_gives_the_very_adapter_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, images = write_model_and_images(tmp_path, "z-image")
+    plan = make_plan(folder, images, machine(), output=str(tmp_path / "from-folder"), num_steps=2)
+    autotune.train(plan)
+    file = in_one_file("z-image", folder, tmp_path / "z_image.safetensors")
+    autotune.train(plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"))
+    adapters = [
+        load_file(tmp_path / run / "pytorch_lora_weights.safetensors")
+        for run in ("from-folder", "from-file")
+    ]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
+    assert autotune.train(
+        plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"), resume=True
+    )
+
+
+def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
+    folder, images = write_model_and_images(tmp_path, "z-image")
+    file = in_one_file("z-image", folder, tmp_path / "my model?.safetensors")
+    plan = make_plan(folder, images, machine()).job.changed(model=str(file), base=str(folder))
+    assert resolve_model(plan.model_ref).base == str(folder)
+    with pytest.raises(InvalidInput, match="is not a single file"):
+        autotune.plan(str(folder), str(images), base=str(folder))
+
+
+@pytest.mark.quick("flux1-dev")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux1-dev",
+        "chroma",
+        "sd3.5",
+        "sd3.5-medium",
+        "sdxl",
+        "wan-2.1-14b",
+        "z-image",
+        "qwen-image",
+        "qwen-image-2.1",
+        "kandinsky5-image-lite",
+    ],
+)
+def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Path) -> None:
+    found = find_published(name)
+    assert found
+    family, model = found
+    state = LAYOUTS[family.name](dict(build_on_meta(family, model.config).state_dict()))
+    known = recognize(open_single_file(header_only(state, tmp_path / "model.safetensors")))
+    assert (family, model) in known
+    assert {each.transformer_class for each, _ in known} == {family.transformer_class}
+    if name == "flux1-dev":
+        listed = autotune.list_models(file=tmp_path / "model.safetensors")
+        assert [each.name for each in listed] == [
+            "flux1-dev",
+            "flux1-kontext",
+        ]  # no file tells them apart
+        offline = resolve_model(str(tmp_path / "model.safetensors"))
+        assert (offline.folder, offline.base, offline.spec.name) == (None, model.hub_id, "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        (
+            "flux1-dev",
+            {
+                "flux1-dev-kontext_fp8_scaled": ("flux1-kontext", None),
+                "flux1KontextDev_fp8": ("flux1-kontext", None),
+                "flux1-dev-fp8": ("flux1-dev", None),
+            },
+        ),
+        (
+            "wan-2.1-14b",
+            {
+                "wan2.2_t2v_low_noise_14B_fp8": ("wan-2.2-14b", "low-noise"),
+                "Wan2_2-T2V-A14B-LOW_fp8_e4m3fn_scaled_KJ": ("wan-2.2-14b", "low-noise"),
+                "wan22_t2v_14B_highnoise": ("wan-2.2-14b", "high-noise"),
+                "wan2.1_t2v_14B": ("wan-2.1", None),
+                "wan_t2v_14b_style-a": ("wan-2.1", None),
+            },
+        ),
+    ],
+)
+def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
+    name: str,
+    files: dict[str, tuple[str, str | None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = find_published(name)
+    assert found
+    state = LAYOUTS[found[0].name](dict(build_on_meta(found[0], found[1].config).state_dict()))
+    alike = recognize(open_single_file(header_only(state, tmp_path / "model.safetensors")))
+    known = lambda source: _by_name(source.path.stem, alike)  # noqa: E731  # all have the same header
+    monkeypatch.setattr("autotune.models.resolve.recognize", known)
+    for file, expected in files.items():
+        family = _by_name(file, alike)[0][0]
+        assert (family.name, named_expert(file, family)) == expected
+    file, expected = next(iter(files.items()))
+    taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
+    assert (taken.name, taken.expert) == expected
+
+
+def test_a_file_of_one_of_two_transformers_has_to_say_of_which(tmp_path: Path) -> None:
+    family = get_family("wan-2.2-14b")
+    state = LAYOUTS["wan-2.1"](dict(build_on_meta(family, family.models[0].config).state_dict()))
+    file = header_only(state, tmp_path / "wan2.2_t2v_14B.safetensors")
+    with pytest.raises(InvalidInput) as refused:
+        resolve_model(str(file))
+    assert refused.value.hint == "say it: --expert high-noise or --expert low-noise"
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "words"),
+    [
+        ("model.gguf", BadWeights, "--quality compact"),
+        ("model.ckpt", PickledWeights, "safetensors"),
+        ("gone.safetensors", BadWeights, "path"),
+    ],
+)
+def test_other_formats_are_refused_with_the_way_out(
+    file: str, kind: type[BadWeights], words: str, tmp_path: Path
+) -> None:
+    if file != "gone.safetensors":
+        (tmp_path / file).write_bytes(b"GGUF" * 8)
+    with pytest.raises(kind) as caught:
+        resolve_model(str(tmp_path / file))
+    assert words in caught.value.hint
+
+
+def test_an_adapter_is_no_model_and_says_so(tmp_path: Path) -> None:
+    save_file(
+        {"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)},
+        tmp_path / "adapter.safetensors",
+    )
+    with pytest.raises(BadWeights, match="it is an adapter"):
+        resolve_model(str(tmp_path / "adapter.safetensors"))
+
+
+def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(
+    small_pipelines: Any, tmp_path: Path
+) -> None:
+    small = small_pipelines("flux1-dev")
+    shutil.copytree(small.folder, tmp_path / "repo")
+    file = in_one_file("flux1-dev", tmp_path / "repo", tmp_path / "model.safetensors")
+    reference = ModelRef(name=str(file), base="team/small")
+    with hub_in_this_process(tmp_path / "cache") as hub:
+        hub.repos["team/small"] = small.folder
+        assert is_on_hub(reference)
+        planned = fetch_model(reference, weights=False)
+        assert (planned.folder, planned.revision, planned.base) == (None, COMMIT, "team/small")
+        model = fetch_model(ModelRef(name=str(file), base=f"team/small@{COMMIT}"))
+        assert model.folder is not None
+        assert "transformer/diffusion_pytorch_model.safetensors" not in hub.downloads
+        assert resolve_model(ModelRef(name=str(file), base=f"team/small@{COMMIT}")) == model
+        with pytest.raises(HubError) as caught:
+            fetch_model(ModelRef(name=str(file), base="team/absent"))
+        assert "--base" in caught.value.hint

@@ -1,0 +1,76 @@
+"""The seam holds: a new family is one file (`sixth_family.py` beside this one) and one entry
+point."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.models import registry, resolve
+from tests.conftest import autotune
+from tests.models.contract import PROMISES
+from tests.models.sixth_family import AuraFlow
+from tests.models.small import make_small
+
+
+def install(folder: Path, name: str, entry_points: str, group: str, **modules: str) -> Path:
+    """A distribution as pip would leave it in `folder`, which then belongs on PYTHONPATH."""
+    package, info = folder / name, folder / f"{name}-1.0.dist-info"
+    for made in (package, info):
+        made.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for module, text in modules.items():
+        (package / f"{module}.py").write_text(text)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """As after the entry point is loaded."""
+    families = registry.Families(*registry.FAMILIES.values(), AuraFlow())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "FAMILIES", families)
+        patch.setattr(resolve, "FAMILIES", families)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sixth(registered, one_thread, tmp_path_factory):
+    return make_small(AuraFlow(), tmp_path_factory.mktemp("sixth") / "pipeline")
+
+
+def test_name_gives_the_published_model(registered):
+    assert resolve.resolve_model("aura-flow").spec.num_blocks == 36
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_new_family_keeps_the_same_promises(promise, sixth):
+    promise(sixth)
+
+
+def test_a_second_family_of_one_pipeline_is_refused():
+    families = registry.Families(AuraFlow())
+    with pytest.raises(ValueError, match="already a family"):
+        families.add(AuraFlow())
+    with pytest.raises(TypeError, match="not a Family"):
+        families.add(AuraFlow)
+
+
+@pytest.mark.slow
+def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypatch):
+    module = (Path(__file__).parent / "sixth_family.py").read_text()
+    site = install(
+        tmp_path, "acme", "aura = acme.aura:AuraFlow", group=registry.ENTRY_POINTS, aura=module
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
+    listed = autotune("models", "--json")
+    assert "aura-flow" in {model["family"] for model in json.loads(listed.stdout)}
+    settings = ("--resolution", "256", "--hardware", "nvidia-rtx-4090", "--json")
+    done = autotune("estimate", "--model", "aura-flow", *settings)
+    assert done.returncode == 0, done.stderr
+    assert (
+        json.loads(done.stdout)["prediction"]["run_memory_bytes"] > 2 * 6_800_000_000
+    )  # its weights in bf16

@@ -1,0 +1,327 @@
+"""Plan files: whole, unedited and plain, or refused with a message of their own."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput, InvalidPlan
+from autotune.plan.hardware import Versions
+from autotune.plan.job import Job
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
+from autotune.plan.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
+from autotune.share.record import DamagedRecord, name_of, parse_record
+from tests import builders
+from tests.conftest import autotune_here
+from tests.share.examples import record
+
+
+def make_plan(**job: Any) -> TrainingPlan:
+    settings_ = builders.candidate()
+    values: dict[str, Any] = {
+        "model": "model",
+        "data": "images",
+        "num_steps": 100,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.001,
+        "max_grad_norm": 1.0,
+        "timestep_shift": 2.2,
+        "seed": 0,
+        "preview_prompts": ("a cat",),
+        "preview_steps": 20,
+    }
+    frozen = FrozenPart(
+        schema_version=2,
+        autotune_version="0.1.0",
+        hardware=PlannedHardware(
+            device_name="NVIDIA GeForce RTX 4090",
+            device_kind="cuda",
+            fingerprint="sha256:1",
+            match_keys={"torch": "2.13", "cuda": None},
+            total_memory_bytes=None,
+            budget_bytes=24 << 30,
+            versions=Versions(python="3.11.7"),
+        ),
+        workload=builders.workload(),
+        settings=settings_,
+        expected=Expected(
+            evidence="measured",
+            step_seconds=1.0,
+            images_per_second=4.0,
+            peak_memory_bytes=1 << 30,
+            process_memory_bytes=0,
+        ),
+        reasons=(
+            Reason(
+                knob="attention",
+                chosen="native",
+                why="fast",
+                rejected=(Rejected(choice="x", reason="y"),),
+            ),
+        ),
+        fallbacks=(),
+        search_seconds=1.5,
+        trials=(builders.trial(settings_),),
+    )
+    return seal(Job.model_validate({**values, **job}), frozen)
+
+
+def refusal(path: Path, text: str) -> InvalidPlan:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidPlan) as caught:
+        read_plan(path)
+    assert caught.value.hint
+    return caught.value
+
+
+job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=40)
+
+
+@settings(max_examples=60)
+@given(
+    model=job_text.filter(bool),
+    data=st.none() | job_text.filter(bool),
+    prompts=st.lists(job_text, max_size=3).map(tuple),
+    rate=st.floats(1e-12, 1, exclude_min=True),
+    steps=st.integers(1, 10**9),
+)
+@example(
+    model="1e5",
+    data="0E0",
+    prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"),
+    rate=1e-4,
+    steps=1,
+)
+def test_any_job_reads_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: str,
+    data: str | None,
+    prompts: tuple[str, ...],
+    rate: float,
+    steps: int,
+) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    plan = make_plan(
+        model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
+    )
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+
+
+@settings(max_examples=150)
+@given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
+def test_arbitrary_text_raises_nothing_but_the_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    with contextlib.suppress(InvalidPlan):
+        raise AssertionError(read_plan(path))
+
+
+def test_every_frozen_value_is_covered_by_the_digest(tmp_path: Path) -> None:
+    plan = make_plan()
+    data = yaml.safe_load(plan_text(plan))
+    leaves = list(_leaves(data["frozen"], ()))
+    assert len(leaves) > 50
+    for where, value in leaves:
+        edited = json.loads(json.dumps(data))
+        parent = edited["frozen"]
+        for key in where[:-1]:
+            parent = parent[key]
+        parent[where[-1]] = _other(value)
+        if parent[where[-1]] == value:
+            continue
+        refusal(tmp_path / "edited.yaml", yaml.safe_dump(edited))
+
+
+def _leaves(node: Any, where: tuple[Any, ...]) -> Any:
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else None
+    )
+    if items is None:
+        yield where, node
+        return
+    for key, value in items:
+        yield from _leaves(value, (*where, key))
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return "edited"
+    return value + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "data", "control", "output", "from_adapter", "validation"]
+)
+def test_an_empty_path_is_refused_rather_than_taken_for_this_folder(field: str) -> None:
+    with pytest.raises(InvalidPlan, match=f"^job.{field}: value error, it is empty$"):
+        with_job(make_plan(), **{field: ""})
+
+
+def test_the_job_may_be_edited(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    text = (
+        plan_text(make_plan())
+        .replace("num_steps: 100", "num_steps: 250")
+        .replace("learning_rate: 0.0001", "learning_rate: 5e-5")
+    )
+    path.write_text(text)
+    job = read_plan(path).job
+    assert (job.num_steps, job.learning_rate) == (250, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.replace("job:", "job:\n  lr: 1\n", 1), "job.lr"),
+        (lambda t: t + "extra: 1\n", "extra"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: many"), "job.num_steps"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: -1"), "job.num_steps"),
+        (
+            lambda t: t.replace("preview_steps: 20", "preview_steps: 1000000000"),
+            "job.preview_steps",
+        ),
+        (lambda t: t.replace("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 2001-01-01"), "job.num_steps"),
+        (lambda t: t.replace("seed: 0", f"seed: {2**63}"), "job.seed"),
+        (lambda t: t.replace("output: output", 'output: "a\\0b"'), "job.output"),
+        (lambda t: t.replace("job:", "job:\n  <<: {seed: 1}\n", 1), "line 5 has a key"),
+        (
+            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      1: a"),
+            "a key that is not plain text",
+        ),
+        (
+            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      .nan: a"),
+            "a key that is not plain text",
+        ),
+        (
+            lambda t: t.replace("job:", "job:\n  ? [seed]\n  : 1\n", 1),
+            "a key that is not plain text",
+        ),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
+        (
+            lambda t: "a: 1" + ":1" * (1 << 20),
+            "not a valid plan",
+        ),  # YAML 1.1 makes a number of it, in minutes
+        (lambda t: t.replace("micro_batch_size: 1", "micro_batch_size: 8", 1), "frozen part"),
+        (lambda t: t.replace("seed: 0", "seed: 0\n  seed: 1"), "repeated keys"),
+        (lambda t: "", "is empty"),
+        (lambda t: "\n# nothing\n", "not a plan"),
+        (lambda t: "- 1\n- 2\n", "not a plan"),
+        (lambda t: "{{{", "not YAML"),
+        (lambda t: "[" * 5000, "not YAML"),
+        (lambda t: "a: &x [1]\nb: *x\n", "anchors and aliases"),
+        (lambda t: "a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
+        (lambda t: "a: !!set {}\n", "tags are not allowed"),
+        (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
+        (lambda t: "x" * (MAX_PLAN_BYTES + 1), "too large"),
+        (lambda t: "a: 2001-01-01\n", "not a valid plan"),
+        (lambda t: "1: 2\n", "line 1 has a key"),
+    ],
+)
+def test_each_damage_has_its_own_message(tmp_path: Path, edit: Any, words: str) -> None:
+    assert words in refusal(tmp_path / "plan.yaml", edit(plan_text(make_plan()))).message
+
+
+def test_more_values_than_any_plan_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
+    monkeypatch.setattr("autotune.plan.plan_file.MAX_NODES", 1000)
+    assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
+
+
+def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(InvalidPlan, match="there is no plan at"):
+            read_plan(path)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
+        read_plan(tmp_path / "pipe.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidPlan, match="cannot read"):
+        read_plan(tmp_path / "binary.yaml")
+
+
+def test_a_failed_write_leaves_the_old_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(path, make_plan())
+    before = path.read_text()
+    monkeypatch.setattr(Path, "replace", _raise_disk_full)
+    with pytest.raises(OSError, match="full"):
+        write_plan(path, make_plan(num_steps=7))
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _raise_disk_full(*_: object) -> None:
+    raise OSError("disk full")
+
+
+def test_overrides_are_validated_like_the_file() -> None:
+    plan = make_plan()
+    assert with_job(plan, num_steps=None, data="other").job.data == "other"
+    assert with_job(plan, num_steps=7).digest == plan.digest
+    epochs = with_job(plan, num_train_epochs=3)
+    assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (
+        3,
+        None,
+    )
+    with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
+        with_job(plan, learning_rate=7.0)
+
+
+def test_steps_whose_times_would_be_absurd_are_refused() -> None:
+    with pytest.raises(
+        InvalidPlan, match=r"job\.num_steps: input should be less than or equal to 1000000000"
+    ):
+        with_job(make_plan(), num_steps=9 * 10**18)
+    job = with_job(make_plan(), num_train_epochs=10**9).job
+    assert job.steps_on(4, 4) == 10**9
+    with pytest.raises(InvalidInput, match="1,000,000,000 epochs are 1,250,000,000 steps"):
+        job.steps_on(5, 4)
+
+
+def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
+    expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
+    assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
+
+
+def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frozen = make_plan().frozen
+    evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
+    write_plan(tmp_path / "plan.yaml", seal(make_plan().job, evil))
+    told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
+    assert "?[2J?fast" in told.stdout
+    missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
+    assert missing.stderr.startswith(
+        f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one"
+    )
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_schema_is_refused_with_both_versions(version: int, tmp_path: Path) -> None:
+    text = plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
+    error = refusal(tmp_path / "plan.yaml", text)
+    assert f"has schema {version}, and this autotune reads schema 2 only" in error.message
+    content = record().content.replace(b'"schema_version":2', b'"schema_version":%d' % version)
+    with pytest.raises(DamagedRecord, match=f"has schema {version}"):
+        parse_record(content, name_of(content))

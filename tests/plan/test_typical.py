@@ -1,0 +1,122 @@
+"""What a step of usual shapes is, beside the largest that decides memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from autotune.data.dataset import read_dataset
+from autotune.models.base import Batch
+from autotune.models.registry import get_family
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.typical import (
+    mean_text_tokens,
+    padded_text_tokens,
+    spread_of,
+    typical_bucket,
+    typical_text_tokens,
+)
+from autotune.plan.workload import Bucket, Workload
+from autotune.search.parity import small_workload
+from autotune.search.requests import TrialRequest
+from autotune.search.steps import StepRunner, load_for_trial
+from autotune.train.describe import WorkloadOverrides, describe_workload
+from tests import builders
+from tests.train.small import write_model_and_images
+
+lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
+
+
+@given(lengths, st.integers(1, 64))
+def test_a_spread_rises_between_the_shortest_and_the_longest(values: list[int], count: int) -> None:
+    spread = spread_of(values, count)
+    assert len(spread) == count
+    assert list(spread) == sorted(spread)
+    assert values[0] <= spread[0]
+    assert spread[-1] <= values[-1]
+
+
+@given(lengths, st.integers(1, 32))
+def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch: int) -> None:
+    work = workload(values, batch)
+    exact = len(values) % batch == 0 or batch % len(values) == 0
+    if exact:
+        assert sum(typical_text_tokens(work)) / batch == pytest.approx(
+            sum(values) / len(values), abs=0.5
+        )
+    padded = [padded_text_tokens(work, size) for size in (1, batch)]
+    assert padded == [
+        pytest.approx(sum(typical_text_tokens(work)) / batch),
+        max(typical_text_tokens(work)),
+    ]
+    assert padded[1] <= work.max_text_tokens
+
+
+@pytest.mark.parametrize("quantiles", [(3, 2), (1, 13), (0, 2), (1,) * 65])
+def test_quantiles_that_cannot_be_are_refused(quantiles: tuple[int, ...]) -> None:
+    with pytest.raises(ValidationError):
+        builders.workload(max_text_tokens=12, text_token_quantiles=quantiles)
+
+
+def test_the_usual_bucket_is_near_the_mean_and_the_largest_where_nothing_is_known() -> None:
+    def buckets(*items: int) -> tuple[Bucket, ...]:
+        return tuple(
+            Bucket(width_px=64, height_px=64, num_frames=frames, num_items=number)
+            for frames, number in zip((1, 41, 81), items, strict=True)
+        )
+
+    works = (
+        builders.workload(buckets=buckets(*items)) for items in ((1, 9, 1), (0, 0, 0), (0, 0, 3))
+    )
+    assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
+
+
+def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = write_model_and_images(tmp_path)
+    first = min(images.glob("*.txt"))
+    first.write_text(" ".join(["sail"] * 60))
+    work = describe_workload(
+        resolve_model(str(model)),
+        read_dataset(images),
+        WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
+    )
+    assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
+    request = TrialRequest(
+        str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2
+    )
+    steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
+    forward = steps.model.family.predict
+
+    def watched(
+        transformer: object, noisy: torch.Tensor, sigmas: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        seen.append(batch["prompt_embeds"].shape[1])
+        return forward(transformer, noisy, sigmas, batch)
+
+    monkeypatch.setattr(
+        type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments)
+    )
+    result = steps.measure(lambda times: len(times) < 2)
+    assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
+    by_step = list(zip(seen[::2], seen[1::2], strict=True))
+    longest = (work.max_text_tokens, work.max_text_tokens - 1)
+    assert by_step == [longest] * 2 + [typical_text_tokens(work)] * 3
+
+
+def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
+    even, uneven = workload([900], 4), workload([3, 5, 900], 4)
+    family = get_family(even.model.family)
+    assert small_workload(family, uneven) == small_workload(family, even)
+
+
+def workload(values: list[int], batch: int) -> Workload:
+    quantiles = tuple(values)
+    return builders.workload(
+        max_text_tokens=values[-1], text_token_quantiles=quantiles, effective_batch_size=batch
+    )

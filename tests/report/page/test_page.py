@@ -1,0 +1,185 @@
+"""The page as text: it is whole by itself, shows the objects' numbers, and makes markup of no
+text."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
+
+from autotune.plan.plan import Reason, Rejected
+from autotune.report.candidates import Point, find_worths, nearest_beyond, points_of
+from autotune.report.page import Subject, build_page
+from tests.report.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
+
+
+class Outline(HTMLParser):
+    """Tags, attributes and text as a browser would see them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def page_of(*subjects: Subject) -> Outline:
+    return Outline(build_page(subjects, "0.1.0"))
+
+
+def chosen_of(points: list[Point]) -> Point:
+    (chosen,) = [point for point in points if point.is_chosen]
+    return chosen
+
+
+@pytest.mark.parametrize("subject", [plan_subject(), run_subject(), run_subject(finished=False)])
+def test_a_page_is_whole_by_itself_and_plotly_knows_its_figures(subject: Subject) -> None:
+    text = build_page([subject], "0.1.0")
+    tags = Outline(text).tags
+    outside = {"link", "iframe", "object", "embed", "base", "form", "a"}
+    assert not outside & {tag for tag, _ in tags}
+    sources = [attrs[name] for _, attrs in tags for name in ("src", "href") if name in attrs]
+    assert all(source and source.startswith("data:image/") for source in sources)
+    assert text.count(plotly := get_plotlyjs()) == 1
+    assert not re.search(r"@import|url\(|https?://", text.replace(plotly, ""))
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(attrs["content"] for _, attrs in tags if attrs.get("http-equiv"))
+    assert policy
+    assert policy.startswith("default-src 'none'")
+    assert policy.endswith(f"script-src 'sha256-{digest}'")
+    figures = [attrs["data-figure"] for _, attrs in tags if "data-figure" in attrs]
+    assert len(figures) == (4 if "report" in dir(subject) else 1)
+    for figure in figures:
+        Figure(json.loads(re.sub('"--[a-z]+"', '"#123456"', figure or "")))
+
+
+def hostile_plan() -> Subject:
+    plan = golden_plan()
+    frozen, rejected = plan.frozen, (Rejected(choice=HOSTILE, reason=HOSTILE),)
+    work = frozen.workload
+    frozen = frozen.changed(
+        hardware=frozen.hardware.changed(device_name=HOSTILE),
+        workload=work.changed(model=work.model.changed(name=HOSTILE)),
+        settings=frozen.settings.changed(attention=HOSTILE),
+        reasons=(Reason(knob=HOSTILE, chosen=HOSTILE, why=HOSTILE, rejected=rejected),),
+        advice=(HOSTILE,),
+        forecast=None,
+    )
+    return Subject(HOSTILE, plan.changed(frozen=frozen))
+
+
+def test_no_text_of_a_file_becomes_markup() -> None:
+    run = run_subject(prompt=HOSTILE.replace("\x00", ""))
+    assert run.report
+    run = replace(
+        run, name=HOSTILE, notes=(HOSTILE,), report=run.report.changed(warnings=(HOSTILE,))
+    )
+    found = page_of(hostile_plan(), run)
+    assert [attrs.get("class") for _, attrs in found.tags].count("subject") == 2
+    assert sum(tag == "script" for tag, _ in found.tags) == 1
+    assert not [attrs for _, attrs in found.tags if any(name.startswith("on") for name in attrs)]
+    assert not [attrs for tag, attrs in found.tags if tag == "img" and attrs["src"] == "x"]
+    assert "</title><script>window.hacked = 1</script>" in found.text, "it is shown as text"
+    assert not {"\u202e", "\x00"} & set(found.text), "and turns no writing around"
+
+
+@pytest.mark.parametrize("name", ["wall", "known", "measured"])
+def test_points_are_what_the_plan_says(name: str) -> None:
+    plan = golden_plan(name)
+    expected, points = plan.frozen.expected, points_of(plan)
+    assert chosen_of(points).images_per_second == pytest.approx(expected.images_per_second)
+    assert chosen_of(points).run_memory_bytes == expected.run_memory_bytes
+    ran = {trial.candidate for trial in plan.frozen.trials if trial.outcome == "ok"}
+    assert {p.candidate for p in points if p.kind == "measured"} == ran | {plan.frozen.settings}
+    failed = {trial.candidate for trial in plan.frozen.trials if trial.outcome == "oom"}
+    assert {p.candidate for p in points if p.kind == "failed"} == failed
+    for point in points:
+        beaten = any(
+            other.images_per_second >= point.images_per_second
+            and other.run_memory_bytes < point.run_memory_bytes
+            for other in points
+            if other.runs
+        )
+        assert not (point.is_front and beaten)
+
+
+def test_of_what_is_beyond_the_budget_the_nearest_is_named() -> None:
+    plan = golden_plan("measured")
+    sizes = sorted(p.run_memory_bytes for p in points_of(plan) if p.kind == "predicted")
+    hardware = plan.frozen.hardware.changed(budget_bytes=sizes[len(sizes) // 2])
+    plan = plan.changed(frozen=plan.frozen.changed(hardware=hardware))
+    points = points_of(plan)
+    nearest = nearest_beyond(plan, points)
+    assert nearest
+    beyond = [point for point in points if point.kind == "beyond"]
+    speed = chosen_of(points).images_per_second
+    faster = [point for point in beyond if point.images_per_second > speed]
+    assert nearest.run_memory_bytes == min(point.run_memory_bytes for point in faster or beyond)
+    assert nearest.run_memory_bytes > hardware.budget_bytes
+
+
+def test_a_knob_is_worth_the_difference_to_its_best_other_value() -> None:
+    plan = golden_plan("measured")
+    frozen, worths = plan.frozen, find_worths(plan, points_of(plan))
+    assert {worth.knob for worth in worths} >= {"micro_batch_size", "quantization"}
+    own = next(t for t in frozen.trials if t.candidate == frozen.settings).median_step_seconds
+    assert own
+    speed = frozen.workload.effective_batch_size / own
+    for worth in worths:
+        assert getattr(worth.point.candidate, worth.knob) != getattr(frozen.settings, worth.knob)
+        if worth.point.kind == "measured":
+            assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)
+
+
+def test_every_trial_shows_how_far_its_prediction_was_off() -> None:
+    plan = golden_plan()
+    assert plan.frozen.forecast
+    trial = next(trial for trial in plan.frozen.trials if trial.outcome == "ok")
+    alternatives = plan.frozen.forecast.alternatives
+    row = next(a for a in alternatives if a.candidate(plan.frozen.settings) == trial.candidate)
+    assert trial.median_step_seconds
+    error = f"{row.step_seconds / trial.median_step_seconds - 1:+.0%}"
+    assert error != "+0%"
+    assert error in page_of(plan_subject()).text
+
+
+def test_a_run_shows_how_it_stands_and_its_loss_on_held_out_images() -> None:
+    losses = {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}
+    subject = run_subject()
+    steps = [
+        step.changed(validation_loss=losses[step.step], base_validation_loss=0.5)
+        if step.step in losses
+        else step
+        for step in subject.steps
+    ]
+    found = page_of(replace(subject, steps=steps))
+    figures = " ".join(attrs.get("data-figure") or "" for _, attrs in found.tags)
+    assert "after step 75: 0.4100, -18.0%" in figures
+    assert "memory is at 9 GiB" in found.text, "a warning is shown"
+    assert re.search(r"compute|bandwidth, \d+% of what this device reached", found.text)
+    alts = [attrs["alt"] for tag, attrs in found.tags if tag == "img"]
+    assert alts == [
+        "a red heart, without the adapter",
+        "a red heart, with the adapter",
+        "a red heart, after step 25",
+        "a red heart, after step 50",
+    ]
+    running = page_of(run_subject(finished=False)).text
+    assert "step 40 of 100" in running
+    assert "Promised against measured" not in running

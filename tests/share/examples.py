@@ -1,0 +1,119 @@
+"""Records, plans and machines that could be real, for tests of sharing."""
+
+import hashlib
+from datetime import date
+from pathlib import Path
+
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile, Rate
+from autotune.plan.job import Job
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan_file import seal
+from autotune.plan.trial import TrialResult
+from autotune.plan.workload import Workload
+from autotune.share.record import Record, build_record
+from tests.builders import GIB, candidate, hardware, trial, workload
+
+DAY = date(2026, 3, 1)
+TRIALS = (
+    trial(candidate(quantization="torchao-int8"), 2.0, 21 * GIB, load_seconds=3.0),
+    trial(candidate(quantization="torchao-int8", checkpointed_blocks=50), 1.8, 22 * GIB),
+    trial(
+        candidate(micro_batch_size=4, quantization="torchao-int8"), None, message="out of memory"
+    ),
+    trial(candidate(quantization="torchao-int8", checkpointed_blocks=25), 1.9, 22 * GIB),
+)
+
+
+def machine(**changes: object) -> HardwareProfile:
+    """An RTX 4090 with measured rates; `changes` are fields of its device, versions, host or
+    profile."""
+    profile = hardware()
+    parts = {name: dict(getattr(profile, name)) for name in ("device", "versions", "host")}
+    parts["device"] |= {"total_memory_bytes": 25_386_352_640, "power_limit_watts": 450.0}
+    parts["versions"] |= {"driver": "580.95", "diffusers": "0.42.1", "cudnn": "9.13"}
+    top: dict[str, object] = {
+        "rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))
+    }
+    for key, value in changes.items():
+        owner = next((part for part in parts.values() if key in part), top)
+        owner[key] = value
+    built = {
+        name: type(getattr(profile, name)).model_validate(part) for name, part in parts.items()
+    }
+    return HardwareProfile.model_validate({**dict(profile), **built, **top})
+
+
+def rate(name: str, value: float) -> Rate:
+    unit = "B/s" if name.startswith("memory") else "FLOP/s"
+    return Rate(name=name, value=value, unit=unit, spread=0.01, num_samples=9)
+
+
+def plan(
+    here: HardwareProfile | None = None,
+    work: Workload | None = None,
+    trials: tuple[TrialResult, ...] = TRIALS,
+    settings: Candidate | None = None,
+    **job: object,
+) -> TrainingPlan:
+    """A plan measured on `here`, won by the fastest trial."""
+    here, work = here or machine(), work or workload()
+    best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
+    seconds, memory = best.median_step_seconds or 1.0, best.peak_memory_bytes or 1
+    frozen = FrozenPart(
+        schema_version=2,
+        autotune_version="0.1.0",
+        hardware=PlannedHardware(
+            device_name=here.device.name,
+            device_kind=here.device.kind,
+            fingerprint=here.fingerprint,
+            match_keys=here.match_keys,
+            total_memory_bytes=here.device.total_memory_bytes,
+            budget_bytes=here.device.budget_bytes,
+            versions=here.versions,
+        ),
+        workload=work,
+        settings=settings or best.candidate,
+        expected=Expected(
+            evidence="measured",
+            step_seconds=seconds,
+            images_per_second=work.effective_batch_size / seconds,
+            peak_memory_bytes=memory,
+            process_memory_bytes=0,
+        ),
+        reasons=(),
+        search_seconds=60.0,
+        trials=trials,
+    )
+    values: dict[str, object] = {
+        "model": "qwen-image", "data": None, "num_steps": 10, "learning_rate": 1e-4,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0, "timestep_shift": 1.0, "seed": 0, "preview_steps": 4,
+    }  # fmt: skip
+    return seal(Job.model_validate(values | job), frozen)
+
+
+def record(
+    here: HardwareProfile | None = None, work: Workload | None = None, **changes: object
+) -> Record:
+    """The record of such a plan, with whatever is said otherwise."""
+    here = here or machine()
+    made = build_record(plan(here, work), here).changed(measured_on=DAY)
+    if "trials" in changes:
+        changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
+    return Record.model_validate({**dict(made), **changes})
+
+
+def several(count: int, start: int = 0) -> tuple[Record, ...]:
+    """Different records of one machine."""
+    return tuple(record(search_seconds=60.0 + start + index) for index in range(count))
+
+
+def fill(folder: Path, count: int) -> None:
+    """Put so many different records into a folder, quickly."""
+    sample = record()
+    content, target = sample.content, folder / sample.folder
+    target.mkdir(parents=True)
+    for index in range(count):
+        changed = content.replace(b'"search_seconds":60.0', b'"search_seconds":%d.5' % index)
+        (target / f"{hashlib.sha256(changed).hexdigest()}.json").write_bytes(changed)

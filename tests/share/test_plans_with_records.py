@@ -1,0 +1,408 @@
+"""Planning with records: fewer trials where they are true, the same answer where they are not,
+never an unsafe one."""
+
+import getpass
+import math
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from autotune.plan.plan import FrozenPart
+from autotune.plan.plan_file import read_plan
+from autotune.plan.trial import Residual, TrialResult
+from autotune.share.matching import find_matches
+from autotune.share.record import Record
+from autotune.share.warm_start import NOISY_TIME_TOLERANCE, find_mismatch
+from tests.builders import GIB, candidate, trial
+from tests.conftest import autotune_here
+from tests.planning.formula import FormulaCostModel, by_formula
+from tests.share.examples import rate
+from tests.share.machines import (
+    QUESTION,
+    RATES,
+    Planned,
+    Simulated,
+    case_on_gpu,
+    gpu,
+    planned_on,
+    store_with,
+)
+
+SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_formula() -> Iterator[None]:
+    with by_formula(num_blocks=12):
+        yield
+
+
+@pytest.fixture(scope="module")
+def cold(_by_formula: None) -> Planned:
+    return planned_on(Simulated(slow=SLOW))
+
+
+def altered(record: Record, factor: float, memory: float = 1.0) -> Record:
+    """The same with all times and peaks changed: what it promises follows from its trials."""
+    trials = tuple(_changed(one, factor, memory) for one in record.trials)
+    expected = record.expected.model_copy(
+        update={
+            "step_seconds": record.expected.step_seconds * factor,
+            "images_per_second": record.expected.images_per_second / factor,
+            "peak_memory_bytes": int(record.expected.peak_memory_bytes * memory),
+        }
+    )
+    return Record.model_validate({**dict(record), "trials": trials, "expected": expected})
+
+
+def _changed(one: TrialResult, factor: float, memory: float) -> TrialResult:
+    peak = one.peak_memory_bytes and int(one.peak_memory_bytes * memory)
+    steps = tuple(seconds * factor for seconds in one.step_seconds)
+    return TrialResult.model_validate(
+        {**dict(one), "step_seconds": steps, "peak_memory_bytes": peak}
+    )
+
+
+def test_a_search_without_records_takes_several_trials_and_records_what_it_taught(
+    cold: Planned,
+) -> None:
+    assert len(cold.trials) > 4
+    assert cold.plan.frozen.records == ()
+    ran = [t.outcome == "ok" for t in cold.record.trials]
+    assert [residual is not None for residual in cold.record.calibration] == ran
+    taught = [residual.time for residual in cold.record.calibration if residual]
+    assert all(math.log(1.2 * 0.75) < value < math.log(1.2 * 1.4) for value in taught)
+
+
+def test_an_exact_match_costs_exactly_one_trial(cold: Planned, tmp_path: Path) -> None:
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [cold.record]))
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings]
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+    assert again.plan.frozen.records == (cold.record.name,)
+    assert again.doubts == ()
+    assert any(
+        "x the step time" in item.reason
+        for reason in again.plan.frozen.reasons
+        for item in reason.rejected
+    )
+
+
+def test_after_a_drivers_upgrade_that_changed_nothing_one_trial_tells(
+    cold: Planned, tmp_path: Path
+) -> None:
+    upgraded = Simulated(gpu(driver="590.1"), SLOW, seed=1)
+    again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
+    assert len(again.trials) == 1
+    (told,) = again.find_matches.stale
+    assert told == (
+        f"{cold.record.name[:12]} is from before an upgrade, and verified first: driver: 580.95 "
+        "there, 590.1 here"
+    )
+
+
+def test_after_a_drivers_upgrade_that_changed_speed_the_search_goes_on(
+    cold: Planned, tmp_path: Path
+) -> None:
+    upgraded = Simulated(gpu(driver="590.1"), SLOW | {"_native_cudnn": 1.6}, seed=1)
+    again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
+    assert len(again.trials) > 1
+    assert "does not hold here" in again.doubts[0]
+    assert again.plan.frozen.settings.attention == "native"
+
+
+def test_a_librarys_upgrade_measures_its_own_trials_again_and_no_others(
+    cold: Planned, tmp_path: Path
+) -> None:
+    used = [t for t in cold.trials if t.candidate.quantization == "torchao-int8"]
+    assert used
+    assert cold.plan.frozen.settings.quantization == "none"
+    store = store_with(tmp_path, [cold.record])
+    again = planned_on(Simulated(gpu(torchao="0.19.0"), SLOW, seed=1), store)
+    fastest = min(used, key=lambda t: t.median_step_seconds or math.inf)
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings, fastest.candidate]
+    assert "trials on torchao: 0.18.0 there, 0.19.0 here" in again.find_matches.stale[0]
+    faster = planned_on(
+        Simulated(gpu(torchao="0.19.0"), {**SLOW, "torchao-int8": 0.5}, seed=1), store
+    )
+    assert faster.plan.frozen.settings.quantization == "torchao-int8"
+
+
+def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(
+    cold: Planned, tmp_path: Path
+) -> None:
+    again = planned_on(Simulated(gpu(torch="2.14.0"), SLOW), store_with(tmp_path, [cold.record]))
+    assert again.find_matches.stale == (
+        f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",
+    )
+    assert again.plan.frozen.records == ()
+    assert len(again.trials) == len(cold.trials)
+
+
+UNFORESEEN = {"_native_cudnn": 1.4, "torchao-int8": 1.3}  # what the cost model likes best is slow
+
+
+def neighbor(seed: int, slow: dict[str, float] = SLOW) -> Simulated:
+    """Another card of the same generation: 0.7 of the rates, half of the power."""
+    slower = tuple(rate(one.name, 0.7 * one.value) for one in RATES)
+    return Simulated(
+        gpu(name="NVIDIA H100 PCIe", rates=slower, power_limit_watts=350.0), slow, seed
+    )
+
+
+def test_a_neighbors_profile_saves_trials(tmp_path: Path) -> None:
+    """By a search that time did not end."""
+    asked = replace(QUESTION, search_seconds=600.0)
+    record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
+    store = store_with(tmp_path, [record])
+    saved: list[int] = []
+    for seed in (1, 2, 3, 4):
+        machine = neighbor(seed, UNFORESEEN)
+        alone, helped = planned_on(machine, asked=asked), planned_on(machine, store, asked=asked)
+        saved.append(len(alone.trials) - len(helped.trials))
+        assert helped.plan.frozen.records == (record.name,)
+        assert helped.plan.frozen.expected.step_seconds <= 1.05 * machine.best_seconds
+    assert min(saved) >= 0
+    assert sum(saved) > 0
+
+
+@pytest.mark.slow
+def test_two_teams_on_unlike_machines_share_through_the_real_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command(team: str, *arguments: object) -> str:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / team))
+        done = autotune_here(capfd, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
+        monkeypatch.setattr("autotune.api.machines.may_have_gpu", lambda: True)
+        monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: on.hardware)
+        backend = replace(on.backend(), find_matches=find_matches)
+        monkeypatch.setattr("autotune.search.planner.PlannerBackend", lambda: backend)
+        file = tmp_path / f"{team}.yaml"
+        asked = (
+            "--model",
+            "kandinsky5-image-lite",
+            "--resolution",
+            "256",
+            "--batch",
+            2,
+            "-o",
+            file,
+        )
+        command(team, "plan", *asked, *options)
+        return read_plan(file).frozen
+
+    team = tmp_path / "team"
+    alone = plan("carol", neighbor(2), "--no-profiles")
+    first = plan("alice", Simulated(slow=SLOW))
+    assert "new: 1" in command("alice", "profiles", "push", team, "--create")
+    assert "new: 1" in command("bob", "profiles", "pull", team)
+    helped = plan("bob", neighbor(2))
+    assert first.records == alone.records == ()
+    assert len(helped.trials) < len(alone.trials)
+    assert len(helped.records) == 1
+    assert "new: 1" in command("bob", "profiles", "push", team)
+    assert "new: 1" in command("alice", "profiles", "pull", team)
+    again = plan("alice", Simulated(slow=SLOW, seed=1))
+    assert (len(again.trials), again.settings) == (1, first.settings)
+    shared = " ".join(file.read_text() for file in team.rglob("*.json"))
+    assert not [
+        told for told in (str(tmp_path), platform.node(), getpass.getuser()) if f'"{told}' in shared
+    ]
+
+
+def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(
+    cold: Planned, tmp_path: Path
+) -> None:
+    cases = (
+        (altered(cold.record, 0.25), "is not credible: trial 2 took 0.24 times the time"),
+        (altered(cold.record, 1, 4.5), "is not credible: trial 1 took 4.5 times the memory"),
+        (altered(cold.record, 1, 0.6), "cannot be true: trial 1 that ran: its peak is"),
+    )
+    for poison, why in cases:
+        again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / poison.name, [poison]))
+        assert len(again.find_matches.refused) == 1
+        assert again.find_matches.refused[0].startswith(f"{poison.name[:12]} {why}")
+        assert again.plan.frozen.records == ()
+        assert again.trials == cold.trials
+
+
+def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(
+    cold: Planned, tmp_path: Path
+) -> None:
+    poison = altered(cold.record, 0.6)
+    again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
+    assert again.doubts == (
+        f"{poison.name[:12]} does not hold here: it takes 1.67 times the recorded time",
+    )
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+    assert again.plan.frozen.expected == cold.plan.frozen.expected
+    assert len(again.trials) <= len(cold.trials) + 1
+
+
+def test_times_are_not_judged_by_rates_of_a_busy_machine(cold: Planned, tmp_path: Path) -> None:
+    poison = altered(cold.record, 0.25)
+    machine = poison.machine.model_copy(update={"noisy": True})
+    poison = Record.model_validate({**dict(poison), "machine": machine})
+    again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
+    assert again.find_matches.refused == ()
+    assert [doubt.split(":")[0] for doubt in again.doubts] == [
+        f"{poison.name[:12]} does not hold here"
+    ]
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+
+
+def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(
+    cold: Planned, tmp_path: Path
+) -> None:
+    small = gpu(budget_bytes=int(cold.plan.frozen.expected.peak_memory_bytes * 0.8))
+    lowered = [
+        residual and residual.model_copy(update={"memory": -0.4, "time": residual.time})
+        for residual in cold.record.calibration
+    ]
+    poison = Record.model_validate(
+        {**dict(altered(cold.record, 1, 0.7)), "calibration": tuple(lowered)}
+    )
+    with_poison = Simulated(small, SLOW)
+    planned_on(with_poison, store_with(tmp_path, [poison]))
+    cost = case_on_gpu().cost
+    assert with_poison.tried
+    for tried in with_poison.tried:
+        assert cost.predict_uncalibrated(tried).run_memory_bytes <= 1.1 * small.device.budget_bytes
+
+
+def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(
+    cold: Planned, tmp_path: Path
+) -> None:
+    winner = next(t for t in cold.record.trials if t.candidate == cold.plan.frozen.settings)
+    smaller = _changed(winner, 1.05, 0.9)
+    vanishing = smaller.model_copy(
+        update={"candidate": winner.candidate.changed(attention="sage")}
+    )  # no gradients
+    poison = cold.record.changed(trials=(*cold.record.trials, vanishing), calibration=())
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [poison]))
+    assert again.plan.frozen.records == (poison.name,)
+    assert len(again.trials) == 1
+    assert "sage" not in {candidate.attention for candidate in again.plan.frozen.fallbacks}
+    assert set(again.plan.frozen.fallbacks) <= set(case_on_gpu().space.candidates)
+
+
+@pytest.mark.parametrize(
+    "limited",
+    [
+        {"pins": (("attention", "native"),)},
+        {"exclusions": (("attention", "_native_cudnn"),)},
+        {"max_trials": 1},
+    ],
+)
+def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
+    limited: dict[str, object], cold: Planned, tmp_path: Path
+) -> None:
+    before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
+    assert again.find_matches.records[0].match.kind == "near"
+    assert len(again.trials) >= 4
+    whole, found = cold.plan.frozen.settings, again.plan.frozen.settings
+    # These machines are as fast without the levers, so that noise decides about them.
+    assert found.changed(modulation=whole.modulation, norm_rope=whole.norm_rope) == whole
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [{"pins": (("attention", "native"),)}, {"exclusions": (("attention", "_native_cudnn"),)}],
+)
+def test_who_narrows_a_search_down_in_the_same_way_gets_its_answer(
+    narrowed: dict[str, object], tmp_path: Path
+) -> None:
+    asked = replace(QUESTION, **narrowed)
+    before = planned_on(Simulated(slow=SLOW), asked=asked)
+    again = planned_on(
+        Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]), asked=asked
+    )
+    assert [t.candidate for t in again.trials] == [before.plan.frozen.settings]
+
+
+def test_an_answer_is_found_behind_any_number_of_newer_narrowed_ones(
+    cold: Planned, tmp_path: Path
+) -> None:
+    pinned = planned_on(
+        Simulated(slow=SLOW), asked=replace(QUESTION, pins=(("attention", "native"),))
+    ).record
+    newer = [pinned.changed(measured_on=date(2026, 4, day)) for day in range(1, 5)]
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [cold.record, *newer]))
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings]
+    assert again.plan.frozen.records == (cold.record.name,)
+
+
+def test_a_record_full_of_strange_settings_takes_seconds_at_most(
+    cold: Planned, tmp_path: Path
+) -> None:
+    first = cold.record.trials[0]
+    strange = tuple(
+        first.model_copy(
+            update={"candidate": first.candidate.changed(precision=f"p{i}", quantization=f"q{i}")}
+        )
+        for i in range(300)
+    )
+    residual = next(one for one in cold.record.calibration if one)
+    calibration = (*cold.record.calibration, *(residual for _ in strange))
+    flood = cold.record.changed(trials=(*cold.record.trials, *strange), calibration=calibration)
+    started = time.perf_counter()
+    planned_on(neighbor(3), store_with(tmp_path, [flood]))
+    assert time.perf_counter() - started < 20
+
+
+def test_settings_that_only_a_record_knows_are_never_predicted(
+    cold: Planned, tmp_path: Path
+) -> None:
+    """A cost model knows nothing of a backend by another's name, and of 2^60 blocks it predicts
+    less than no memory."""
+    first = cold.record.trials[0]
+    unknown = first.model_copy(
+        update={"candidate": first.candidate.changed(quantization="q", attention="a")}
+    )
+    odd = cold.record.changed(trials=(*cold.record.trials, unknown), calibration=())
+    predicted: list[str] = []
+    real = FormulaCostModel.residual
+
+    def residual(self: FormulaCostModel, trial: TrialResult) -> Residual | None:
+        predicted.append(trial.candidate.quantization)
+        return real(self, trial)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FormulaCostModel, "residual", residual)
+        planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [odd]))
+    assert predicted
+    assert "q" not in predicted
+
+
+PROMISED = trial(candidate(), 1.8, 22 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("local", "why"),
+    [
+        (trial(candidate(), 1.9, 22 * GIB), None),
+        (trial(candidate(), 1.8, int(22.5 * GIB)), None),
+        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the recorded time"),
+        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the recorded time"),
+        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the recorded memory"),
+        (trial(candidate(), None), "it ended as oom"),
+    ],
+)
+def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
+    told = find_mismatch(PROMISED, local)
+    assert told is None if why is None else why in (told or "")
+
+
+def test_beside_other_work_a_promise_of_time_is_wider_and_one_of_memory_is_not() -> None:
+    slower, larger = trial(candidate(), 2.1, 22 * GIB), trial(candidate(), 1.8, 23 * GIB)
+    assert find_mismatch(PROMISED, slower, NOISY_TIME_TOLERANCE) is None
+    assert find_mismatch(PROMISED, larger, NOISY_TIME_TOLERANCE) is not None

@@ -1,0 +1,243 @@
+"""Stores in folders, in memory and on S3: merged by union, never half-readable, nothing trusted."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import date
+from itertools import count
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune.cli.app import app
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.share.matching import find_matches
+from autotune.share.record import MAX_RECORD_BYTES, architecture_folder, name_of
+from autotune.share.store import Store, merge_stores, prune_store, user_store
+from tests.builders import GIB, candidate, trial, workload
+from tests.share.examples import TRIALS, machine, record, several
+
+Open = Callable[[], Store]
+NUMBERS = count()
+FOLDER = architecture_folder(workload())
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """Address of a real S3 endpoint with a bucket called `team`."""
+    for package in ("s3fs", "moto", "flask", "boto3"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install '.[dev]'")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
+    client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="team")
+    yield address
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same new store, each time as another program would."""
+    number = next(NUMBERS)
+    if request.param == "folder":
+        return lambda: Store(str(tmp_path / "store"))
+    if request.param == "memory":
+        return lambda: Store(f"memory://store{number}/profiles")
+    options = {"endpoint_url": request.getfixturevalue("s3"), "key": "a", "secret": "b"}
+    return lambda: Store(f"s3://team/{number}", **options)
+
+
+def names(store: Store) -> set[str]:
+    return {file.name for file in store.read() if file.record}
+
+
+def problems(store: Store) -> list[str]:
+    return [file.problem for file in store.read() if file.problem]
+
+
+def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
+    assert opened().sizes() == {}
+    alice, bob = Store(str(tmp_path / "alice")), Store(str(tmp_path / "bob"))
+    assert (alice.add(*several(3)), alice.add(*several(3))) == (3, 0)
+    bob.add(*several(3, start=2))
+    assert merge_stores(alice, opened()).num_new == 3
+    pushed = merge_stores(bob, opened())
+    assert (pushed.num_new, pushed.num_present, pushed.refused) == (2, 1, ())
+    assert merge_stores(opened(), alice).num_new == 2
+    assert names(alice) == names(opened()) == {one.name for one in several(5)}
+    assert merge_stores(opened(), alice).num_new == 0
+
+
+def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened: Open, tmp_path: Path) -> None:
+    good, altered, moved = record(), record(search_seconds=1.0), record(search_seconds=2.0)
+    instant = trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)
+    impossible = record(trials=(TRIALS[1], instant))
+    bomb, yaml = b" " * (MAX_RECORD_BYTES + 1), b"!!python/object/apply:os.system ['x']"
+    opened().add(good, impossible)
+    opened().write(
+        {
+            altered.key: altered.content.replace(b"580.95", b"580.96"),
+            f"elsewhere/{moved.name}.json": moved.content,
+            f"{FOLDER}/{name_of(bomb)}.json": bomb,
+            f"{FOLDER}/{name_of(yaml)}.json": yaml,
+            f"{FOLDER}/{'0' * 64}.json": b"",
+        }
+    )
+    merged = merge_stores(opened(), Store(str(tmp_path / "mine")))
+    assert names(Store(str(tmp_path / "mine"))) == {good.name}
+    assert len(merged.refused) == 6
+    told = " ".join(merged.refused)
+    for why in (
+        "altered or cut off",
+        "does not belong",
+        "too large",
+        "not a record",
+        "peak allows",
+    ):
+        assert why in told
+    assert len(problems(opened())) == 6
+    found = find_matches(machine(), workload(), stores=[opened()])
+    assert [item.name for item in found.records] == [good.name]
+    assert len(found.refused) == 5
+    assert len(prune_store(opened())) == 6
+    assert problems(opened()) == []
+
+
+def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None:
+    mine, made = Store(str(tmp_path / "mine")), record()
+    mine.add(made)
+    opened().write({made.key: made.content[:100]})
+    assert merge_stores(mine, opened()).num_new == 1
+    assert (names(opened()), problems(opened())) == ({made.name}, [])
+
+
+def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
+    new, old = record(measured_on=date(2026, 5, 1)), record()
+    fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
+    future = record(measured_on=date(9999, 1, 1), trials=TRIALS[1:2])
+    other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
+    opened().add(new, old, fewer, future, other)
+    told = prune_store(opened(), dry_run=True)
+    assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
+    prune_store(opened())
+    assert {new.name, fewer.name, other.name} <= names(opened())
+    assert old.name not in names(opened())
+    with pytest.raises(InvalidInput, match="no records begin"):
+        prune_store(opened(), [new.name, "0" * 12])
+    assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
+    assert f"{other.name[:12]} is of 2020-01-01" in prune_store(opened(), older_than_days=365)
+
+
+@pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"../x/{'0' * 64}.json"])
+def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
+    for touch in (lambda: opened().write({key: b"x"}), lambda: opened().delete(key)):
+        with pytest.raises(InvalidInput):
+            touch()
+    with pytest.raises(InvalidInput):
+        list(opened().read([key]))
+
+
+def test_links_and_pipes_are_neither_read_nor_written_through(tmp_path: Path) -> None:
+    store, made, outside = Store(str(tmp_path / "store")), record(), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.json").write_bytes(made.content)
+    folder = tmp_path / "store" / FOLDER
+    folder.mkdir(parents=True)
+    (folder / f"{made.name}.json").symlink_to(outside / "secret.json")
+    os.mkfifo(folder / f"{'0' * 64}.json")
+    assert store.sizes() == {}
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    folder.symlink_to(outside)
+    with pytest.raises(AutotuneError, match="is a link"):
+        store.add(made)
+    assert [path.name for path in outside.iterdir()] == ["secret.json"]
+
+
+def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path / "store"))
+
+    def crash(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:50])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", crash)
+        with pytest.raises(KeyboardInterrupt):
+            store.add(record())
+    assert store.sizes() == {}
+    assert store.add(record()) == 1
+
+
+def test_matches_are_ordered_and_what_is_stale_is_told(tmp_path: Path) -> None:
+    far, near = record(machine(name="NVIDIA L40S")), record(machine(driver="570.1"))
+    old, new = record(), record(measured_on=date(2026, 5, 5))
+    store = Store(str(tmp_path / "store"))
+    store.add(far, near, old, new)
+    found = find_matches(machine(), workload(), stores=[store])
+    assert [item.name for item in found.records] == [new.name, old.name, near.name, far.name]
+    assert [item.match.kind for item in found.records] == ["exact", "exact", "upgraded", "near"]
+    assert found.stale == ()
+    torch = find_matches(machine(torch="2.14.0"), workload(), stores=[store])
+    assert torch.records == ()
+    assert any("no longer counts: torch version: 2.13 there" in line for line in torch.stale)
+    (tmp_path / "file").write_text("")
+    absent = find_matches(machine(), workload(), stores=[Store("nosuch/folder"), store])
+    assert len(absent.records) == 4
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["profiles", *map(str, arguments)], catch_exceptions=False)
+    return result.stdout
+
+
+def test_the_commands_carry_a_record_from_one_machine_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.api.records.read_machine", machine)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "alice"))
+    user_store().add(made := record())
+    with pytest.raises(InvalidInput, match="there is no folder"):
+        run("push", tmp_path / "team")
+    assert run("push", tmp_path / "team", "--create").startswith("new: 1, already there: 0")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
+    assert run("list").startswith("no records yet")
+    run("pull", tmp_path / "team")
+    assert run("verify") == "records: 1, bad: 0\n"
+    assert "counts here" in run("list", "--why")
+    (row,) = json.loads(run("list", "--why", "--json"))
+    assert (row["name"], row["match"]) == (made.name, "exact")
+    assert run("prune", made.name[:8]).endswith("deleted: 1\n")
+    with pytest.raises(InvalidInput, match="no records at"):
+        run("pull", "memory://nowhere")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://alice:p@hunter2@127.0.0.1:1/x",
+        "nosuch://host/x?token=hunter2",
+        "nosuch://alice:hunter2@host/x",
+        "https:/alice:hunter2@host/x",
+        "alice:hunter2@host:x",
+        "git@example.com:hunter2/profiles.git",
+        "",
+    ],
+)
+def test_an_address_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(AutotuneError) as caught:
+        run("push", url)
+    assert "hunter2" not in f"{caught.value.message} {caught.value.hint}"
+    assert not Path("alice:hunter2@host:x").exists()

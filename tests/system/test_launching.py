@@ -1,0 +1,111 @@
+"""The processes of a run: started here, or by torchrun as its variables say."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from autotune.errors import InvalidInput
+from autotune.system.launching import Launch, adopt_launch, launch
+
+
+def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
+    """The environment of the second of two processes of torchrun, on the second of two nodes."""
+    numbers = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    place = {"MASTER_ADDR": "node-1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": run_id}
+    return {name: str(value) for name, value in {**numbers, **place, **changes}.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (launched(), Launch(1, 0, 2, 1, "node-1:29500")),
+        (launched("autotune-7"), Launch(1, 0, 2, 1, "node-1:29500", is_own=True)),
+        (
+            launched(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1"),
+            Launch(0, 0, 1, 1, "127.0.0.1:29500"),
+        ),
+        ({}, None),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_torchruns_variables_are_understood(
+    environment: Mapping[str, str], expected: Launch | None
+) -> None:
+    assert Launch.read(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        launched(RANK=2),
+        launched(RANK=-1),
+        launched(RANK="x"),
+        launched(LOCAL_RANK=1),
+        launched(LOCAL_WORLD_SIZE=3),
+        launched(MASTER_PORT=70000),
+        launched(MASTER_ADDR=""),
+    ],
+)
+def test_a_contradiction_is_refused(environment: Mapping[str, str]) -> None:
+    with pytest.raises(InvalidInput, match="name no process among others"):
+        Launch.read(environment)
+
+
+def test_another_number_of_processes_than_planned_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.environ", launched(OMPI_COMM_WORLD_SIZE=7))
+    for planned in (1, 3):
+        with pytest.raises(InvalidInput, match=f"started 2 process.*plan is for {planned}"):
+            adopt_launch(planned)
+    assert adopt_launch(2) == Launch(1, 0, 2, 1, "node-1:29500")
+    assert "OMPI_COMM_WORLD_SIZE" not in os.environ, "accelerate would believe it"
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, how: Exception | None, file: Path | None = None) -> int:
+    def start(*arguments: str) -> None:
+        if file:
+            file.touch()
+        if how:
+            raise how
+
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: start
+    )
+    folder = file.parent if file else Path("nowhere")
+    return launch(2, ["train"], lambda: set(folder.glob("*")))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)]
+)
+def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
+    monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+) -> None:
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
+    assert ending(monkeypatch, ChildFailedError("train", {0: failure})) == expected
+
+
+def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch kills processes that take too long to write one."""
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
+    assert ending(monkeypatch, stopped, file) == 75
+    assert ending(monkeypatch, stopped, file) == 143
+
+
+def test_processes_share_the_cores_that_a_job_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)), raising=False)
+    assert ending(monkeypatch, None) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "3"

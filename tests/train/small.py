@@ -1,0 +1,107 @@
+"""A small real pipeline, captioned images and a hand-made plan: a training run without a search."""
+
+from pathlib import Path
+from typing import Any
+
+from autotune.data.dataset import read_dataset
+from autotune.data.options import make_options
+from autotune.events import StepFinished
+from autotune.machine.probing import probe
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import Job
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan_file import seal
+from autotune.system.version import __version__
+from autotune.train.describe import WorkloadOverrides, describe_workload
+from tests.small import draw_images, write_small_pipeline
+
+RESOLUTION_PX = 32
+SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
+
+
+def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Path, Path]:
+    captions = draw_images(folder / "images", count=5)
+    write_small_pipeline(family, folder / "model", captions)
+    return folder / "model", folder / "images"
+
+
+def machine() -> HardwareProfile:
+    return probe()
+
+
+def make_plan(
+    model: Path,
+    images: Path,
+    hardware: HardwareProfile,
+    /,
+    *,
+    settings: Candidate = SETTINGS,
+    num_processes: int = 1,
+    strategy: Any = None,
+    resolution_px: int = RESOLUTION_PX,
+    **job: Any,
+) -> TrainingPlan:
+    resolved, num_frames = resolve_model(str(model)), job.get("num_frames", 1)
+    wishes = WorkloadOverrides(
+        size_px=(resolution_px, resolution_px),
+        num_frames=num_frames,
+        rank=2,
+        effective_batch_size=4,
+    )
+    dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
+    workload = describe_workload(resolved, dataset, wishes)
+    frozen = FrozenPart(
+        schema_version=2,
+        autotune_version=__version__,
+        hardware=PlannedHardware(
+            device_name=hardware.device.name,
+            device_kind=hardware.device.kind,
+            fingerprint=hardware.fingerprint,
+            match_keys=hardware.match_keys,
+            total_memory_bytes=hardware.device.total_memory_bytes,
+            budget_bytes=hardware.device.budget_bytes,
+            versions=hardware.versions,
+            num_processes=num_processes,
+            strategy=strategy or ("ddp" if num_processes > 1 else "single"),
+        ),
+        workload=workload,
+        settings=settings,
+        expected=Expected(
+            evidence="measured",
+            step_seconds=0.1,
+            images_per_second=40.0,
+            peak_memory_bytes=2**20,
+            process_memory_bytes=2**20,
+        ),
+        reasons=(),
+        search_seconds=0.0,
+        trials=(),
+    )
+    defaults: dict[str, Any] = {
+        "num_steps": 6,
+        "learning_rate": 1e-3,
+        "weight_decay": 1e-3,
+        "max_grad_norm": 1.0,
+        "timestep_shift": 2.2,
+        "seed": 3,
+        "preview_steps": 2,
+        "report_to": "none",
+        "save_dtype": "fp32",
+    }
+    return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
+
+
+def finished_step(step: int) -> StepFinished:
+    return StepFinished(
+        step=step,
+        num_steps=9,
+        loss=1.0 / step,
+        learning_rate=1e-4,
+        gradient_norm=0.5,
+        seconds=0.1,
+        data_seconds=0.0,
+        images_per_second=40.0,
+        memory_bytes=2**20,
+    )
