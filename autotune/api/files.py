@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args
 
-from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.options import require_known
 from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
 from autotune.data.options import make_options
@@ -15,9 +14,8 @@ from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides
 from autotune.weights.adapters import read_adapter, write_adapter
-from autotune.weights.files import is_model_path, read_header
+from autotune.weights.files import read_header
 from autotune.weights.inspection import FileSummary, inspect_file
-from autotune.weights.resharding import reshard
 
 
 def check_data(
@@ -89,27 +87,20 @@ def inspect_weights(
 
 
 def convert_weights(
-    source: str | Path,
-    target: str | Path,
-    *,
-    to: str = "diffusers",
-    model: str | None = None,
-    max_shard_size: MemoryAmount = "10GB",
-) -> tuple[Path, ...]:
-    """Write an adapter under the names that another program loads, or a model in shards; returns
-    the files.
+    source: str | Path, target: str | Path, *, to: str = "diffusers", model: str | None = None
+) -> None:
+    """Write an adapter under the names that another program loads.
 
     Values, dtypes and alphas stay the same.
 
     Args:
-        source: an adapter's file; or a model: its folder or its index of shards.
-        target: file to write; for a model, a folder.
-        to: `diffusers`, `comfyui` or `kohya`; a model is always written for diffusers.
+        source: an adapter's file.
+        target: file to write.
+        to: `diffusers`, `comfyui` or `kohya`.
         model: family of an adapter whose names do not tell it.
-        max_shard_size: size of a model's files at most.
 
     Raises:
-        InvalidInput: the format does not exist, or does not suit what `source` is.
+        InvalidInput: the format does not exist, or `source` is no adapter.
         BadWeights: `source` cannot be read.
 
     Example:
@@ -120,20 +111,12 @@ def convert_weights(
         raise InvalidInput(
             f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
         )
-    if is_model_path(source):
-        if to != "diffusers":
-            raise InvalidInput(
-                f"only adapters are written for {to}",
-                hint="leave the format out, or name an adapter",
-            )
-        return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
     read_header(source)
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
     transformer = named.family.transformer_class if named else None
     adapter = read_adapter(source, [name for name, _ in modules], transformer)
     write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
-    return (target,)
 
 
 def _progress_to(on_event: OnEvent, name: str) -> Callable[[int, int], None]:

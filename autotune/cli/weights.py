@@ -1,5 +1,4 @@
-"""`autotune weights`: look into safetensors files, convert adapters between programs, write
-models in shards."""
+"""`autotune weights`: look into safetensors files, convert adapters between programs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,34 +35,17 @@ def inspect(
 
 @app.command()
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(help="An adapter; or a model: its folder or index of shards.", metavar="IN"),
-    ],
-    target: Annotated[
-        Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")
-    ],
-    to: Annotated[
-        str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")
-    ] = "diffusers",
+    source: Annotated[Path, typer.Argument(help="An adapter.", metavar="IN")],
+    target: Annotated[Path, typer.Argument(help="File to write.", metavar="OUT")],
+    to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya.")] = "diffusers",
     model: Annotated[
         str | None, typer.Option(help="Family of the adapter, if its names do not show it.")
     ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of a model's files.", metavar="SIZE")
-    ] = "10GB",
 ) -> None:
-    """Write an adapter under the names that another program loads, or a model in shards.
+    """Write an adapter under the names that another program loads.
 
     Weights and alphas stay the same.
     """
     one_of("--format", to, FORMATS)
-    written = autotune.convert_weights(
-        source, target, to=to, model=model, max_shard_size=max_shard_size
-    )
-    single = written == (target,)
-    print_out(
-        f"written to {target}"
-        if single
-        else f"{len(written)} file{'s' * (len(written) > 1)} written to {target}"
-    )
+    autotune.convert_weights(source, target, to=to, model=model)
+    print_out(f"written to {target}")

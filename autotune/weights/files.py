@@ -344,12 +344,6 @@ def open_weights(path: Path) -> WeightSource:
     )
 
 
-def is_model_path(path: Path) -> bool:
-    """Whether `path` is a whole model's, a folder or an index of shards; a single file is an
-    adapter's."""
-    return path.is_dir() or path.suffix == ".json"
-
-
 def find_weights(folder: Path) -> Path:
     """The index or the single file that holds a folder's weights. Raises MissingWeights or
     PickledWeights."""

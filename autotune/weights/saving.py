@@ -1,21 +1,16 @@
-"""Save safetensors so that a reader finds the old file or the new one whole, never a half; large
-models in shards."""
+"""Save safetensors so that a reader finds the old file or the new one whole, never a half."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from torch import Tensor
 
-from autotune.system.files import atomic_write, write_text_atomic
-
-MAX_SHARD_BYTES = 10 * 10**9
-"""diffusers' own default for a shard."""
+from autotune.system.files import atomic_write
 
 METADATA = {"format": "pt"}
 """Metadata that diffusers and transformers require in a file."""
@@ -68,45 +63,3 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         separate[name] = contiguous.clone() if pointer in seen else contiguous
         seen.add(pointer)
     return separate
-
-
-def save_shards(
-    folder: Path,
-    sizes: Mapping[str, int],
-    read: Callable[[list[str]], Mapping[str, Tensor]],
-    *,
-    stem: str,
-    max_shard_bytes: int,
-    metadata: Mapping[str, str] | None = None,
-) -> tuple[Path, ...]:
-    """Save a model in the layout that diffusers loads: one file, or shards and an index, written
-    last.
-
-    `sizes` are the bytes of each tensor by name; `read` returns the tensors of one shard, and no
-    more is held at a time. An interrupted save leaves a folder without an index or single file,
-    which is refused, not half loaded. A tensor larger than `max_shard_bytes` gets a shard of its
-    own. Returns the files written.
-    """
-    split = split_state_dict_into_shards_factory(
-        dict(sizes),
-        get_storage_size=int,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
-    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    shards = {folder / name: names for name, names in split.filename_to_tensors.items()} or {
-        single: []
-    }
-    if split.is_sharded:
-        index.unlink(missing_ok=True)
-        single.unlink(missing_ok=True)
-    for path, names in shards.items():
-        save_file(path, read(names), metadata)
-    if split.is_sharded:
-        document = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_text_atomic(index, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    else:
-        index.unlink(missing_ok=True)
-    for stale in set(folder.glob(f"{stem}-?????-of-?????.safetensors")) - shards.keys():
-        stale.unlink()
-    return (*shards, index) if split.is_sharded else (single,)

@@ -38,19 +38,20 @@ def every_dtype() -> dict[str, Any]:
     return tensors
 
 
-def save_model(folder: Path, tensors: Mapping[str, Any], max_shard_bytes: int) -> tuple[Path, ...]:
-    """A model's file, or shards and index, as `weights convert` writes them."""
-    from autotune.weights.saving import save_shards
+def save_model(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    max_shard_bytes: int,
+    stem: str = "diffusion_pytorch_model",
+) -> list[Path]:
+    """A model's file, or shards and index; returns the weight files."""
+    from huggingface_hub import save_torch_state_dict
 
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    stem = "diffusion_pytorch_model"
-    return save_shards(
-        folder,
-        sizes,
-        lambda names: {n: tensors[n] for n in names},
-        stem=stem,
-        max_shard_bytes=max_shard_bytes,
+    pattern = f"{stem}{{suffix}}.safetensors"
+    save_torch_state_dict(
+        dict(tensors), folder, filename_pattern=pattern, max_shard_size=max_shard_bytes
     )
+    return sorted(folder.glob(f"{stem}*.safetensors"))
 
 
 def raw_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -11,8 +11,8 @@ from autotune.report.machine import weights_lines
 from autotune.weights import inspection
 from autotune.weights.files import CorruptFile
 from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
-from autotune.weights.saving import save_file, save_shards
-from tests.weights.conftest import raw_file, write_raw
+from autotune.weights.saving import save_file
+from tests.weights.conftest import raw_file, save_model, write_raw
 
 
 def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype):
@@ -30,11 +30,7 @@ def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dty
 @pytest.mark.parametrize("named", ["transformer", "transformer/model.safetensors.index.json"])
 def test_shards_are_described_as_one_model(tmp_path, named):
     tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan")]), "c": torch.ones(2)}
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    read = lambda names: {name: tensors[name] for name in names}  # noqa: E731
-    *shards, _ = save_shards(
-        tmp_path / "transformer", sizes, read, stem="model", max_shard_bytes=12
-    )
+    shards = save_model(tmp_path / "transformer", tensors, max_shard_bytes=12, stem="model")
     summary = inspect_file(tmp_path / named)
     assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
     assert (summary.num_nonfinite, summary.size_bytes) == (

@@ -82,13 +82,6 @@ for storage, loader in cases:
     os.wait()
 """
 
-RESHARD = """
-from autotune.weights.resharding import reshard
-
-source, target, limit = sys.argv[1:]
-print(json.dumps(peak(lambda: reshard(Path(source), Path(target), max_shard_bytes=int(limit)))))
-"""
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -141,9 +134,3 @@ def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
         <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
     )
     assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB
-
-
-def test_resharding_holds_one_shard_whatever_the_model(checkpoint: Path, tmp_path: Path) -> None:
-    (peak,) = measured(PEAK + RESHARD, str(checkpoint), str(tmp_path / "out"), str(BLOCK_BYTES))
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == NUM_BLOCKS
-    assert LINEAR_BYTES < peak <= BLOCK_BYTES + 8 * MIB

@@ -1,15 +1,13 @@
 import errno
-import json
 import os
 import resource
 
 import pytest
 import torch
 
-from autotune.weights import saving
-from autotune.weights.files import MissingWeights, open_weights, read_header
+from autotune.weights.files import open_weights, read_header
 from autotune.weights.saving import save_file
-from tests.weights.conftest import bits, read_all, save_model
+from tests.weights.conftest import bits, read_all
 
 
 def test_what_is_saved_is_read_back_to_the_bit_with_its_metadata(tmp_path, every_dtype):
@@ -66,59 +64,6 @@ def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):
         save_file(path, {"a": torch.zeros(2)}, {"key": 1})  # type: ignore[dict-item]
     assert read_all(open_weights(path))["a"].sum() == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-def test_shards_respect_the_limit_and_diffusers_loads_them(tmp_path):
-    from diffusers import QwenImageTransformer2DModel
-
-    from tests.weights.test_streaming import QWEN
-
-    model = QwenImageTransformer2DModel(**QWEN)
-    model.save_config(tmp_path)
-    written = save_model(tmp_path, model.state_dict(), max_shard_bytes=50_000)
-    index = json.loads((tmp_path / "diffusion_pytorch_model.safetensors.index.json").read_text())
-    assert written[-1].name.endswith("index.json")
-    assert index["metadata"]["total_size"] == sum(
-        tensor.nbytes for tensor in model.state_dict().values()
-    )
-    for path in written[:-1]:
-        file = read_header(path)
-        assert len(file.entries) == 1 or sum(entry.size_bytes for entry in file.entries) <= 50_000
-    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path)
-    assert all(
-        loaded.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items()
-    )
-
-
-@pytest.mark.parametrize(("first", "second"), [(20, 1000), (1000, 20), (20, 40)])
-def test_saving_again_with_another_limit_leaves_one_model(tmp_path, first, second):
-    state = {f"t{i}": torch.full((4,), float(i)) for i in range(5)}
-    save_model(tmp_path, state, max_shard_bytes=first)
-    newer = {name: tensor + 1 for name, tensor in state.items()}
-    written = save_model(tmp_path, newer, max_shard_bytes=second)
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    loaded = read_all(open_weights(tmp_path))
-    assert all(loaded[name].equal(tensor) for name, tensor in newer.items())
-
-
-def test_an_interrupted_sharded_save_is_refused_when_read(tmp_path, monkeypatch):
-    state = {f"t{i}": torch.full((4,), float(i)) for i in range(5)}
-    save_model(tmp_path, state, max_shard_bytes=20)
-    save, count = saving.save_file, []
-
-    def fail_at_third(*arguments):
-        count.append(1)
-        if len(count) == 3:
-            raise OSError(28, "No space left on device")
-        save(*arguments)
-
-    monkeypatch.setattr(saving, "save_file", fail_at_third)
-    with pytest.raises(OSError, match="No space"):
-        save_model(
-            tmp_path, {name: tensor + 1 for name, tensor in state.items()}, max_shard_bytes=20
-        )
-    with pytest.raises(MissingWeights):
-        open_weights(tmp_path)
 
 
 def test_equal_content_gives_equal_bytes(tmp_path):
