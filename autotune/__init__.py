@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, list_choices, plan
-    from autotune.api.publishing import publish
     from autotune.api.records import (
         NoSuchFolder,
         RecordSummary,
@@ -95,6 +94,5 @@ if TYPE_CHECKING:
     from autotune.system.launching import is_first_process
     from autotune.system.process import prepare_process
     from autotune.weights.inspection import FileSummary
-    from autotune.weights.publishing import require_hub
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

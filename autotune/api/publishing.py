@@ -1,73 +1,48 @@
-"""A trained adapter into a repository on the hub, with a card that says how it was made."""
+"""A trained adapter and its model card into a repository on the hub."""
 
 from pathlib import Path
 
 from autotune.api.reports import read_run
 from autotune.errors import InvalidInput
 from autotune.models.registry import find_published, get_family
-from autotune.plan.plan import TrainingPlan
 from autotune.report.cards import model_card
+from autotune.system.files import write_text_atomic
 from autotune.train.files import ADAPTER_FILE, comparison_file
 from autotune.weights.publishing import upload
 
 
-def publish(run: str | Path, repo: str, *, private: bool = True) -> str:
-    """Upload a run's adapter, its samples and a model card written from plan and report; returns
-    the address.
-
-    Neither images of the data nor captions nor paths leave this machine; prompts of previews do, in
-    the card.
-
-    Args:
-        run: output folder of a finished training run.
-        repo: `owner/name` on the hub, made if it is not there.
-        private: whether a repository that is made can be seen by its owner alone.
+def push_to_hub(folder: Path, repo: str) -> str:
+    """Write a model card into a run's folder, upload it with the adapter and its samples, and
+    return the address. Of the data, nothing is uploaded.
 
     Raises:
         InvalidInput: the folder holds no finished run.
         AutotuneError: the hub cannot be reached, or the token may not write there.
-
-    Example:
-        >>> autotune.publish("first-run", "me/my-dog")
     """
-    folder = Path(run)
     found = read_run(folder)
-    if found.report is None or not (folder / found.report.adapter).is_file():
+    if found.report is None or not (folder / ADAPTER_FILE).is_file():
         raise InvalidInput(
             f"{folder} holds no finished run", hint="finish it first: autotune train --resume"
         )
-    named = [
-        (prompt, comparison_file("with", at))
-        for at, prompt in enumerate(found.plan.job.preview_prompts)
+    job, work = found.plan.job, found.plan.frozen.workload
+    pictures = [
+        (prompt, name)
+        for at, prompt in enumerate(job.preview_prompts)
+        if (folder / (name := comparison_file("with", at))).is_file()
     ]
-    shown = [(prompt, name) for prompt, name in named if (folder / name).is_file()]
-    family = get_family(found.plan.frozen.workload.model.family).with_expert(found.plan.job.expert)
-    base_model, license_name = _base_of(found.plan)
+    family = get_family(work.model.family).with_expert(job.expert)
+    hub_id = (job.base or job.model) if job.revision is not None else None
+    published = find_published(hub_id or work.model.name)
     card = model_card(
         found.plan,
         found.report,
         name=repo,
-        adapter=ADAPTER_FILE,
-        base_model=base_model,
-        adapter_options=family.adapter_options,
+        base_model=published[1].hub_id if published else hub_id,
+        license_name=published[1].license if published else None,
         kind=family.kind,
-        license_name=license_name,
-        pictures=shown,
+        load_options={"weight_name": ADAPTER_FILE, **family.adapter_options},
+        pictures=pictures,
     )
-    adapters = dict.fromkeys((found.report.adapter, ADAPTER_FILE))
-    files = {
-        name: folder / name
-        for name in (*adapters, *(name for _, name in shown))
-        if (folder / name).is_file()
-    }
-    return upload(repo, {"README.md": card.encode(), **files}, private=private)
-
-
-def _base_of(plan: TrainingPlan) -> tuple[str | None, str | None]:
-    """Hub id and license of the model that was adapted, as far as they are known."""
-    job = plan.job
-    from_hub = (job.base or job.model) if job.revision is not None else None
-    published = find_published(from_hub or plan.frozen.workload.model.name)
-    if published is None:
-        return from_hub, None
-    return published[1].hub_id, published[1].license or None
+    write_text_atomic(folder / "README.md", card)
+    names = ("README.md", ADAPTER_FILE, *(name for _, name in pictures))
+    return upload(repo, {name: folder / name for name in names})

@@ -27,7 +27,7 @@ from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain, report
-from autotune.cli.train import publish, sample, train
+from autotune.cli.train import sample, train
 from autotune.report.text import printable, wrapped
 
 INTERRUPTED = 130
@@ -77,7 +77,7 @@ def top(
 
 
 PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
-for command in (*PLANS, train, sample, publish, demo, import_config, export_config, audit):
+for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)

@@ -65,7 +65,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
     arguments = {**given(options, but=NOT_OF_TRAIN), **job.values()}
     if options.push_to_hub is not None:
-        autotune.require_hub(options.push_to_hub)
+        from autotune.weights.publishing import require_hub
+
+        require_hub(options.push_to_hub)
     if options.plan_file is None and not options.resume:
         if options.model is None:
             raise typer.BadParameter(
@@ -86,7 +88,9 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     if options.gate:  # what it refuses is not uploaded
         _require_success(report)
     if options.push_to_hub is not None:
-        print_remark(f"uploaded to {autotune.publish(output, options.push_to_hub)}")
+        from autotune.api.publishing import push_to_hub
+
+        print_remark(f"uploaded to {push_to_hub(output, options.push_to_hub)}")
 
 
 def _require_success(report: "autotune.RunReport") -> None:
@@ -100,21 +104,6 @@ def _require_success(report: "autotune.RunReport") -> None:
             "--steps often help"
         )
         raise typer.Exit(1)
-
-
-def publish(
-    run_folder: Annotated[
-        Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")
-    ],
-    repo: Annotated[
-        str, typer.Argument(help="Repository; created if it does not exist.", metavar="OWNER/NAME")
-    ],
-    public: Annotated[
-        bool, typer.Option("--public", help="Create the repository as public.")
-    ] = False,
-) -> None:
-    """Upload a trained adapter to the hub, with samples and a model card."""
-    print_out(autotune.publish(run_folder, repo, private=not public))
 
 
 def sample(

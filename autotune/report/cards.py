@@ -1,4 +1,4 @@
-"""The model card of a trained adapter: what it is, how it was made, how it is used. Pure."""
+"""The model card of a trained adapter: what it is, how it was made, how it is used."""
 
 import json
 import re
@@ -14,10 +14,6 @@ from autotune.report.text import printable
 
 TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
 """What the hub calls each kind of model."""
-LINKED = re.compile(
-    r"((?:[a-z][a-z0-9+.-]*://|www\.)[^\s`<>]+|[^\s`<>@]+@[^\s`<>@]+\.[^\s`<>@]+)", re.IGNORECASE
-)
-"""Addresses that stand in a text by themselves."""
 
 
 def model_card(
@@ -25,57 +21,56 @@ def model_card(
     report: RunReport,
     *,
     name: str,
-    adapter: str,
     base_model: str | None,
-    adapter_options: Mapping[str, object],
-    kind: str,
     license_name: str | None,
+    kind: str,
+    load_options: Mapping[str, object],
     pictures: Sequence[tuple[str, str]],
 ) -> str:
-    """The card as Markdown with the hub's header. Of the data it tells the number of items and
-    nothing else.
+    """Return the card as Markdown with the hub's header. Of the data it tells the number of items.
 
     Args:
         plan: what was trained.
         report: what came of it.
         name: of the repository.
-        adapter: name of the file in it that diffusers loads.
-        adapter_options: what diffusers must be told besides, to load it.
         base_model: hub id of the model that was adapted; None if it has none.
-        kind: `image`, `edit` or `video`.
         license_name: of the base model, as its card says.
+        kind: `image`, `edit` or `video`.
+        load_options: what diffusers is told to load the adapter.
         pictures: prompt and file of samples with the adapter.
     """
     work, job = plan.frozen.workload, plan.job
-    items = sum(bucket.num_items for bucket in work.buckets)
-    texts = [(_plain(prompt), file) for prompt, file in pictures]
-    shown = [
-        line
-        for text, file in texts
-        for line in (f"![{text}]({file})", "", *([f"*{text}*", ""] if text else []))
-    ]
-    learned = (
-        f"Rank {work.rank} on {work.targets}, effective batch {work.effective_batch_size}, "
-        f"{report.num_steps} steps "
-        f"at a learning rate of {job.learning_rate:g} ({work.optimizer.name}), {items} "
-        f"item{'s' * (items != 1)}."
-    )
+    header = {
+        "base_model": base_model,
+        "license": license_name,
+        "library_name": "diffusers",
+        "pipeline_tag": TASKS[kind],
+        "tags": ["lora", "diffusers", "autotune", TASKS[kind]],
+        "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
+    }
+    told = {key: value for key, value in header.items() if value}
+    base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
+    options = ", ".join(f"{key}={value!r}" for key, value in load_options.items())
+    num_items = sum(bucket.num_items for bucket in work.buckets)
     return "\n".join(
         [
-            *_header(base_model, license_name, TASKS[kind], pictures),
-            "",
+            "---",
+            yaml.safe_dump(told, sort_keys=False, allow_unicode=True).rstrip(),
+            "---",
             f"# {name.rpartition('/')[2]}",
             "",
-            f"A LoRA for {_plain(base_model or work.model.name)}, trained by autotune.",
+            f"A LoRA for {_escaped(base_model or work.model.name)}, trained by autotune: rank "
+            f"{work.rank} on {_escaped(work.targets)}, effective batch "
+            f"{work.effective_batch_size}, {report.num_steps} steps at a learning rate of "
+            f"{job.learning_rate:g} ({work.optimizer.name}), on {num_items} items.",
             "",
-            *shown,
-            "## Use",
+            *(f"![{_escaped(prompt)}]({file})\n" for prompt, file in pictures),
+            "```python",
+            "from diffusers import DiffusionPipeline",
             "",
-            *_usage(base_model, name, {"weight_name": adapter, **adapter_options}),
-            "",
-            "## How it was trained",
-            "",
-            _plain(learned),
+            f"pipeline = DiffusionPipeline.from_pretrained({base})",
+            f'pipeline.load_lora_weights("{name}", {options})',
+            "```",
             "",
             "```",
             *full_settings_lines(plan),
@@ -87,42 +82,6 @@ def model_card(
     )
 
 
-def _usage(base_model: str | None, name: str, options: Mapping[str, object]) -> list[str]:
-    base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
-    given = ", ".join(
-        f"{key}={json.dumps(v) if isinstance(v, str) else v}" for key, v in options.items()
-    )
-    return [
-        "```python",
-        "from diffusers import DiffusionPipeline",
-        "",
-        f"pipeline = DiffusionPipeline.from_pretrained({base})",
-        f'pipeline.load_lora_weights("{name}", {given})',
-        "```",
-    ]
-
-
-def _plain(text: str) -> str:
-    """`text` in one line that Markdown and HTML show as it is: prompts and names are anybody's.
-
-    What renderers would make a link of without being told, an escape before it or not, is set as
-    code.
-    """
-    parts = LINKED.split(printable(" ".join(text.split())))
-    escaped = [re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", part) for part in parts]
-    return "".join(f"`{part}`" if at % 2 else escaped[at] for at, part in enumerate(parts))
-
-
-def _header(
-    base_model: str | None, license_name: str | None, task: str, pictures: Sequence[tuple[str, str]]
-) -> list[str]:
-    header: dict[str, object] = {
-        "base_model": base_model,
-        "license": license_name,
-        "library_name": "diffusers",
-        "pipeline_tag": task,
-        "tags": ["lora", "diffusers", "autotune", task],
-        "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
-    }
-    told = {key: value for key, value in header.items() if value}
-    return ["---", yaml.safe_dump(told, sort_keys=False, allow_unicode=True).rstrip(), "---"]
+def _escaped(text: str) -> str:
+    """`text` in one line that Markdown shows as it is: a prompt may hold anything."""
+    return re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", printable(" ".join(text.split())))

@@ -1,4 +1,4 @@
-"""Puts the files of a trained adapter into a repository on the hub."""
+"""Put the files of a trained adapter into a repository on the hub."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,37 +16,29 @@ LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
 
 def require_hub(repo: str) -> None:
-    """See that `publish` to the repository can work, before hours of training.
+    """Check that an upload can work, before hours of training.
 
     Raises:
         HubError: the name cannot be one, there is no token, or the hub does not know it.
-
-    Example:
-        >>> autotune.require_hub("me/my-dog")
     """
     with _translate_errors(repo):
         validate_repo_id(repo)
         huggingface_hub.HfApi().whoami()
 
 
-def upload(repo: str, files: Mapping[str, Path | bytes], *, private: bool = True) -> str:
+def upload(repo: str, files: Mapping[str, Path]) -> str:
     """Write all files in one commit, under the names that are their keys, and return the
-    repository's address.
-
-    A repository that does not exist is made, `private` or not; one that exists stays as it is.
+    repository's address. A repository that does not exist is made, and is private.
 
     Raises:
         HubError: there is no token, it may not write there, or the hub is out of reach.
     """
     additions = [
-        huggingface_hub.CommitOperationAdd(
-            name, content if isinstance(content, bytes) else str(content)
-        )
-        for name, content in files.items()
+        huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()
     ]
     api = huggingface_hub.HfApi()
     with _translate_errors(repo):
-        address = api.create_repo(repo, private=private, exist_ok=True)
+        address = api.create_repo(repo, private=True, exist_ok=True)
         api.create_commit(repo, additions, commit_message="An adapter trained by autotune")
     return str(address)
 
@@ -62,14 +54,8 @@ def _translate_errors(repo: str) -> Iterator[None]:
     except LocalTokenNotFoundError as error:
         raise HubError("this machine has no token for the hub", hint=LOGIN) from error
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        if status in (401, 403):
-            raise HubError(
-                f"the hub does not let this token write to {repo}", hint=LOGIN
-            ) from error
-        raise HubError(
-            f"the hub refused {repo}: {first_line(error)}", hint="try again later"
-        ) from error
+        why = f"the hub refused {repo}: {first_line(error)}"
+        raise HubError(why, hint=LOGIN) from error
     except UNREACHABLE as error:
         hint = "check the network, and that HF_HUB_OFFLINE is not set"
         raise HubError(f"the hub is out of reach: {first_line(error)}", hint=hint) from error

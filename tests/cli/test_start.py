@@ -97,7 +97,6 @@ WRONG = {
     "sample IMAGES --prompt x": "holds no trained adapter",
     "sample garbage.yaml --prompt x": "not YAML",
     "sample FINISHED --prompt x --control nope.png": "there is no control image nope.png",
-    "publish IMAGES me/x": "is not the output folder of a run",
     "fetch --model qwen-imgae": "neither a folder nor a known model",
     "data check nope": "there is no data folder nope",
     "data check IMAGES --model qwen-imgae": "no model family called 'qwen-imgae'",
