@@ -1,5 +1,5 @@
 """The families that autotune supports, by name. To add one: its file, and one line in this
-table; or, from another distribution, an entry point in the group `autotune.models` that names
+table; or, from another distribution, an entry point in the group `autotune.families` that names
 the class or an instance."""
 
 import warnings
@@ -21,7 +21,7 @@ from autotune.models.wan import Wan21, Wan22, Wan22HighNoise
 from autotune.models.z_image import ZImage
 from autotune.system.process import reveal_packages
 
-ENTRY_POINTS = "autotune.models"
+ENTRY_POINTS = "autotune.families"
 
 
 class Families(Mapping[str, Family]):
