@@ -47,6 +47,7 @@ def save_model(
     """A model's file, or shards and index; returns the weight files."""
     from huggingface_hub import save_torch_state_dict
 
+    folder.mkdir(parents=True, exist_ok=True)
     pattern = f"{stem}{{suffix}}.safetensors"
     save_torch_state_dict(
         dict(tensors), folder, filename_pattern=pattern, max_shard_size=max_shard_bytes
