@@ -93,6 +93,6 @@ if TYPE_CHECKING:
     from autotune.system.failures import explain_error
     from autotune.system.launching import is_first_process
     from autotune.system.process import prepare_process
-    from autotune.weights.inspection import FileSummary
+    from autotune.weights.tensors import FileSummary
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -31,7 +31,7 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
 from autotune.machine.probing import probe
 from autotune.machine.rates import Meter, kernel_names
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import build_on_meta
 from autotune.plan.base import digest_of

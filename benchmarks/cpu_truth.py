@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
 from autotune.knobs.settings import torch_dtype
 from autotune.models.adapter import add_adapter
-from autotune.models.base import Batch, Family
+from autotune.models.family import Batch, Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
 from autotune.system.quiet import redirect_output
@@ -22,7 +22,7 @@ from autotune.train.model import TrainingModel, apply_knobs
 from autotune.train.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import Noising, optimizer_step, to_device
-from autotune.weights.streaming import cast_as_loaded
+from autotune.weights.stream import cast_as_loaded
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from autotune.api.plans import plan, request_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.machine.catalog import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
-from autotune.models.base import Parts
+from autotune.models.family import Parts
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import Frozen
 from autotune.plan.job import DataPlace

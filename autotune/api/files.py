@@ -9,13 +9,13 @@ from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_datas
 from autotune.data.options import make_options
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
-from autotune.weights.inspection import FileSummary, inspect_file
+from autotune.weights.tensors import FileSummary, inspect_file
 
 
 def check_data(

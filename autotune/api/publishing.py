@@ -8,7 +8,7 @@ from autotune.models.registry import find_published, get_family
 from autotune.report.cards import model_card
 from autotune.system.files import write_text_atomic
 from autotune.train.files import ADAPTER_FILE, comparison_file
-from autotune.weights.publishing import upload
+from autotune.weights.hub import upload
 
 
 def push_to_hub(folder: Path, repo: str) -> str:

@@ -65,7 +65,7 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
     arguments = {**given(options, but=NOT_OF_TRAIN), **job.values()}
     if options.push_to_hub is not None:
-        from autotune.weights.publishing import require_hub
+        from autotune.weights.hub import require_hub
 
         require_hub(options.push_to_hub)
     if options.plan_file is None and not options.resume:

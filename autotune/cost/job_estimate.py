@@ -9,7 +9,7 @@ from autotune.knobs.compile import startup_seconds
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, require_choice
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import VALIDATION_DRAWS, num_previews
 from autotune.plan.prediction import Estimate, JobTime, Prediction

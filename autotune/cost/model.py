@@ -29,12 +29,12 @@ from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahe
 from autotune.knobs.norm_rope import NormRope
 from autotune.knobs.settings import encoder_precision, torch_dtype
 from autotune.models.adapter import add_adapter, block_numbers
-from autotune.models.base import Family, Parts, build_on_meta
+from autotune.models.family import Family, Parts, build_on_meta
 from autotune.plan.overheads import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.system.lazy import lazy_module
 from autotune.system.resources import is_out_of_memory
-from autotune.weights.streaming import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
+from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
     import diffusers

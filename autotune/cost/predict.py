@@ -19,7 +19,7 @@ from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
 from autotune.knobs.knob import TuningContext
-from autotune.models.base import Family, Parts
+from autotune.models.family import Family, Parts
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.overheads import Overheads

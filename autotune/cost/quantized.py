@@ -21,7 +21,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.quantized_layers import as_stored
 from autotune.knobs.sizes import NESTED_BLOCK, NF4_BLOCK
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.overheads import ProductPractice
 
 FUSED_4_BIT_ROWS = 4

@@ -19,8 +19,7 @@ from torch import Tensor
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.system.resources import require_free_disk, reraise_disk_full
 from autotune.weights.files import BadWeights, MissingWeights
-from autotune.weights.loaders import load_file
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import load_file, save_file
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"

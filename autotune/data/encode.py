@@ -26,7 +26,7 @@ from autotune.data.masks import find_mask, loss_weights
 from autotune.data.pixels import CENTERING, open_image, to_rgb
 from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.models.base import Sample
+from autotune.models.family import Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket

@@ -18,9 +18,8 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.system.memory import release_memory
 from autotune.system.resources import is_out_of_memory
-from autotune.weights.components import load_component
-from autotune.weights.configs import DOWNLOAD_AGAIN
-from autotune.weights.streaming import Transform, cast_as_loaded
+from autotune.weights.files import DOWNLOAD_AGAIN
+from autotune.weights.stream import Transform, cast_as_loaded, load_component
 
 
 class Encoders:

@@ -13,7 +13,7 @@ from autotune.data.cache import entry_key
 from autotune.data.captions import EMPTY_CAPTION
 from autotune.data.items import Item, file_digest
 from autotune.data.video import ClipSpan
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.weights.files import open_weights, weights_digest

@@ -17,7 +17,7 @@ from itertools import islice
 
 from autotune.data.batches import MicroBatch
 from autotune.data.encode import EncodedDataset
-from autotune.models.base import Batch, Sample
+from autotune.models.family import Batch, Sample
 
 EXTRA_BATCHES = 1
 """Batches queued beyond one per thread, so that one slow batch does not stall the step."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.job import ClipChoice, Crop, LossMask
 
 SHARES = (4, 3, 2, 1)

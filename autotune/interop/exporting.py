@@ -15,7 +15,7 @@ from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_b
 from autotune.interop.targets import layers_of
 from autotune.interop.trainer import FILL_IN, KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, describe_caching
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import CachingSettings, Candidate

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
 from autotune.plan.candidate import Candidate
 

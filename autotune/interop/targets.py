@@ -13,8 +13,8 @@ import yaml
 
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values, named_arguments
 from autotune.models.adapter import target_matcher
-from autotune.models.base import Family
-from autotune.weights.layer_names import LAYOUTS
+from autotune.models.family import Family
+from autotune.weights.names import LAYOUTS
 
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
 """Numbers of blocks in a layer's name."""

@@ -12,7 +12,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
 from autotune.interop.documents import Document
 from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings
-from autotune.models.base import Family, PublishedModel
+from autotune.models.family import Family, PublishedModel
 from autotune.models.registry import find_published
 from autotune.plan.overheads import AdapterPractice, KeptPart, Overheads, ProductPractice
 

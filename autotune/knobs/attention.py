@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.knobs.attention_backends import ATTENTION_BACKENDS, assumed_efficiency, cuda_kernel
 from autotune.knobs.entries import AttentionBackend, Kernel
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autotune.errors import AutotuneError
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Workload
 from autotune.system.lazy import lazy_module
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from autotune.weights.streaming import Transform
+    from autotune.weights.stream import Transform
 else:
     torch = lazy_module("torch")
     nn = lazy_module("torch.nn")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.knobs.attention_backends import ATTENTION_BACKENDS
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
 from autotune.models.adapter import find_dropout_layers
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Workload
 

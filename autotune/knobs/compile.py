@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.knobs import norm_rope
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext, unavailable_reason
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.knobs.fused_norm_rope import KERNELS, Kernels, NormRope
-from autotune.models.attention_layout import AttentionLayout, Rotary, Stream
+from autotune.models.family import AttentionLayout, Rotary, Stream
 
 
 class RotaryTables:

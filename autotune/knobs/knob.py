@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.workload import Workload

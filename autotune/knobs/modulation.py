@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
 from autotune.models.adapter import target_matcher
-from autotune.models.base import Family, build_on_meta
+from autotune.models.family import Family, build_on_meta
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Workload
 

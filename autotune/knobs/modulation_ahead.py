@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 
 ATTRIBUTE = "modulation_ahead"
 """Name of the module that the transformer gets."""

@@ -18,7 +18,7 @@ from autotune.knobs.knob import (
     parity_capability,
     unavailable_reason,
 )
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
 

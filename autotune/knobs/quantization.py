@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import WHOLE_WEIGHTS, Choices, Knob, Parity, TuningContext
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Choice
 from autotune.plan.workload import Workload
 

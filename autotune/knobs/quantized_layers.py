@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.sizes import NESTED_BLOCK, NF4_BLOCK, slice_bytes_of
-from autotune.weights.streaming import Transform
+from autotune.weights.stream import Transform
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}

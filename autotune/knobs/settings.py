@@ -10,7 +10,7 @@ from autotune.knobs.optimizer import CUSTOM, OPTIMIZERS
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.system.lazy import lazy_module
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from autotune.machine.system import Unavailable
 from autotune.machine.timing import Timings, time_calls
 from autotune.system.paths import cache_path
 from autotune.weights.files import open_weights
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 
 NUM_TENSORS = 8
 MAX_SAMPLES = 5

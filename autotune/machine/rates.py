@@ -23,7 +23,7 @@ from autotune.machine.disk import time_reads
 from autotune.machine.system import Unavailable
 from autotune.machine.timing import Timings, time_calls
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 
 NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called

@@ -24,7 +24,7 @@ from huggingface_hub import constants
 from autotune.machine.nvidia import DriverSource, NvmlSource, Query
 from autotune.machine.system import Unavailable
 from autotune.system.lazy import lazy_module
-from autotune.weights.loaders import has_gds
+from autotune.weights.tensors import has_gds
 
 if TYPE_CHECKING:
     import torch

@@ -7,13 +7,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from autotune.models.attention_layout import ADDED_TEXT, AttentionLayout
-from autotune.models.base import (
+from autotune.models.family import (
+    ADDED_TEXT,
     ATTENTION,
     CONTROL,
     FLUX_VAE,
     PATCH,
     VAE_FACTOR,
+    AttentionLayout,
     Batch,
     Config,
     Defaults,

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.models.attention_layout import ADDED_TEXT, AttentionLayout
-from autotune.models.base import (
+from autotune.models.family import (
+    ADDED_TEXT,
     ATTENTION,
+    AttentionLayout,
     Batch,
     Config,
     Defaults,

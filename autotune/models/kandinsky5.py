@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
-from autotune.models.attention_layout import AttentionLayout, Stream
-from autotune.models.base import (
+from autotune.models.family import (
     FLUX_VAE,
     PATCH,
     VAE_FACTOR,
+    AttentionLayout,
     Batch,
     Config,
     Defaults,
@@ -25,6 +25,7 @@ from autotune.models.base import (
     Sample,
     Shapes,
     Sizes,
+    Stream,
     build_empty_pipeline,
     count_tokens,
     unwrap_model,

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.models.base import Family, PublishedModel
+from autotune.models.family import Family, PublishedModel
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
 from autotune.models.flux2 import Flux2Dev, Flux2Klein
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video

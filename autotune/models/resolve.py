@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, StatusChanged, ignore_event
-from autotune.models.base import (
+from autotune.models.family import (
     CHECK_CONFIG,
     Family,
     Parts,
@@ -41,12 +41,20 @@ from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.system.lazy import lazy_module
-from autotune.weights.components import build_empty_component, check_part
-from autotune.weights.configs import component_class, read_config, read_model_index, require_bounded
-from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
+from autotune.weights.files import (
+    BadWeights,
+    MissingWeights,
+    WeightSource,
+    component_class,
+    open_weights,
+    read_config,
+    read_model_index,
+    require_bounded,
+)
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
+from autotune.weights.stream import build_empty_component, check_part
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.models.base import (
+from autotune.models.family import (
     ATTENTION,
     FLUX_VAE,
     PATCH,

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.base import Family, PublishedModel, build_on_meta
+from autotune.models.family import Family, PublishedModel, build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.plan.job import ModelRef
 from autotune.weights import single_file
-from autotune.weights.components import check_part
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
 from autotune.weights.single_file import has_part, view_as
-from autotune.weights.streaming import check_source
+from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
-from autotune.models.base import (
+from autotune.models.family import (
     Batch,
     Config,
     Defaults,

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.models.attention_layout import AttentionLayout
-from autotune.models.base import (
+from autotune.models.family import (
     FLUX_VAE,
     VAE_FACTOR,
+    AttentionLayout,
     Batch,
     Config,
     Defaults,

@@ -28,7 +28,7 @@ class Candidate(Frozen):
     precision: str = "bf16"
     """Compute dtype of the transformer and the adapter."""
     loader: str = "safetensors"
-    """How weights are read from disk: a name in `autotune.weights.loaders`."""
+    """How weights are read from disk: a name in `autotune.weights.tensors`."""
     swapped_blocks: int = Field(default=0, ge=0)
     """Number of blocks, from the first on, whose frozen weights stay in host memory until they
     are needed."""

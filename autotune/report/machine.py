@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autotune.search.comparison import ComparedGpu, Comparison
     from autotune.search.elsewhere import NoGpu
     from autotune.search.published_models import ModelSummary
-    from autotune.weights.inspection import FileSummary, TensorSummary
+    from autotune.weights.tensors import FileSummary, TensorSummary
 
 ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}

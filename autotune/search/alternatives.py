@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import KNOBS
 from autotune.machine.memory import host_floor_bytes
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search.mixtures import find_mixtures, with_mixtures

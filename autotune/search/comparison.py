@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import computed_field
 
 from autotune.machine.catalog import CatalogGpu
-from autotune.models.base import Parts
+from autotune.models.family import Parts
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan

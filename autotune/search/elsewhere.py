@@ -9,7 +9,7 @@ from functools import cache
 
 from autotune.errors import NothingFits
 from autotune.machine.catalog import load_catalog
-from autotune.models.base import Family, PublishedModel
+from autotune.models.family import Family, PublishedModel
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.system.paths import shipped_path

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autotune.knobs.settings import torch_dtype
 from autotune.models.adapter import add_adapter
-from autotune.models.loss import denoising_loss
+from autotune.models.family import denoising_loss
 from autotune.models.registry import get_family
 from autotune.plan.candidate import Candidate
 from autotune.search.requests import ChildState, GradientRequest, UpdateRequest
@@ -23,7 +23,7 @@ from autotune.search.steps import longest_captions, synthetic_samples
 from autotune.train.model import apply_knobs, find_token_multiple
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import to_device
-from autotune.weights.streaming import build_empty, cast_as_loaded, fill_random
+from autotune.weights.stream import build_empty, cast_as_loaded, fill_random
 
 NUM_UPDATES = 3
 LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)

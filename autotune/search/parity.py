@@ -19,7 +19,7 @@ from pathlib import Path
 from autotune.knobs.knob import Parity, TuningContext, parity_capability
 from autotune.knobs.registry import KNOBS, PARITY
 from autotune.knobs.settings import precision_parity
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice

@@ -13,7 +13,7 @@ import torch
 
 from autotune.knobs.modulation_ahead import find_modulation_ahead
 from autotune.machine.energy import EnergyMeter, joules_per_image, mean_watts
-from autotune.models.base import Batch, Family, Sample
+from autotune.models.family import Batch, Family, Sample
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult

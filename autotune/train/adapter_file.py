@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import ADAPTER_NAME
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.plan.job import AdapterFormat
 from autotune.plan.run import AdapterVerdict
 from autotune.plan.workload import Workload
@@ -19,7 +19,7 @@ from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
 from autotune.weights.files import BadWeights
-from autotune.weights.joined_layers import LoraLayer
+from autotune.weights.names import LoraLayer
 
 
 @torch.no_grad()

@@ -20,8 +20,7 @@ from autotune.data.cache import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.train.files import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights.files import BadWeights, read_header
-from autotune.weights.loaders import load_file
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import load_file, save_file
 
 BEST_FILE = "best.safetensors"
 """The adapter as it was when the loss on held-out images was lowest."""

@@ -13,7 +13,7 @@ from autotune.data.dataset import Dataset
 from autotune.errors import InvalidInput, first_line
 from autotune.knobs.optimizer import check_options
 from autotune.models.adapter import choose_layers, target_matcher
-from autotune.models.base import Family, build_on_meta
+from autotune.models.family import Family, build_on_meta
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Job
 from autotune.plan.typical import quantiles_of
@@ -26,7 +26,7 @@ from autotune.plan.workload import (
     Quality,
     Workload,
 )
-from autotune.weights.layer_names import can_write
+from autotune.weights.names import can_write
 
 NUM_QUANTILES = 16
 """Number of caption lengths that a workload holds."""

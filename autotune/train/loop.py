@@ -16,7 +16,7 @@ from autotune.data.loader import BatchLoader
 from autotune.errors import AutotuneError, Preempted
 from autotune.events import Notice, StepFinished
 from autotune.knobs.registry import reload_key
-from autotune.models.base import Batch
+from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.system.memory import measure_peak_memory, release_memory

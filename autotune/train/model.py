@@ -19,7 +19,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import torch_dtype
 from autotune.machine.sources import cudnn_version
 from autotune.models.adapter import add_adapter, disable_dropout
-from autotune.models.base import Batch, Family, Sample
+from autotune.models.family import Batch, Family, Sample
 from autotune.models.noise import NoiseProcess
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
@@ -29,7 +29,7 @@ from autotune.system.paths import cache_path
 from autotune.train.quality import ErrorMeter, require_quality
 from autotune.train.sharding import shard_on_arrival
 from autotune.weights.files import WeightSource
-from autotune.weights.streaming import (
+from autotune.weights.stream import (
     DtypePolicy,
     Transform,
     build_empty,

@@ -17,7 +17,7 @@ from autotune.data.batches import BatchOrder, Draw
 from autotune.data.encode import EncodedDataset
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead
-from autotune.models.base import Batch, unwrap_model
+from autotune.models.family import Batch, unwrap_model
 from autotune.plan.workload import Bucket
 from autotune.train.model import TrainingModel
 from autotune.train.processes import Processes

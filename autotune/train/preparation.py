@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.optimizer import check_options, optimizer_bytes
 from autotune.models.adapter import adapter_shapes, add_adapter
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.models.resolve import (
     ResolvedModel,

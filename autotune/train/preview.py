@@ -30,7 +30,7 @@ from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs.modulation_ahead import find_modulation_ahead
 from autotune.models.adapter import ADAPTER_NAME
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
 from autotune.system.files import atomic_write

@@ -14,7 +14,7 @@ from torch import nn
 from autotune.errors import AutotuneError
 from autotune.plan.trial import QuantizationError
 from autotune.plan.workload import Quality
-from autotune.weights.streaming import Transform
+from autotune.weights.stream import Transform
 
 MAX_BLOCK_ERROR: Mapping[Quality, float] = {"exact": 0.0, "high": 0.05, "compact": 0.15}
 """Maximum error of a block. For weights of 2048 x 3072 drawn from normal, Laplace and Student's

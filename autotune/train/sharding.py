@@ -9,8 +9,8 @@ gradients.
 import torch.distributed
 from torch import nn
 
-from autotune.models.base import Family
-from autotune.weights.streaming import Transform
+from autotune.models.family import Family
+from autotune.weights.stream import Transform
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:

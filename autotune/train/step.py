@@ -9,12 +9,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from autotune.models.base import Batch, Family
-from autotune.models.loss import denoising_loss
+from autotune.models.family import Batch, Family, denoising_loss
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.weights.streaming import attribute_tensors
+from autotune.weights.stream import attribute_tensors
 
 TINY = 1e-9
 """Distance that quantiles keep from 0 and 1, where a normal distribution has none."""

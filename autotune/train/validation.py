@@ -19,8 +19,7 @@ from torch import nn
 from autotune.data.encode import EncodedDataset
 from autotune.events import StepFinished
 from autotune.knobs.modulation_ahead import find_modulation_ahead
-from autotune.models.base import Batch
-from autotune.models.loss import image_losses
+from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.run import ValidationResult

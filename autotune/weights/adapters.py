@@ -27,17 +27,18 @@ from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
 from autotune.weights.files import CorruptFile
-from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
-from autotune.weights.layer_names import (
+from autotune.weights.names import (
     LAYOUTS,
     Layout,
+    LoraLayer,
     can_write,
     find_class,
     find_layout,
+    join_layers,
     restore_dots,
+    split_layers,
 )
-from autotune.weights.loaders import load_file
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import load_file, save_file
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autotune.errors import first_line
 from autotune.weights.files import BadWeights, KeyMismatch, TensorEntry, WeightSource
-from autotune.weights.loaders import read_tensor
+from autotune.weights.tensors import read_tensor
 
 UNET_PREFIX = "model.diffusion_model."
 PREFIXES = (UNET_PREFIX, "diffusion_model.")

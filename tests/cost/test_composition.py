@@ -10,7 +10,7 @@ from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace.passes import choose_traced
-from autotune.models.base import Parts
+from autotune.models.family import Parts
 from autotune.models.registry import FAMILIES
 
 DEPTHS = {

@@ -11,7 +11,7 @@ from autotune.cost.predict import CostModel
 from autotune.cost.trace.passes import shorten
 from autotune.knobs import modulation
 from autotune.knobs.block_swap import BlockSwap
-from autotune.models.loss import denoising_loss
+from autotune.models.family import denoising_loss
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import OptimizerChoice

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.cost.memory import GATHERED_BLOCKS, HOST_PROCESS_BYTES, Parallel
 from autotune.cost.predict import CostModel
-from autotune.models.base import Parts
+from autotune.models.family import Parts
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Job
 from autotune.search.expectation import build_expectation

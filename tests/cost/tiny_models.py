@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from autotune.machine.catalog import load_catalog, profile_of_gpu
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.sdxl import UNET
 from autotune.plan.hardware import Device, HardwareProfile, Host, Versions

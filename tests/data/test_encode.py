@@ -21,7 +21,7 @@ from autotune.data.encoders import Encoders
 from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.data.options import DatasetOptions
 from autotune.errors import AutotuneError
-from autotune.models.base import Sample
+from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings

@@ -9,7 +9,7 @@ import torch
 from autotune.data.batches import BatchOrder
 from autotune.data.loader import BatchLoader
 from autotune.errors import AutotuneError
-from autotune.models.base import Sample
+from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage
 
 

@@ -19,7 +19,7 @@ from autotune.data.encode import EncodedDataset, encode_dataset
 from autotune.data.entries import EncoderIdentity
 from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
-from autotune.models.loss import denoising_loss
+from autotune.models.family import denoising_loss
 from autotune.models.noise import FLOW_MATCHING
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 

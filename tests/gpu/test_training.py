@@ -16,7 +16,7 @@ from autotune.plan.plan_file import seal
 from autotune.train.run import train
 from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from autotune.weights.files import open_weights
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 from tests.events import notices_to, steps_to
 from tests.train.small import make_plan, write_model_and_images
 

@@ -5,7 +5,7 @@ import torch
 
 from autotune.interop.targets import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.interop.trainer import trainers
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
 
 KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})

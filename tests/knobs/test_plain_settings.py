@@ -6,7 +6,7 @@ from autotune.errors import InvalidInput
 from autotune.knobs.settings import plain_choices
 from autotune.plan.hardware import Capability, HardwareProfile, Rate
 from autotune.search.space import build_search_space
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 from tests import builders
 
 GIB = 2**30

@@ -9,8 +9,7 @@ from diffusers import pipelines
 from torch import nn
 
 from autotune.models.adapter import add_adapter
-from autotune.models.base import build_on_meta
-from autotune.models.loss import denoising_loss
+from autotune.models.family import build_on_meta, denoising_loss
 from autotune.models.resolve import resolve_model
 from autotune.plan.workload import Bucket
 from tests.models.small import CAPTIONS, Small

@@ -1,6 +1,6 @@
 """A family that autotune does not have, as somebody would add it: AuraFlow."""
 
-from autotune.models.base import Defaults, Family, Parts, PublishedModel
+from autotune.models.family import Defaults, Family, Parts, PublishedModel
 
 BLOCK = r"(joint|single)_transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"

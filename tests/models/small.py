@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autotune.models.adapter import add_adapter
-from autotune.models.base import Family, Sample
+from autotune.models.family import Family, Sample
 from autotune.models.resolve import resolve_model
 from autotune.plan.workload import Bucket, Workload
 from autotune.train.describe import WorkloadOverrides, describe_workload

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from autotune.errors import InvalidInput
 from autotune.models.resolve import ResolvedModel, check_weights, read_parts, resolve_model
 from autotune.plan.job import ModelRef
-from autotune.weights.components import load_component
 from autotune.weights.files import BadWeights, MissingWeights
+from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
 from tests.weights.original_parts import State, flux2_vae, ldm_vae, open_clip, within
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.models.base import build_empty_pipeline, unwrap_model
+from autotune.models.family import build_empty_pipeline, unwrap_model
 from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.workload import Bucket
 from tests.models import reference

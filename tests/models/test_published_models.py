@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import check_weights, read_parts, resolve_model
 from autotune.plan.workload import Bucket

@@ -8,13 +8,12 @@ import torch
 from autotune.cost.predict import CostModel
 from autotune.data.encoders import Encoders
 from autotune.errors import InvalidInput
-from autotune.models.base import count_tokens
+from autotune.models.family import count_tokens
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, fetch_model, read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
-from autotune.weights.components import build_empty_component
-from autotune.weights.configs import read_config
-from autotune.weights.files import open_weights
+from autotune.weights.files import open_weights, read_config
+from autotune.weights.stream import build_empty_component
 from tests.builders import candidate, hardware, workload
 
 
@@ -193,7 +192,7 @@ def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, change
 
 
 def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
-    monkeypatch.setattr("autotune.weights.streaming.MAX_TENSORS", 30)
+    monkeypatch.setattr("autotune.weights.stream.MAX_TENSORS", 30)
     write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
     with pytest.raises(InvalidInput, match="over 30 tensors"):
         assert resolve_model(str(folder)).spec

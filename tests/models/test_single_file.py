@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, find_published, get_family
 from autotune.models.resolve import fetch_model, is_on_hub, resolve_model
 from autotune.models.single_file import _by_name, named_expert, open_single_file, recognize

@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model_state_dict
 from PIL import Image
 
-from autotune.models.loss import denoising_loss
+from autotune.models.family import denoising_loss
 from autotune.models.noise import FLOW_MATCHING
 from autotune.plan.workload import Bucket
 from autotune.train.optimizer import AdapterOptimizer

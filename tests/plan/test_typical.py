@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.data.dataset import read_dataset
-from autotune.models.base import Batch
+from autotune.models.family import Batch
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate

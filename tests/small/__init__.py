@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.registry import get_family
 
 MODULES = {

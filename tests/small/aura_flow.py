@@ -5,7 +5,7 @@ from typing import Any
 
 from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import flux_vae, t5_encoder, t5_tokenizer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import flux_vae, invert_input_layer, t5_encoder, t5_tokenizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import diffusers
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,

@@ -14,7 +14,7 @@ from diffusers import (
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import Qwen3ForCausalLM
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import MISTRAL_CHAT, QWEN_CHAT, mistral3, qwen3, qwen_tokenizer
 
 WIDTH = 32

@@ -12,7 +12,7 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8

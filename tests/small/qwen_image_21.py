@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21Transformer2DModel
 from transformers import Qwen3VLForConditionalGeneration
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.qwen_processor import Qwen3VLProcessor
 from tests.small.parts import (
     QWEN_VL_CHAT,

@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,

@@ -12,7 +12,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from autotune.models.sdxl import UNET, VAE
 from tests.small.parts import clip_text_encoder, clip_tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from autotune.models.base import Family
+from autotune.models.family import Family
 from tests.small.parts import QWEN_CHAT, flux_vae, invert_input_layer, qwen3, qwen_tokenizer
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import adapter_shapes, add_adapter, block_numbers, choose_layers
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal

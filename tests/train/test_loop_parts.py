@@ -21,7 +21,7 @@ from autotune.train.adapter_file import update_norm
 from autotune.train.files import list_checkpoints
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.step import Noising, optimizer_step
-from autotune.weights.joined_layers import LoraLayer
+from autotune.weights.names import LoraLayer
 from tests.train.conftest import Bench
 
 

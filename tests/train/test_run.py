@@ -34,7 +34,7 @@ from autotune.train.preparation import prepare
 from autotune.train.preview import MIN_LINE_PX, Preview, PreviewSampler
 from autotune.train.run import train
 from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.planning.machines import make_plan
 from tests.train.conftest import CPU, Bench

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 import autotune
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
-from autotune.models.base import build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import Job
 from autotune.train.adapter_file import start_from, starting_values, update_norm
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
-from autotune.weights.joined_layers import LoraLayer
+from autotune.weights.names import LoraLayer
 from tests.train.small import machine, make_plan, write_model_and_images
 
 

@@ -25,7 +25,7 @@ from autotune.train.run import train
 from autotune.train.step import Noising
 from autotune.train.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
-from autotune.weights.loaders import load_file
+from autotune.weights.tensors import load_file
 from tests.events import steps_to
 from tests.train.conftest import CPU, Bench
 from tests.train.test_modulation import AHEAD, family_bench, loop_of  # noqa: F401

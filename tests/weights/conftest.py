@@ -77,7 +77,7 @@ def read_all(source, *, loader="pread"):
     """All tensors at once."""
     import torch
 
-    from autotune.weights.loaders import get_loader
+    from autotune.weights.tensors import get_loader
 
     device = torch.device("cpu")
     return dict(get_loader(loader, device).stream(source, device))

@@ -14,12 +14,18 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
-from autotune.models.base import Family, build_on_meta
+from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.plan.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
-from autotune.weights.joined_layers import LoraLayer
-from autotune.weights.layer_names import FLUX1_CLASS, KEPT_NAMES, LAYOUTS, can_write, find_class
+from autotune.weights.names import (
+    FLUX1_CLASS,
+    KEPT_NAMES,
+    LAYOUTS,
+    LoraLayer,
+    can_write,
+    find_class,
+)
 from tests.builders import workload
 
 TABLES = Path(__file__).parent / "adapter_keys"

@@ -27,7 +27,7 @@ from autotune.weights.files import (
     open_weights,
     read_header,
 )
-from autotune.weights.joined_layers import LoraLayer
+from autotune.weights.names import LoraLayer
 from tests.weights.conftest import bits, read_all
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 

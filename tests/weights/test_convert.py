@@ -9,7 +9,7 @@ from autotune.api.files import convert_weights
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
 from autotune.weights.files import read_header
-from autotune.weights.joined_layers import LoraLayer
+from autotune.weights.names import LoraLayer
 
 ATTENTION = "transformer_blocks.3.attn.to_out.0"
 """A name that FLUX.1 and Qwen-Image share, of equally wide layers."""

@@ -18,7 +18,7 @@ CUDART = "int cudaGetDeviceCount(int *n) { *n = 1; return 0; }\n" + "".join(
 )
 ASK = """
 import ctypes, sys, torch
-from autotune.weights.loaders import FastLoader
+from autotune.weights.tensors import FastLoader
 if sys.argv[1:]:
     ctypes.CDLL(sys.argv[1])  # as torch has it: by its path, which no search for libraries finds
 torch.version.cuda, torch.cuda.is_available = "99.1", lambda: True

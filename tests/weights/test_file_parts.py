@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from autotune.weights.files import BadWeights, open_weights
 from autotune.weights.single_file import has_part, view_part
-from autotune.weights.streaming import load_into
+from autotune.weights.stream import load_into
 from tests.weights.original_parts import (
     State,
     flux2_vae,

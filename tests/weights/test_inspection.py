@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 from autotune.cli.weights import app
 from autotune.report.machine import weights_lines
-from autotune.weights import inspection
+from autotune.weights import tensors as inspection
 from autotune.weights.files import CorruptFile
-from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import FileSummary, TensorSummary, inspect_file, save_file
 from tests.weights.conftest import raw_file, save_model, write_raw
 
 

@@ -3,8 +3,15 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
-from autotune.weights.joined_layers import LoraLayer, join_layers, split_layers
-from autotune.weights.layer_names import FLUX1_CLASS, LAYOUTS, SD3_CLASS, find_class
+from autotune.weights.names import (
+    FLUX1_CLASS,
+    LAYOUTS,
+    SD3_CLASS,
+    LoraLayer,
+    find_class,
+    join_layers,
+    split_layers,
+)
 from tests.weights.conftest import bits
 
 WIDTH = 3072

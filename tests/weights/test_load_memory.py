@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 
 MIB = 1 << 20
 NUM_BLOCKS, LINEARS = 5, 4
@@ -52,10 +52,10 @@ torch.set_num_threads(1)
 LOAD = """
 import torchao.quantization
 from autotune.quantization.quantized_layers import quantize_inside
-from autotune.weights.streaming import build_empty
-from autotune.weights.loaders import LOADERS
+from autotune.weights.stream import build_empty
+from autotune.weights.tensors import LOADERS
 from autotune.weights.files import open_weights
-from autotune.weights.streaming import load_into
+from autotune.weights.stream import load_into
 
 source, cases = open_weights(Path(sys.argv[1])), json.loads(sys.argv[2])
 for storage, _ in cases:

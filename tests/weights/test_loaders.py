@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from autotune.errors import InvalidInput
-from autotune.weights import loaders
+from autotune.weights import tensors as loaders
 from autotune.weights.files import TruncatedFile, open_weights
-from autotune.weights.loaders import LOADERS, get_loader, read_tensor
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import LOADERS, get_loader, read_tensor, save_file
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")

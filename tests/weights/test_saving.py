@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.weights.files import open_weights, read_header
-from autotune.weights.saving import save_file
+from autotune.weights.tensors import save_file
 from tests.weights.conftest import bits, read_all
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autotune.models.registry import FAMILIES
 from autotune.weights.files import BadWeights, KeyMismatch, open_weights
 from autotune.weights.single_file import view_as
-from autotune.weights.streaming import build_empty, check_source, load_into
+from autotune.weights.stream import build_empty, check_source, load_into
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.original_layouts import LAYOUTS, in_checkpoint, scaled_fp8
 

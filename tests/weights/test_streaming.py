@@ -11,9 +11,7 @@ from autotune.weights.files import (
     ShapeMismatch,
     open_weights,
 )
-from autotune.weights.loaders import LOADERS
-from autotune.weights.saving import save_file
-from autotune.weights.streaming import (
+from autotune.weights.stream import (
     _Filler,
     build_empty,
     fill_random,
@@ -21,6 +19,7 @@ from autotune.weights.streaming import (
     load_into,
     transformers_renaming,
 )
+from autotune.weights.tensors import LOADERS, save_file
 from tests.weights.conftest import bits, save_model
 
 QWEN = {
@@ -222,7 +221,7 @@ def test_building_restores_the_default_dtype_and_the_hook_after_an_error():
 def test_what_no_model_computes_is_refused_before_it_takes_memory(compute, monkeypatch):
     build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
     build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view
-    monkeypatch.setattr("autotune.weights.streaming.MAX_COMPUTED_BYTES", 5 << 19)
+    monkeypatch.setattr("autotune.weights.stream.MAX_COMPUTED_BYTES", 5 << 19)
     with pytest.raises(BadWeights, match="asks for larger tables, more than any model has"):
         build_empty(compute)
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_autocast
-from autotune.models.base import Batch, Family
+from autotune.models.family import Batch, Family
 from autotune.plan.workload import Workload
 from autotune.system.lazy import lazy_module
 
@@ -154,7 +154,7 @@ def trace_pass(
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
     from autotune.cost.trace.recorder import Recorder, Segment, summarize
-    from autotune.models.loss import denoising_loss
+    from autotune.models.family import denoising_loss
 
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])

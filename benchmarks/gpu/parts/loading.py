@@ -18,7 +18,7 @@ from autotune.plan.workload import Workload
 from autotune.search.requests import ChildState
 from autotune.search.runner import ProcessTrialRunner
 from autotune.search.worker import TASKS
-from autotune.weights.loaders import LOADERS
+from autotune.weights.tensors import LOADERS
 
 
 @dataclass(frozen=True)

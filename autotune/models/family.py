@@ -1,13 +1,4 @@
-"""What a model family must implement, so that everything else can stay ignorant of model names.
-
-A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how
-noise is mixed in and what the denoiser is called with. It knows nothing of devices, memory or
-search. To add one: docs/adding-a-family.md.
-
-The model that is trained is called the transformer throughout, though a family's may be a UNet.
-
-Every command imports families, so torch and diffusers are imported inside methods.
-"""
+"""How a family's attention modules are built: names and conventions, as data."""
 
 import inspect
 import math
@@ -21,13 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.models.attention_layout import AttentionLayout
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling
 from autotune.plan.typical import pad_text
 from autotune.plan.workload import Bucket, TextPadding
 from autotune.system.lazy import lazy_module
-from autotune.weights.streaming import limit_tensors
+from autotune.weights.stream import limit_tensors
 
 if TYPE_CHECKING:
     import diffusers
@@ -38,6 +28,56 @@ else:
     nn = lazy_module("torch.nn")
     diffusers = lazy_module("diffusers")
     torch = lazy_module("torch")
+from torch import Tensor, nn
+
+from autotune.plan.job import Weighting
+
+Rotary = Literal["streams", "complex", "cos_sin", "matrix"]
+"""How the stock transformer hands over rotary positions, for pairs of neighboring channels:
+
+- `streams`: (image, text) of complex numbers, each (tokens, head size / 2);
+- `complex`: complex numbers (batch, tokens, head size / 2);
+- `cos_sin`: (cosines, sines) of all tokens, text first, or of the image's alone, each (tokens, head
+  size) with every value twice;
+- `matrix`: rotation matrices (..., tokens, 1, head size / 2, 2, 2).
+"""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Names of one stream's layers in an attention module."""
+
+    query: str = "to_q"
+    key: str = "to_k"
+    value: str = "to_v"
+    query_norm: str = "norm_q"
+    key_norm: str = "norm_k"
+    out: str = "to_out"
+    """What the attention's output goes through, if the module has it."""
+
+
+ADDED_TEXT = Stream(
+    "add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k", "to_add_out"
+)
+"""The text's layers in diffusers' joint attention."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """What a stock attention processor does before and after attention. Norms are RMSNorms over
+    a head."""
+
+    processor: str
+    """Class name of the stock processor in diffusers."""
+    rotary: Rotary
+    rotary_argument: str
+    """The argument of the processor that holds rotary positions."""
+    image: Stream = Stream()
+    text: Stream | None = None
+    """Layers of the text, which comes before the image; None if what comes as text is attended
+    to, not joined."""
+    rounds_to_bf16: bool = False
+    """Whether rotated queries and keys are rounded to bf16 whatever the compute dtype."""
 
 
 Config = Mapping[str, Any]
@@ -743,3 +783,54 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
             f"{reason}",
             hint=CHECK_CONFIG,
         ) from error
+
+
+def denoising_loss(
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    noise: Tensor,
+    levels: Tensor,
+    process: NoiseProcess | None = None,
+    weighting: Weighting = "none",
+) -> Tensor:
+    """Mean squared error of the prediction, averaged in fp32 over a micro-batch.
+
+    Args:
+        family: predicts by the model.
+        transformer: the model that it calls.
+        batch: collated samples; `latents` (batch, channels, frames, height, width) and the
+            conditioning. If any has a mask or a weight also `loss_weights` (batch, 1, 1, height,
+            width), factors of the squared error.
+        noise: standard normal, in the shape of the latents.
+        levels: (batch,) of noise, as `process` counts them.
+        process: the model's, by default the family's.
+        weighting: how images weigh by their noise; one of the process's.
+    """
+    process, clean = process or family.noise, batch["latents"]
+    if weighting != "none" or "loss_weights" in batch:
+        return image_losses(family, transformer, batch, noise, levels, process, weighting).mean()
+    noisy = process.add_noise(clean, noise, levels)
+    predicted = family.predict(transformer, noisy, levels, batch)
+    return nn.functional.mse_loss(predicted.float(), process.target(clean, noise, levels).float())
+
+
+def image_losses(
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    noise: Tensor,
+    levels: Tensor,
+    process: NoiseProcess,
+    weighting: Weighting,
+) -> Tensor:
+    """The loss of each image of the micro-batch, (batch,): their mean is `denoising_loss`, up to
+    rounding."""
+    clean = batch["latents"]
+    noisy = process.add_noise(clean, noise, levels)
+    predicted = family.predict(transformer, noisy, levels, batch)
+    errors = (predicted.float() - process.target(clean, noise, levels).float()).square()
+    if "loss_weights" in batch:
+        errors = errors * batch["loss_weights"].float()
+    errors = errors.flatten(1).mean(dim=1)
+    return errors if weighting == "none" else process.weights(levels, weighting) * errors
