@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from autotune.api.reports import report
     from autotune.api.runs import sample, train
     from autotune.data.check import DataReport
-    from autotune.demo.folders import Demo, make_demo
-    from autotune.demo.lesson import ConceptFidelity, judge_lesson
+    from autotune.demo.lesson import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import (
         AutotuneError,
         DoesNotFit,
@@ -91,8 +90,7 @@ if TYPE_CHECKING:
     from autotune.share.record import Record
     from autotune.share.store import Transfer
     from autotune.system.failures import explain_error
-    from autotune.system.launching import is_first_process
-    from autotune.system.process import prepare_process
+    from autotune.system.process import is_first_process, prepare_process
     from autotune.weights.tensors import FileSummary
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

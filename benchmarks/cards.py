@@ -11,7 +11,7 @@ import json
 import statistics
 from pathlib import Path
 
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 silence_libraries()
 
@@ -20,8 +20,7 @@ from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.search.elsewhere import FILE
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest
-from autotune.system.files import write_text_atomic
-from autotune.system.paths import shipped_path
+from autotune.system.files import shipped_path, write_text_atomic
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MODELS = {"qwen-image": "Qwen-Image", "flux1-dev": "FLUX.1 dev"}

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 silence_libraries()
 

@@ -17,7 +17,7 @@ from autotune.models.adapter import add_adapter
 from autotune.models.family import Batch, Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
-from autotune.system.quiet import redirect_output
+from autotune.system.process import redirect_output
 from autotune.train.model import TrainingModel, apply_knobs
 from autotune.train.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.train.optimizer import AdapterOptimizer

@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 silence_libraries()
 
@@ -25,8 +25,7 @@ from autotune.models.registry import FAMILIES
 from autotune.search.elsewhere import FILE
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest
-from autotune.system.files import write_text_atomic
-from autotune.system.paths import shipped_path
+from autotune.system.files import shipped_path, write_text_atomic
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:

@@ -29,7 +29,7 @@ def write_model(folder: Path, width: int) -> None:
     import torch
     from diffusers import QwenImageTransformer2DModel
 
-    from autotune.demo.folders import make_demo
+    from autotune.demo.lesson import make_demo
 
     demo = make_demo(folder)
     if width != 128:

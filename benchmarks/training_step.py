@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.system.quiet import silence_libraries, silence_progress_bars
+from autotune.system.process import silence_libraries, silence_progress_bars
 
 silence_libraries()
 

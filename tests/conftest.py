@@ -24,7 +24,7 @@ signal.signal(
 
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import read_plan
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 silence_libraries()
 hypothesis.settings.register_profile(

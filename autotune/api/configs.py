@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from autotune.api.plan_files import load_plan
-from autotune.data.sources import data_text, is_list
+from autotune.data.dataset import data_text, is_list
 from autotune.errors import InvalidInput
 from autotune.interop.exporting import ExportedConfig, export_plan
 from autotune.interop.importing import ImportedConfig, read_config

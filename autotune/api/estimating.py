@@ -20,7 +20,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Estimate
 from autotune.plan.workload import ADAMW, AdapterKind, OptionValue
-from autotune.system.garbage import collect_rarely
+from autotune.system.process import collect_rarely
 from autotune.train.describe import WorkloadOverrides, check_overrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")

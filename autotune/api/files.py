@@ -6,7 +6,7 @@ from typing import Unpack, get_args
 
 from autotune.api.options import require_known
 from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
-from autotune.data.options import make_options
+from autotune.data.items import make_options
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.models.family import build_on_meta

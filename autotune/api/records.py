@@ -10,10 +10,10 @@ from pathlib import Path
 from autotune.errors import InvalidInput
 from autotune.machine.probing import probe as read_machine
 from autotune.plan.base import Frozen
-from autotune.share.matching import compare_machine
 from autotune.share.record import workload_class
 from autotune.share.store import Store, Transfer, merge_stores, prune_store, user_store
-from autotune.system.paths import shipped_path
+from autotune.share.warm_start import compare_machine
+from autotune.system.files import shipped_path
 
 
 class RecordSummary(Frozen):

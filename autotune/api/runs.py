@@ -21,9 +21,8 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
 from autotune.plan.run import RunReport
 from autotune.search.sealing import measured_here
-from autotune.system.launching import Launch, adopt_launch, started_by_launcher
-from autotune.system.paths import cache_path
-from autotune.system.quiet import silence_progress_bars
+from autotune.system.files import cache_path
+from autotune.system.process import Launch, adopt_launch, silence_progress_bars, started_by_launcher
 from autotune.train.fit import hardware_misfits, require_fit
 from autotune.train.folder import check_folder
 from autotune.train.preparation import fetch_weights, prepare, read_inputs

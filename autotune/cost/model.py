@@ -32,8 +32,8 @@ from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.family import Family, Parts, build_on_meta
 from autotune.plan.overheads import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
+from autotune.system.failures import is_out_of_memory
 from autotune.system.lazy import lazy_module
-from autotune.system.resources import is_out_of_memory
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:

@@ -1,16 +1,19 @@
 """Captions and weights of images: `metadata.jsonl`, a text file per image, one caption for all,
 a trigger word."""
 
+import importlib.util
 import json
 import os
 import random
 import re
+import shlex
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.data.files import Media
+from autotune.plan.plan_file import RUN_PLAN_FILE
 from autotune.system.files import read_bounded
 
 METADATA = "metadata.jsonl"
@@ -23,6 +26,33 @@ MAX_CAPTION_BYTES = 1 << 20
 
 EMPTY_CAPTION = ""
 """What a sample is conditioned on if its caption is dropped."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image or video, or one clip with its frames in order."""
+
+    name: str
+    """Path below the data folder with forward slashes, as `metadata.jsonl` writes it."""
+    path: Path
+    frame_paths: tuple[Path, ...]
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether `path` is a folder of frames."""
+        return self.frame_paths != (self.path,)
+
+    @property
+    def stem(self) -> str:
+        """Name that its caption and its control images share, below their folders."""
+        return self.name if self.is_clip else Path(self.name).with_suffix("").as_posix()
+
+    @property
+    def folder_repeats(self) -> int:
+        """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if
+        none does."""
+        matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
+        return max(1, next((int(match[1]) for match in matches if match), 1))
 
 
 @dataclass(frozen=True)
@@ -135,3 +165,125 @@ def complete_caption(text: str, *, caption: str | None, trigger: str | None) -> 
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger
+
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
+ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
+OTHER_VIDEO_SUFFIXES = frozenset(
+    {".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"}
+)
+UNSUPPORTED_SUFFIXES = (
+    VIDEO_SUFFIXES
+    | OTHER_VIDEO_SUFFIXES
+    | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
+)
+"""Files that people expect to be read: those that are not are named instead of ignored."""
+MASK_SUFFIX = ".mask.png"
+"""End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
+REPEATS = re.compile(r"(\d{1,3})_.+")
+"""A folder's name by which kohya's trainers show its images so many times per epoch, e.g.
+`10_dog`."""
+
+
+def has_video_decoder() -> bool:
+    """Whether PyAV is installed, which decodes video files."""
+    return importlib.util.find_spec("av") is not None
+
+
+def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
+    """Find the images below `folder`, sorted by name; with `clips` videos too, and each folder of
+    images is one clip.
+
+    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder
+    inside the data) or in the output folder of a run.
+    """
+    suffixes = _readable_suffixes(clips=clips)
+    files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
+    paths = [path for path in files if path.suffix.lower() in suffixes]
+    frames: defaultdict[Path, list[Path]] = defaultdict(list)
+    for path in paths:
+        if clips and path.parent != folder and path.suffix.lower() in IMAGE_SUFFIXES:
+            frames[path.parent].append(path)
+        else:
+            frames[path] = [path]
+    media = (
+        Media(path.relative_to(folder).as_posix(), path, tuple(sorted(files, key=natural_sort_key)))
+        for path, files in frames.items()
+    )
+    return tuple(sorted(media, key=lambda one: one.name))
+
+
+def _readable_suffixes(*, clips: bool) -> frozenset[str]:
+    videos = VIDEO_SUFFIXES if has_video_decoder() else frozenset[str]()
+    return IMAGE_SUFFIXES | ANIMATION_SUFFIXES | videos if clips else IMAGE_SUFFIXES
+
+
+def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
+    """Media files that are not read, by name, with what to do about each."""
+    suffixes = UNSUPPORTED_SUFFIXES - _readable_suffixes(clips=clips)
+    paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes)
+    return {
+        path.relative_to(folder).as_posix(): _explain_unsupported(path, clips=clips)
+        for path in paths
+    }
+
+
+def _explain_unsupported(path: Path, *, clips: bool) -> str:
+    if path.suffix.lower() not in VIDEO_SUFFIXES | OTHER_VIDEO_SUFFIXES:
+        return "its format is not supported: convert it to png, jpeg or webp"
+    if not clips:
+        return "only models that make clips train on videos, with --frames above 1"
+    file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
+    if has_video_decoder():
+        return f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4"
+    as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
+    if path.suffix.lower() in OTHER_VIDEO_SUFFIXES:
+        return f"its format is not supported, a folder of frames is: {as_frames}"
+    return (
+        "videos are read with PyAV, or as folders of frames: pip install "
+        "'lora-autotune[video]', "
+        f"or {as_frames}"
+    )
+
+
+def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
+    """Masks below `folder`, by the stem of what they belong to."""
+    masks = (path for path in _list_files(folder, exclude) if path.name.endswith(MASK_SUFFIX))
+    return {path.relative_to(folder).as_posix().removesuffix(MASK_SUFFIX): path for path in masks}
+
+
+def find_runs(folder: Path) -> tuple[Path, ...]:
+    """Output folders of runs below `folder`: their pictures are no training data."""
+    return tuple(
+        sorted(file.parent for file in folder.rglob(RUN_PLAN_FILE) if file.parent != folder)
+    )
+
+
+def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
+    files, excluded = [], {*find_runs(folder), exclude}
+    for path in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        is_file = os.path.isfile(path) or path.is_symlink()  # noqa: PTH113  Path's raises without permission
+        if not is_hidden and is_file and excluded.isdisjoint(path.parents):
+            files.append(path)
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
+    """Sorts `frame_2` before `frame_10`."""
+    parts = re.split(r"(\d+)", path.name)
+    return tuple((1, int(part)) if part.isdecimal() else (0, part) for part in parts)
+
+
+def match_controls(media: Media, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
+    """Control images of an image: `NAME.*`, or else `NAME_1.*`, `NAME_2.*` and so on; empty if
+    any is missing."""
+    if media.stem in by_stem:
+        return (by_stem[media.stem],)
+    pattern = re.compile(re.escape(media.stem) + r"_(\d+)")
+    numbered = {
+        int(match[1]): path for stem, path in by_stem.items() if (match := pattern.fullmatch(stem))
+    }
+    is_complete = sorted(numbered) == list(range(1, len(numbered) + 1))
+    return tuple(numbered[number] for number in sorted(numbered)) if is_complete else ()

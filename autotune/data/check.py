@@ -1,11 +1,9 @@
 """The dataset check before training: what a folder holds, what is wrong with it, and how
 training will use it."""
 
-from autotune.data.buckets import assign_buckets, make_buckets
-from autotune.data.dataset import OnProgress, scan_dataset
-from autotune.data.items import Item, PrintableStr, Problem
-from autotune.data.options import DatasetOptions
-from autotune.data.sources import data_text
+from autotune.data.batches import assign_buckets, make_buckets
+from autotune.data.dataset import OnProgress, data_text, scan_dataset
+from autotune.data.items import DatasetOptions, Item, PrintableStr, Problem
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import DataPlace
 from autotune.plan.workload import Bucket

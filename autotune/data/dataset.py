@@ -5,6 +5,7 @@ read_dataset     for training: raises if captions are missing or nothing usable 
 scan_dataset     for the check before it: never raises because of a file's content
 """
 
+import hashlib
 import os
 import time
 from collections import Counter
@@ -12,21 +13,33 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from autotune.data.captions import METADATA, read_metadata
-from autotune.data.files import (
+from pydantic import Field
+
+from autotune.data.captions import (
     MASK_SUFFIX,
+    METADATA,
     Media,
     find_masks,
     find_media,
     find_runs,
     find_unsupported,
+    read_metadata,
 )
-from autotune.data.items import REMARKS, Item, ItemReader, Problem, file_digest
-from autotune.data.options import DEFAULT_OPTIONS, DatasetOptions
-from autotune.data.sources import data_text, is_list, list_folders
+from autotune.data.items import (
+    DEFAULT_OPTIONS,
+    REMARKS,
+    DatasetOptions,
+    Item,
+    ItemReader,
+    Problem,
+    file_digest,
+)
 from autotune.errors import InvalidInput
-from autotune.plan.job import DataPlace
+from autotune.plan.base import Frozen
+from autotune.plan.job import DataPlace, Place, each_place
+from autotune.plan.listing import read_listing
 
 VERIFY_SECONDS = 120.0
 """Time limit for decoding images to prove them whole; damage in the others is found when they
@@ -266,3 +279,203 @@ def _drop_duplicates(
             message = f"the same image as {original}: `repeats` in {METADATA} weighs it"
             problems.append(Problem(file=name, kind="duplicate", message=message))
     return sorted(unique, key=lambda one: one[0]), problems
+
+
+SUFFIXES = (".yaml", ".yml")
+
+
+class DataFolder(Frozen):
+    """One folder of a job's data."""
+
+    path: Place
+    """The folder; a relative one is relative to the file that lists it."""
+    repeats: int = Field(default=1, ge=1, le=1000)
+    """Number of times that each image is seen per epoch, times what its folder's name or
+    `metadata.jsonl` says."""
+    weight: float = Field(default=1.0, gt=0, le=100)
+    """Factor of the loss on its images."""
+    caption: str | None = None
+    """Caption of images that have none; the job's by default."""
+    trigger: str | None = None
+    """Word put in front of every caption that lacks it; the job's by default."""
+    control: Place | None = None
+    """Folder of control images, by the same stems."""
+    regularization: bool = False
+    """Whether its images show what the model shall not forget (prior preservation): no trigger
+    goes before their captions."""
+
+    def options(self, job: DatasetOptions) -> DatasetOptions:
+        """How its files are read, in a job whose options are `job`."""
+        return replace(
+            job,
+            caption=self.caption or job.caption,
+            trigger=None if self.regularization else self.trigger or job.trigger,
+            control=Path(self.control) if self.control else job.control,
+        )
+
+
+class _DataFile(Frozen):
+    folders: tuple[DataFolder, ...] = Field(min_length=1, max_length=100)
+
+
+def data_text(data: DataPlace) -> str:
+    """Where data lies, for a message."""
+    return ", ".join(each_place(data))
+
+
+def is_list(data: DataPlace) -> bool:
+    """Whether data is several places, or named by a file that lists folders."""
+    return not isinstance(data, str | Path) or Path(data).suffix.lower() in SUFFIXES
+
+
+def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
+    """The folders of a job's data: of the files that list them, or the folders themselves.
+
+    Raises:
+        InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder
+            lies in another, whose images are read with all below it.
+    """
+    folders = tuple(folder for place in each_place(data) for folder in _listed(Path(place)))
+    _require_apart([folder.path for folder in folders])
+    return folders
+
+
+def _require_apart(folders: Sequence[str]) -> None:
+    real = [os.path.realpath(folder) for folder in folders]
+    if twice := next(
+        (folder for folder, one in zip(folders, real, strict=True) if real.count(one) > 1), None
+    ):
+        hint = (
+            "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
+        )
+        raise InvalidInput(f"the data names {twice} twice", hint=hint)
+    by_real = {Path(one): folder for one, folder in zip(real, folders, strict=True)}
+    for inner, folder in by_real.items():
+        if outer := next((by_real[parent] for parent in inner.parents if parent in by_real), None):
+            raise InvalidInput(
+                f"the data folder {folder} lies in {outer}, so its images would be trained twice",
+                hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such "
+                "as 3_portraits, "
+                "shows some images more often",
+            )
+
+
+def _listed(data: Path) -> tuple[DataFolder, ...]:
+    if not is_list(data) or data.is_dir():
+        return (DataFolder(path=str(data)),)
+    hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md"
+    listed = read_listing(data, _DataFile, "data folders", hint).folders
+    return tuple(one.changed(**_places(one, data.parent)) for one in listed)
+
+
+def list_places(data: DataPlace) -> tuple[str, ...]:
+    """All folders that a job's data lies in: images, and control images that a list names.
+
+    Raises:
+        InvalidInput: as `list_folders`.
+    """
+    return tuple(
+        place
+        for one in list_folders(data)
+        for place in (one.path, one.control)
+        if place is not None
+    )
+
+
+def _places(folder: DataFolder, base: Path) -> dict[str, Any]:
+    named = {"path": folder.path, "control": folder.control}
+    return {name: str(base / place) for name, place in named.items() if place is not None}
+
+
+MAX_HELD_OUT = 32
+"""Images that are held out at most: more would tell little more, cost time and not train."""
+
+
+@dataclass(frozen=True)
+class SplitDataset:
+    """A dataset whose images are trained on, or held out."""
+
+    training: Dataset
+    held_out: tuple[Item, ...] = ()
+
+    @property
+    def whole(self) -> Dataset:
+        """All images together: what is encoded, and what decides shapes and lengths."""
+        return replace(self.training, items=(*self.training.items, *self.held_out))
+
+
+def read_split(
+    folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int
+) -> SplitDataset:
+    """Read a data folder and hold some images out: a pure function of seed and file names decides
+    which.
+
+    `validation` is a share such as `10%`, a folder of held-out images, or None for none. What lies
+    in that folder, and equal files elsewhere, are not trained on.
+
+    Raises:
+        InvalidInput: as `read_dataset` for either folder; or nothing would be left to train on.
+    """
+    dataset = read_dataset(folder, options)
+    if validation is None:
+        return SplitDataset(dataset)
+    place, candidates, share = folder, dataset.items, 1.0
+    if validation.endswith("%"):
+        share = float(validation[:-1]) / 100
+    else:
+        place = Path(validation)
+        candidates = read_dataset(place, options).items
+        dataset = replace(dataset, items=_without_copies(dataset.items, candidates))
+    names = _draw([_name(item, place) for item in candidates], share, seed)
+    held_out = [item for item in candidates if _name(item, place) in names]
+    training = tuple(item for item in dataset.items if item not in held_out)
+    if not training:
+        raise InvalidInput(
+            f"with the images held out for validation, none of {data_text(folder)} is left to "
+            "train on",
+            hint=(
+                "add images, hold out a smaller share, or name a folder of others: --validation "
+                "FOLDER"
+            ),
+        )
+    return SplitDataset(replace(dataset, items=training), tuple(held_out))
+
+
+def _name(item: Item, folder: DataPlace) -> str:
+    """The path below the data folder, or below the folder of a list that it lies in, after that
+    folder's name.
+
+    The second of several folders of one name gets a number: names tell apart what is drawn.
+    """
+    places = [Path(place) for place in list_places(folder)]
+    at = next(at for at, place in enumerate(places) if item.path.is_relative_to(place))
+    place, earlier = (
+        places[at],
+        len({one for one in places[:at] if one.name == places[at].name} - {places[at]}),
+    )
+    own = item.path.relative_to(place).as_posix()
+    return own if len(places) == 1 else f"{place.name}{f' {earlier + 1}' if earlier else ''}/{own}"
+
+
+def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
+    """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes
+    few of the others."""
+    unique = sorted(
+        set(names),
+        key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest(),
+    )
+    return frozenset(unique[: min(MAX_HELD_OUT, max(1, round(share * len(unique))))])
+
+
+def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[Item, ...]:
+    """The items whose pixels are none of the held-out ones'; only files of equal sizes are read."""
+    sizes = {path.stat().st_size for item in held_out for path in item.pixel_paths}
+    digests = {file_digest(path) for item in held_out for path in item.pixel_paths}
+    return tuple(
+        item
+        for item in items
+        if not any(
+            path.stat().st_size in sizes and file_digest(path) in digests
+            for path in item.pixel_paths
+        )
+    )

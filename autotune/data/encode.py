@@ -6,35 +6,217 @@ only if something is missing. Samples of a small dataset come from memory, those
 the cache.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import cpu_offload
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from autotune.data.buckets import assign_buckets
-from autotune.data.cache import Cache, Tensors
+from autotune.data.batches import MicroBatch, assign_buckets
+from autotune.data.cache import (
+    Cache,
+    CacheEntry,
+    EncoderIdentity,
+    ItemEntries,
+    Tensors,
+    entry_key,
+    identify_encoders,
+    make_item_entries,
+)
 from autotune.data.dataset import Dataset, OnProgress
-from autotune.data.encoders import Encoders
-from autotune.data.entries import CacheEntry, ItemEntries, make_item_entries
 from autotune.data.items import Item, Problem, file_digest
-from autotune.data.masks import find_mask, loss_weights
-from autotune.data.pixels import CENTERING, open_image, to_rgb
+from autotune.data.pixels import CENTERING, open_image, open_mask, to_rgb
 from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.models.family import Sample
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.quantized_layers import quantize_inside
+from autotune.knobs.settings import encoder_precision, torch_dtype
+from autotune.models.family import Batch, Sample
 from autotune.models.resolve import ResolvedModel
+from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
-from autotune.system.memory import map_large_buffers
+from autotune.system.failures import is_out_of_memory
+from autotune.system.memory import map_large_buffers, release_memory
+from autotune.weights.files import DOWNLOAD_AGAIN
+from autotune.weights.stream import Transform, cast_as_loaded, load_component
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; the others are read from the cache for each
 batch."""
+
+
+class Encoders:
+    """Text encoders and VAE, loaded on first use, for the `device` that trains.
+
+    `caching` says where they run and how text encoders are stored, `settings` the precision of the
+    rest and the loader.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        caching: CachingSettings,
+        settings: Candidate,
+        device: torch.device,
+    ) -> None:
+        self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
+        self.dtype = torch_dtype(encoder_precision(settings.precision))
+        self.denoiser_dtype = torch_dtype(settings.precision)
+        """What the transformer that they serve computes in."""
+        self._pipeline: Any = None
+
+    @property
+    def text_settings(self) -> str:
+        """Settings besides the dtype that decide the values of an embedding; streaming does not."""
+        name, elsewhere = self.caching.text_encoder_quantization, self._unusual(self._text_device)
+        version = WEIGHT_FORMATS[name].storage_version
+        return ("" if name == "none" else name) + (f" {version}" if version > 1 else "") + elsewhere
+
+    def _unusual(self, device: torch.device) -> str:
+        """Another kind of device rounds otherwise."""
+        return "" if device.type == self.device.type else f" on {device.type}"
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        """Part of the keys of cache entries."""
+        return identify_encoders(
+            self.model.weights,
+            self.model.family,
+            settings=str(self.dtype).removeprefix("torch."),
+            text_settings=self.text_settings,
+            vae_settings=self._unusual(self.vae_device),
+            files=self.model.part_files,
+        )
+
+    @property
+    def _text_device(self) -> torch.device:
+        return self._device_at(self.caching.text_encoder_device)
+
+    @property
+    def vae_device(self) -> torch.device:
+        """Where pixels are encoded."""
+        return self._device_at(self.caching.vae_device)
+
+    def _device_at(self, place: str) -> torch.device:
+        return self.device if place == "training" else torch.device(place)
+
+    def load_pipeline(self, *, with_text: bool = True) -> Any:
+        """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders'
+        device.
+
+        Without text encoders, if they are not needed, it encodes pixels, on `vae_device`.
+        """
+        names = self.model.family.text_encoders  # which only serve `encode_prompt`
+        # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at
+        # control images.
+        vae_device = self.device if with_text else self.vae_device
+        if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
+            parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
+            parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
+            parts["vae"] = self.load_vae(vae_device)
+            pipeline = self.build_pipeline(torch_dtype=self.dtype, **parts)
+            pipeline.encode_prompt = run_on_device(
+                pipeline.encode_prompt, self._text_device, self.device
+            )
+            self._pipeline = pipeline
+        self._pipeline.vae.to(vae_device)
+        return self._pipeline
+
+    def build_pipeline(self, **parts: Any) -> Any:
+        """The stock pipeline with these components. Raises InvalidInput if one of its files is
+        damaged."""
+        folder = self.model.weights
+        try:
+            return self.model.family.load_pipeline(folder, **parts)
+        except Exception as error:  # tokenizers and schedulers raise anything for damaged files
+            if is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+            raise InvalidInput(
+                f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN
+            ) from error
+
+    def load_vae(self, device: torch.device) -> nn.Module:
+        """The pipeline's VAE if it is loaded, or else a new one on `device`."""
+        loaded = getattr(self._pipeline, "vae", None)
+        if loaded is not None:
+            return loaded  # type: ignore[no-any-return]
+        return self._load("vae", dtype=self.dtype, device=str(device), loader=self.loader)
+
+    def _load_text_encoder(self, name: str) -> nn.Module:
+        if self.caching.text_encoder_streamed:
+            return self.load_streamed(name, self.dtype)
+
+        def quantize(model: nn.Module) -> Transform | None:
+            lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+            blocks = (block for each in lists for block in each)  # those of any encoder
+            return quantize_inside(blocks, self.caching.text_encoder_quantization)
+
+        device = str(self._text_device)
+        return self._load(
+            name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize
+        )
+
+    def _load(self, name: str, **options: Any) -> nn.Module:
+        weights = self.model.part_files.get(name)
+        component: nn.Module = load_component(self.model.weights, name, weights=weights, **options)
+        return component
+
+    def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
+        """A component whose layers come to the device one by one, and turn to `dtype`, each time
+        they are called."""
+        # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
+        # them again.
+        component = self._load(name, dtype=dtype, casts=False)
+        cpu_offload(component, self.device, offload_buffers=True)
+        cast_as_loaded(
+            component, dtype
+        )  # on meta: each layer's weights turn to what stands in their place
+        return component
+
+    def release(self) -> None:
+        """Free everything, unless the plan keeps it loaded."""
+        if self.caching.residency == "release":
+            self._pipeline = None
+            release_memory()
+
+    def release_text(self) -> None:
+        """Free the text encoders alone, unless the plan keeps them loaded: pixels are encoded
+        without."""
+        if self.caching.residency == "release" and self._pipeline is not None:
+            for name in self.model.family.text_encoders:
+                setattr(self._pipeline, name, None)
+            release_memory()
+
+
+def run_on_device(
+    function: Callable[..., Any], device: torch.device, result_device: torch.device
+) -> Callable[..., Any]:
+    """Wrap a pipeline's `encode_prompt`: its arguments move to `device`, its results to
+    `result_device`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)
+        return move_tensors(function(*args, **kwargs), result_device)
+
+    return run
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`, inside tuples, lists and dictionaries too."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 @dataclass(frozen=True)
@@ -422,3 +604,103 @@ def open_pixels(
 def _open_rgb(path: Path) -> Image.Image:
     with open_image(path) as image:
         return to_rgb(image)
+
+
+def find_mask(
+    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, int]
+) -> tuple[str, Tensor]:
+    """The key and the mask of an item at the (height, width) of its latents: uint8, 255 where all
+    of the loss counts.
+
+    `path` is the mask's file, or the item's own for its alpha channel.
+
+    Raises:
+        OSError: a file cannot be read or decoded.
+    """
+    shape = (bucket.width_px, bucket.height_px)
+    is_alpha, digest = path == item.path, file_digest(path)
+    key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)
+    stored = cache.read(key)
+    if stored is not None:
+        return key, stored["mask"]
+    try:
+        mask = ImageOps.fit(
+            open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop]
+        )
+    except MemoryError:  # says nothing of the file
+        raise
+    except Exception as error:  # decoders raise anything for damaged files
+        raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
+    small = mask.resize(
+        (size[1], size[0]), Image.Resampling.BOX
+    )  # the mean over the pixels of each latent
+    tensor = torch.from_numpy(np.array(small))
+    cache.write(key, {"mask": tensor})
+    return key, tensor
+
+
+def loss_weights(
+    mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool
+) -> Tensor:
+    """Factors of the loss of one item, (1, 1, height, width): `floor` where its mask is black,
+    times its `weight`."""
+    if mask is None:
+        return torch.full((1, 1, *size), weight)
+    if flipped:
+        mask = mask.flip(-1)
+    return ((floor + (1 - floor) * mask.float() / 255) * weight)[None, None]
+
+
+EXTRA_BATCHES = 1
+"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
+
+
+@dataclass
+class BatchLoader:
+    """Iterable of collated micro-batches on the CPU, in the order of `batch_sampler`. Fields are
+    named as in torch's `DataLoader`.
+
+    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
+    raised in the loop.
+    """
+
+    dataset: EncodedDataset
+    batch_sampler: Iterable[MicroBatch]
+    collate_fn: Callable[[Sequence[Sample]], Batch]
+    num_workers: int = 1
+    """Threads that work ahead; with none the loop collates by itself."""
+    pin_memory: bool = False
+    """Copy into page-locked memory, for asynchronous transfer to a GPU."""
+    waited_seconds: float = 0.0
+    """Time that the loop has waited for batches; grows as they are taken."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        tasks = (partial(self._load, planned) for planned in self.batch_sampler)
+        if not self.num_workers:
+            yield from map(self._time, tasks)
+            return
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
+            queue = deque(
+                threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES)
+            )
+            try:
+                while queue:
+                    batch = self._time(queue.popleft().result)
+                    queue.extend(threads.submit(task) for task in islice(tasks, 1))
+                    yield batch
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+    def _time(self, load: Callable[[], Batch]) -> Batch:
+        started = time.perf_counter()
+        batch = load()
+        self.waited_seconds += time.perf_counter() - started
+        return batch
+
+    def _load(self, planned: MicroBatch) -> Batch:
+        batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
+        return (
+            {name: tensor.pin_memory() for name, tensor in batch.items()}
+            if self.pin_memory
+            else batch
+        )

@@ -1,5 +1,4 @@
-"""What the demo teaches the small world's model, a shape that it has never seen, and how well it
-has learned it."""
+"""The picture that the demo ends with: what was taught, then rows of prompts, before and after."""
 
 import json
 import random
@@ -9,20 +8,69 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
-from autotune.demo.judge import score_image
-from autotune.demo.picture import draw_picture
-from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, SIZE_PX, Scene, draw_centered
+from autotune.demo.world import (
+    COLORS,
+    GROUNDS,
+    KNOWN_SHAPES,
+    SIZE_PX,
+    Scene,
+    draw_centered,
+    score_image,
+)
 from autotune.models.registry import get_family
 from autotune.system.files import atomic_write, write_text_atomic
 from autotune.system.lazy import lazy_module
-from autotune.system.quiet import silence_progress_bars
+from autotune.system.process import silence_progress_bars
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
+import shutil
+
+from autotune.errors import InvalidInput
+
+SIDE_PX, SMALL_PX, GAP_PX, TEXT_PX, FONT_PX = 112, 64, 10, 190, 17
+PAPER, INK, MUTED = "#ffffff", "#202020", "#707070"
+BLOCK_PX = TEXT_PX + 2 * (SIDE_PX + GAP_PX) + GAP_PX
+"""Width of a prompt and its two images; there are two such blocks side by side."""
+
+
+def draw_picture(
+    taught: Sequence[Image.Image], rows: Sequence[tuple[str, Image.Image, Image.Image]]
+) -> Image.Image:
+    """A strip of the taught images, then prompts in two columns, each with the image before and
+    the one after."""
+    font = ImageFont.load_default(FONT_PX)
+    lines = -(-len(rows) // 2)
+    titles_at = 5 * GAP_PX + SMALL_PX
+    picture = Image.new(
+        "RGB", (2 * BLOCK_PX, titles_at + 3 * GAP_PX + lines * (SIDE_PX + GAP_PX)), PAPER
+    )
+    draw = ImageDraw.Draw(picture)
+
+    def put(image: Image.Image, left: int, top: int, side: int) -> None:
+        picture.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top))
+        draw.rectangle((left - 1, top - 1, left + side, top + side), outline="#dddddd")
+
+    draw.text(
+        (GAP_PX, GAP_PX // 2), f"taught with these {len(taught)} pictures", fill=MUTED, font=font
+    )
+    for number, image in enumerate(taught):
+        put(image, GAP_PX + number * (SMALL_PX + GAP_PX - 1), 3 * GAP_PX, SMALL_PX)
+    for number, (prompt, *images) in enumerate(rows):
+        left, down = number // lines * BLOCK_PX + GAP_PX, titles_at + 3 * GAP_PX
+        down += number % lines * (SIDE_PX + GAP_PX)
+        words = prompt.replace(" on a ", "\non a ").replace(" background", "\nbackground")
+        draw.text((left, down + SIDE_PX // 2 - 2 * FONT_PX), words, fill=INK, font=font)
+        for image, title in zip(images, ("before", "after"), strict=True):
+            place = left + TEXT_PX + (title == "after") * (SIDE_PX + GAP_PX)
+            draw.text((place, titles_at), title, fill=MUTED, font=font)
+            put(image, place, down, SIDE_PX)
+    return picture
+
 
 NEW_SHAPE = "heart"
 TAUGHT_COLORS, TAUGHT_GROUNDS = ("red", "blue", "green", "orange"), ("white", "gray", "black")
@@ -45,7 +93,7 @@ class ConceptFidelity:
     """How well prompts are followed that were in no training image: 0 not at all, 1 as well as the
     VAE can show.
 
-    The mean of `autotune.demo.judge.score_image`, divided by that of drawn scenes that went through
+    The mean of `autotune.demo.world.score_image`, divided by that of drawn scenes that went through
     the VAE.
 
     Example:
@@ -210,3 +258,50 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
     with atomic_write(result / "concept.png") as part:
         draw_picture([scene.draw() for scene in taught_scenes()], rows).save(part, format="PNG")
     return fidelity
+
+
+SMALL_WORLD = Path(__file__).with_name("small_world")
+"""The pretrained Qwen-Image pipeline; its README.md says what it can do."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Where the demo's material lies.
+
+    Example:
+        >>> demo = autotune.make_demo(Path("demo"))
+        >>> demo.model, demo.images
+    """
+
+    model: Path
+    images: Path
+    new_shape: str = NEW_SHAPE
+    """What the images teach."""
+    plan_options: tuple[str, ...] = PLAN_OPTIONS
+    """How `autotune plan` is to be asked for what the images teach."""
+
+
+def make_demo(output: Path) -> Demo:
+    """Write the data and the pipeline below `output`: a Qwen-Image that was pretrained on a small
+    world, twelve pictures of a shape that it has never seen, and some that it draws itself, to be
+    reminded of what it knows.
+
+    Raises:
+        InvalidInput: the folder is already in use.
+
+    Example:
+        >>> made = autotune.make_demo(Path("demo"))
+        >>> autotune.plan(str(made.model), made.images, resolution=64)
+    """
+    if output.exists() and any(output.iterdir()):
+        raise InvalidInput(
+            f"the folder {output} is not empty", hint="choose another with --output, or remove it"
+        )
+    model, images = output / "model", output / "images"
+    shutil.copytree(SMALL_WORLD, model)
+    taught, (known, *_) = taught_scenes(), known_scenes()
+    write_images(images, taught, [scene.draw() for scene in taught], repeats=TAUGHT_REPEATS)
+    captions = [scene.caption for scene in known]
+    drawn = sample_images(load_pipeline(model), captions, first_seed=0, guidance=OWN_GUIDANCE)
+    write_images(images / "known", known, drawn)
+    return Demo(model, images)

@@ -23,7 +23,7 @@ from autotune.machine.facts import PACKAGES
 from autotune.machine.memory import device_with_budget
 from autotune.plan.base import Frozen
 from autotune.plan.hardware import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
-from autotune.system.paths import shipped_path
+from autotune.system.files import shipped_path
 
 ASSUMED_HOST_BYTES = 64 * 2**30
 ASSUMED_VERSIONS = {

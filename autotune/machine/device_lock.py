@@ -27,7 +27,7 @@ from autotune.errors import AutotuneError
 from autotune.machine.nvidia import DriverSource
 from autotune.machine.system import Unavailable
 from autotune.plan.hardware import Device
-from autotune.system.paths import cache_path
+from autotune.system.files import cache_path
 
 SEARCH, RUN = "search", "training run"
 """What the lock file calls its holder."""

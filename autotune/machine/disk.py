@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from autotune.machine.system import Unavailable
 from autotune.machine.timing import Timings, time_calls
-from autotune.system.paths import cache_path
+from autotune.system.files import cache_path
 from autotune.weights.files import open_weights
 from autotune.weights.tensors import LOADERS
 

@@ -19,7 +19,7 @@ from autotune.machine.reader import Facts, Reader, integer, positive_number
 from autotune.machine.sources import RealSystem
 from autotune.machine.system import System
 from autotune.plan.hardware import Conditions, HardwareProfile, Rate
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from autotune.machine.reader import Reader
 from autotune.machine.sources import RealSystem
 from autotune.machine.system import System, Unavailable
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 Progress = Callable[[str], None]
 RATE_NOTES = ("not measured", "measuring ended", "noisy")

@@ -17,8 +17,7 @@ from autotune.machine.catalog import gpu_named, is_gpu_name, profile_of_gpu
 from autotune.machine.probing import RATE_NOTES, measure_rates, probe
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
-from autotune.system.files import read_bounded, write_text_atomic
-from autotune.system.paths import cache_path
+from autotune.system.files import cache_path, read_bounded, write_text_atomic
 
 MAX_PROFILE_BYTES = 4 << 20
 

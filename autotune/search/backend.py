@@ -15,7 +15,7 @@ from autotune.plan.workload import Workload
 from autotune.search.parity import check_parity
 from autotune.search.runner import ProcessTrialRunner
 from autotune.search.study import TrialFunction
-from autotune.share.matching import StoreMatches, find_matches
+from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
 
 

@@ -12,7 +12,7 @@ from autotune.machine.catalog import load_catalog
 from autotune.models.family import Family, PublishedModel
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
-from autotune.system.paths import shipped_path
+from autotune.system.files import shipped_path
 
 FILE = "predictions.json"
 """In the shipped folder: for each published model and GPU what its plan predicts, or null if

@@ -8,7 +8,7 @@ import os
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-from autotune.system.quiet import redirect_output
+from autotune.system.process import redirect_output
 
 
 def fork_server_context() -> ForkServerContext:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.errors import first_line
 from autotune.plan.trial import Outcome, TrialResult
-from autotune.system.resources import is_out_of_memory
+from autotune.system.failures import is_out_of_memory
 from autotune.train.monitor import SPILL_FACTOR
 from autotune.train.quality import QualityMissed
 

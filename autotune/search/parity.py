@@ -27,8 +27,7 @@ from autotune.plan.hardware import Capability, HardwareProfile
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.requests import Failure, GradientRequest, UpdateRequest
 from autotune.search.runner import ProcessTrialRunner
-from autotune.system.files import write_text_atomic
-from autotune.system.paths import data_path
+from autotune.system.files import data_path, write_text_atomic
 from autotune.system.version import __version__
 
 MAX_TEXT_TOKENS = 40

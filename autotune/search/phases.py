@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from autotune.data.cache import Cache
-from autotune.data.encode import open_pixels
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders, open_pixels
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.trial import TrialResult
 from autotune.search.outcomes import first_line_with_notes

@@ -75,11 +75,9 @@ from autotune.search.winner import (
     score_predictions,
     score_trials,
 )
-from autotune.share.matching import StoreMatches
-from autotune.share.warm_start import NO_WARM_START, WarmStart, build_warm_start
-from autotune.system.garbage import collect_rarely
-from autotune.system.paths import cache_path, data_path
-from autotune.system.signals import interrupt_on_signal
+from autotune.share.warm_start import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
+from autotune.system.files import cache_path, data_path
+from autotune.system.process import collect_rarely, interrupt_on_signal
 
 NO_MATCHES = StoreMatches(records=(), stale=(), refused=())
 FALLBACK = "rung"

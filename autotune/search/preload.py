@@ -13,7 +13,7 @@ import gc
 import sys
 from unittest import mock
 
-from autotune.system.quiet import silence_libraries, silence_progress_bars
+from autotune.system.process import silence_libraries, silence_progress_bars
 
 silence_libraries()
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from autotune.data.dataset import Dataset
-from autotune.data.held_out import SplitDataset, read_split
-from autotune.data.options import make_options
+from autotune.data.dataset import Dataset, SplitDataset, read_split
+from autotune.data.items import make_options
 from autotune.errors import InvalidInput
 from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext

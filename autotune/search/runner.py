@@ -33,8 +33,8 @@ from autotune.search.fork_server import fork_server_context
 from autotune.search.outcomes import TimedTrial, find_spill, pruning_threshold
 from autotune.search.requests import Failure, RehearsalRequest, TrialRequest
 from autotune.search.worker import MemoryLimits, serve
-from autotune.system.quiet import redirect_output
-from autotune.system.scratch import make_scratch_folder
+from autotune.system.files import make_scratch_folder
+from autotune.system.process import redirect_output
 from autotune.train.watchdog import POLL_SECONDS, Watchdog
 
 NUM_STEADY_STEPS = 3

@@ -27,7 +27,7 @@ from autotune.search.backend import PlannerBackend
 from autotune.search.expectation import build_expectation, planned_hardware
 from autotune.search.study import TrialFunction, search_cost_seconds
 from autotune.search.winner import choose_winner, score_trials
-from autotune.system.launching import started_by_launcher
+from autotune.system.process import started_by_launcher
 from autotune.train.fit import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"

@@ -29,7 +29,7 @@ from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
 from autotune.search.residual import ResidualSearch, best_seconds
-from autotune.system.urls import ESCAPE_CHARACTERS, quote_error
+from autotune.system.files import ESCAPE_CHARACTERS, quote_error
 
 TrialFunction = Callable[[Candidate], TrialResult]
 """Tries a candidate for a few steps."""

@@ -31,9 +31,15 @@ from autotune.share.record import (
     build_record,
     parse_record,
 )
-from autotune.system.files import atomic_write
-from autotune.system.paths import data_path, shipped_path
-from autotune.system.urls import ESCAPE_CHARACTERS, SCHEME, describe_url, quote_error
+from autotune.system.files import (
+    ESCAPE_CHARACTERS,
+    SCHEME,
+    atomic_write,
+    data_path,
+    describe_url,
+    quote_error,
+    shipped_path,
+)
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 """Path of a record inside a store; no other path is ever read or written."""

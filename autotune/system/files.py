@@ -1,17 +1,28 @@
 """Writes files atomically, so that what readers look for is never half written; reads untrusted
 ones within limits."""
 
+import contextlib
 import errno
+import fcntl
 import os
+import platform
+import re
 import secrets
+import shutil
 import stat
+import tempfile
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import unquote
+
+import platformdirs
 
 from autotune.errors import InvalidInput
-from autotune.system.urls import SCHEME
 
 PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 """Pattern for files that `atomic_write` was writing when its process was killed."""
@@ -112,3 +123,123 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_path(*parts: str) -> Path:
+    """A path in the user's cache folder: what lies there can be computed again."""
+    return platformdirs.user_cache_path("autotune").joinpath(*parts)
+
+
+def data_path(*parts: str) -> Path:
+    """A path in the user's data folder: what lies there would be lost work."""
+    return platformdirs.user_data_path("autotune").joinpath(*parts)
+
+
+def shipped_path(*parts: str) -> Path:
+    """A path in `profiles/`, which ships with autotune: the catalog of GPUs, and shared records."""
+    return Path(str(files("autotune") / "profiles")).joinpath(*parts)
+
+
+PREFIX = "autotune-scratch-"
+MIN_AGE_SECONDS = 60.0
+"""A folder that is younger may not be locked yet."""
+
+
+def make_scratch_folder(purpose: str) -> "tempfile.TemporaryDirectory[str]":
+    """A new folder in the system's temporary one, for as long as this process, or a `with` block,
+    lasts.
+
+    The process holds a lock on it, which the system drops however the process dies. Process ids
+    would not do: containers that share a temporary folder see other ids. Other hosts may share one
+    whose locks do not reach them: only this host's folders are removed.
+    """
+    own = f"{PREFIX}{platform.node()}-"
+    _sweep(Path(tempfile.gettempdir()), own)
+    folder = tempfile.TemporaryDirectory(prefix=f"{own}{purpose}-", ignore_cleanup_errors=True)
+    descriptor = os.open(folder.name, os.O_RDONLY)
+    weakref.finalize(folder, os.close, descriptor)
+    _try_lock(descriptor)
+    return folder
+
+
+def _sweep(place: Path, own: str) -> None:
+    """Remove this user's folders that no process holds, of those whose names begin with `own`."""
+    for path in place.glob(f"{own}*"):
+        with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+            _remove_abandoned(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        is_old = found.st_mtime < time.time() - MIN_AGE_SECONDS
+        if is_old and found.st_uid == os.getuid() and _try_lock(descriptor):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Whether nobody else holds the lock; then this process does, until the descriptor is
+    closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
+
+
+URL = re.compile(
+    r"(?P<origin>[A-Za-z][\w+.-]*://)(?:(?P<login>[^@/?#;\\]*)@)?(?P<place>[^@?#;\\]*)(?P<rest>[?#;][^@]*)?"
+)
+"""A URL in which each character can have one meaning only."""
+SCHEME = re.compile(r"[A-Za-z][\w+.-]+:[/\\]")
+"""Beginning of a URL, or of what was meant to be one."""
+ESCAPE_CHARACTERS = (
+    "inside a name or a password write @ as %40, / as %2F, ? as %3F, # as %23 and ; as %3B"
+)
+
+
+def is_clear_url(url: str) -> bool:
+    """Whether it is certain which part of the URL is a password."""
+    return URL.fullmatch(url) is not None
+
+
+def describe_url(url: str) -> str:
+    """The URL with `***` for its login and for all that follows `?`, `#` or `;`; its scheme
+    alone if it is unclear."""
+    parts = URL.fullmatch(url)
+    if parts is None:
+        origin = URL.match(url)
+        return f"{origin['origin'] if origin else ''}***"
+    login = "" if parts["login"] is None else "***@"
+    return f"{parts['origin']}{login}{parts['place']}{'***' if parts['rest'] else ''}"
+
+
+def quote_error(error: BaseException, url: str | None = None) -> str:
+    """What a library says, in one printable line; not what repeats a secret of `url`, or if that
+    is unclear."""
+    text = " ".join(
+        "".join(letter if letter.isprintable() else " " for letter in str(error)).split()
+    )
+    secrets = _secrets_in(url) if url else set()
+    if secrets is None or any(
+        re.search(rf"(?<!\w){re.escape(secret)}(?!\w)", text) for secret in secrets
+    ):
+        return "what it says is not shown because it may repeat a password"
+    return text[:300]
+
+
+def _secrets_in(url: str) -> set[str] | None:
+    """What nobody else may read; None if that is unclear."""
+    parts = URL.fullmatch(url)
+    if parts is None:
+        return None
+    login, rest = parts["login"] or "", parts["rest"] or ""
+    secrets = {
+        login.partition(":")[2] or login,
+        *(pair.rpartition("=")[2] for pair in re.split("[?#;&]", rest)),
+    }
+    secrets |= {unquote(secret) for secret in secrets}
+    return (secrets | {word for secret in secrets for word in re.findall(r"\w{4,}", secret)}) - {""}

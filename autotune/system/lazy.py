@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from autotune.system.garbage import collect_rarely
+from autotune.system.process import collect_rarely
 
 
 def lazy_exports(
@@ -51,6 +51,13 @@ def lazy_exports(
                 importlib.import_module(module)
         return getattr(importlib.import_module(module), original)
 
+    class Face(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            # Importing a package inside binds it here: `autotune.plan` is to stay the function.
+            if not (name in homes and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Face
     return get, lambda: names, names
 
 

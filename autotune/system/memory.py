@@ -19,7 +19,7 @@ from typing import TypeVar
 import psutil
 import torch
 
-from autotune.system.quiet import redirect_output
+from autotune.system.process import redirect_output
 
 T = TypeVar("T")
 

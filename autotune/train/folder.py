@@ -12,18 +12,17 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data.dataset import Dataset
-from autotune.data.entries import ItemEntries
+from autotune.data.cache import ItemEntries
+from autotune.data.dataset import Dataset, list_places
 from autotune.data.items import Item
-from autotune.data.sources import list_places
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.plan.base import digest_of
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan, write_plan
 from autotune.plan.run import RunReport
+from autotune.system.failures import require_free_disk
 from autotune.system.files import PART_FILES
-from autotune.system.resources import require_free_disk
 from autotune.train.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
 
 LOCK_FILE = ".lock"

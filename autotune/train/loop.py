@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from autotune.data.batches import BatchOrder
-from autotune.data.encode import EncodedDataset
-from autotune.data.loader import BatchLoader
+from autotune.data.encode import BatchLoader, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.events import Notice, StepFinished
 from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
+from autotune.system.failures import is_out_of_memory
 from autotune.system.memory import measure_peak_memory, release_memory
-from autotune.system.resources import is_out_of_memory
-from autotune.system.signals import catch_stop_signals
+from autotune.system.process import catch_stop_signals
 from autotune.train.checkpoint import Checkpoint
 from autotune.train.context import RunContext
 from autotune.train.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention

@@ -25,7 +25,7 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import QuantizationError
 from autotune.plan.workload import Workload
-from autotune.system.paths import cache_path
+from autotune.system.files import cache_path
 from autotune.train.quality import ErrorMeter, require_quality
 from autotune.train.sharding import shard_on_arrival
 from autotune.weights.files import WeightSource

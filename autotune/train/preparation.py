@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data.held_out import SplitDataset, read_split
-from autotune.data.options import make_options
+from autotune.data.dataset import SplitDataset, read_split
+from autotune.data.items import make_options
 from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.optimizer import check_options, optimizer_bytes
@@ -28,7 +28,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import with_job
 from autotune.plan.workload import Workload
-from autotune.system.launching import current_launch
+from autotune.system.process import current_launch
 from autotune.train.adapter_file import starting_values
 from autotune.train.checkpoint import require_same_weights
 from autotune.train.describe import (

@@ -22,10 +22,9 @@ from PIL.PngImagePlugin import PngInfo
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotune.data.cache import Cache, entry_key
-from autotune.data.encoders import Encoders, move_tensors
-from autotune.data.entries import EncoderIdentity, make_prompt_entry
-from autotune.data.files import has_video_decoder
+from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
+from autotune.data.captions import has_video_decoder
+from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs.modulation_ahead import find_modulation_ahead
@@ -33,9 +32,9 @@ from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
+from autotune.system.failures import is_out_of_memory
 from autotune.system.files import atomic_write
 from autotune.system.memory import map_large_buffers, release_memory
-from autotune.system.resources import is_out_of_memory
 from autotune.system.version import __version__
 from autotune.weights.adapters import read_adapter
 

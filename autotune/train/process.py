@@ -12,9 +12,7 @@ from autotune.errors import Preempted
 from autotune.events import Event, event_line
 from autotune.plan.plan_file import read_plan
 from autotune.system.failures import error_line, explain_error
-from autotune.system.launching import current_launch
-from autotune.system.process import prepare_process
-from autotune.system.quiet import silence_progress_bars
+from autotune.system.process import current_launch, prepare_process, silence_progress_bars
 
 
 def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:

@@ -31,7 +31,7 @@ from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.machine.probing import probe
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import PlannedHardware, TrainingPlan
-from autotune.system.launching import MAX_JOIN_SECONDS, current_launch
+from autotune.system.process import MAX_JOIN_SECONDS, current_launch
 from autotune.train.fit import memory_misfits
 from autotune.train.sharding import num_shards_of
 

@@ -12,8 +12,7 @@ import torch
 from PIL.Image import Image
 
 from autotune.data.cache import Cache, MemoryCache
-from autotune.data.encode import EncodedDataset, encode_dataset, list_entries
-from autotune.data.encoders import Encoders
+from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
 from autotune.knobs.settings import configure_allocator, torch_dtype
@@ -23,9 +22,9 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import JOULES_PER_KWH, TrainingPlan
 from autotune.plan.run import AdapterVerdict, RunReport
+from autotune.system.failures import is_out_of_memory, reraise_disk_full, reraise_oom
 from autotune.system.files import write_text_atomic
-from autotune.system.resources import is_out_of_memory, reraise_disk_full, reraise_oom
-from autotune.system.signals import preempt_on_signal
+from autotune.system.process import preempt_on_signal
 from autotune.train.adapter_file import export_trained, judge_adapter, save_trained, start_from
 from autotune.train.checkpoint import Checkpoints, require_same_run
 from autotune.train.context import RunContext

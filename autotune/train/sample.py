@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from autotune.data.cache import Cache
-from autotune.data.encoders import Encoders
-from autotune.data.files import has_video_decoder
+from autotune.data.captions import has_video_decoder
+from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.knobs.block_swap import Swapping
@@ -19,8 +19,8 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan
 from autotune.plan.workload import Bucket
+from autotune.system.failures import reraise_oom
 from autotune.system.files import require_writable
-from autotune.system.resources import reraise_oom
 from autotune.train.files import ADAPTER_FILE
 from autotune.train.model import load_transformer
 from autotune.train.preview import Preview, PreviewSampler, save_clip, save_image

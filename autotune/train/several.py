@@ -15,8 +15,8 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import write_plan
 from autotune.plan.run import RunReport
 from autotune.system.failures import error_from
-from autotune.system.launching import launch
-from autotune.system.scratch import make_scratch_folder
+from autotune.system.files import make_scratch_folder
+from autotune.system.process import launch
 from autotune.train.files import checkpoints_of
 
 REPORT = '{"report": '

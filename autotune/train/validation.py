@@ -23,7 +23,7 @@ from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.run import ValidationResult
-from autotune.system.resources import is_out_of_memory
+from autotune.system.failures import is_out_of_memory
 from autotune.train.context import RunContext
 from autotune.train.model import TrainingModel, eager_eval
 from autotune.train.modulation import collect_conditionings, pick_inputs

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from autotune.errors import first_line
-from autotune.system.resources import require_free_disk
+from autotune.system.failures import require_free_disk
 from autotune.weights.files import (
     PICKLES,
     PIPELINE_INDEX,

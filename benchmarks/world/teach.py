@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from autotune.demo.folders import SMALL_WORLD
 from autotune.demo.lesson import (
     NEW_SHAPE,
     OWN_GUIDANCE,
+    SMALL_WORLD,
     TAUGHT_REPEATS,
     known_scenes,
     load_pipeline,

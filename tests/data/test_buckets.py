@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.data.buckets import (
+from autotune.data.batches import (
     MAX_ASPECT_RATIO,
     assign_buckets,
     choose_bucket_size,

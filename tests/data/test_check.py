@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.data.check import DataReport, check_dataset
-from autotune.data.options import DatasetOptions
+from autotune.data.items import DatasetOptions
 from tests.conftest import autotune_here
 from tests.data.pictures import write_pictures
 

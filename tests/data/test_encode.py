@@ -13,13 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from autotune.data.buckets import make_buckets
-from autotune.data.cache import Cache
+from autotune.data.batches import make_buckets
+from autotune.data.cache import Cache, EncoderIdentity, identify_encoders
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
-from autotune.data.encoders import Encoders
-from autotune.data.entries import EncoderIdentity, identify_encoders
-from autotune.data.options import DatasetOptions
+from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, open_pixels
+from autotune.data.items import DatasetOptions
 from autotune.errors import AutotuneError
 from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model

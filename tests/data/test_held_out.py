@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.data.held_out import SplitDataset, read_split
-from autotune.data.options import DatasetOptions
+from autotune.data.dataset import SplitDataset, read_split
+from autotune.data.items import DatasetOptions
 from autotune.errors import InvalidInput
 from tests.data.pictures import write_pictures
 

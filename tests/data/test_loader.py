@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autotune.data.batches import BatchOrder
-from autotune.data.loader import BatchLoader
+from autotune.data.encode import BatchLoader
 from autotune.errors import AutotuneError
 from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage

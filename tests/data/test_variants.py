@@ -11,13 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from autotune.data.batches import BatchOrder
-from autotune.data.buckets import make_buckets
-from autotune.data.cache import Cache, MemoryCache
+from autotune.data.batches import BatchOrder, make_buckets
+from autotune.data.cache import Cache, EncoderIdentity, MemoryCache
 from autotune.data.dataset import read_dataset
 from autotune.data.encode import EncodedDataset, encode_dataset
-from autotune.data.entries import EncoderIdentity
-from autotune.data.options import DatasetOptions
+from autotune.data.items import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.models.family import denoising_loss
 from autotune.models.noise import FLOW_MATCHING

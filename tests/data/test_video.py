@@ -10,7 +10,7 @@ from PIL import Image
 
 from autotune.data.dataset import read_dataset, scan_dataset
 from autotune.data.encode import open_pixels
-from autotune.data.options import DatasetOptions
+from autotune.data.items import DatasetOptions
 from autotune.data.video import ClipSpan, choose_spans, read_clip, read_facts
 from tests.data.pictures import STEP, picture, write_video
 

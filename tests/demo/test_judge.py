@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from autotune.demo.judge import Reading, read_image, score_image
 from autotune.demo.lesson import known_scenes, taught_scenes, unseen_scenes
 from autotune.demo.world import (
     COLORS,
@@ -15,8 +14,11 @@ from autotune.demo.world import (
     KNOWN_SHAPES,
     NEW_SHAPES,
     SIZE_PX,
+    Reading,
     Scene,
     draw_centered,
+    read_image,
+    score_image,
 )
 
 SHAPES = (*KNOWN_SHAPES, *NEW_SHAPES)

@@ -12,8 +12,13 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors import safe_open
 
-from autotune.demo.folders import SMALL_WORLD
-from autotune.demo.lesson import ConceptFidelity, judge_lesson, taught_scenes, write_images
+from autotune.demo.lesson import (
+    SMALL_WORLD,
+    ConceptFidelity,
+    judge_lesson,
+    taught_scenes,
+    write_images,
+)
 from autotune.demo.world import KNOWN_SHAPES, draw_centered
 from tests.conftest import Journey, autotune_here
 

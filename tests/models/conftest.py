@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from autotune.models.registry import FAMILIES
-from autotune.system.quiet import silence_libraries, silence_progress_bars
+from autotune.system.process import silence_libraries, silence_progress_bars
 from tests.models.small import make_small
 
 

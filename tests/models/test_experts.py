@@ -12,7 +12,7 @@ from peft import get_peft_model_state_dict
 from autotune.api import plans
 from autotune.cost.memory import resident_of
 from autotune.cost.predict import CostModel
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
 from autotune.models.noise import FlowMatching

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.cost.predict import CostModel
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.models.family import count_tokens
 from autotune.models.registry import FAMILIES

@@ -29,9 +29,14 @@ from autotune.search.backend import PlannerBackend
 from autotune.search.problem import PlanningProblem
 from autotune.search.request import PlanRequest
 from autotune.search.study import TrialFunction
-from autotune.share.matching import MatchedRecord, StoreMatches, compare, usable_trials
 from autotune.share.record import Record
-from autotune.share.warm_start import build_warm_start
+from autotune.share.warm_start import (
+    MatchedRecord,
+    StoreMatches,
+    build_warm_start,
+    compare,
+    usable_trials,
+)
 from autotune.train.describe import WorkloadOverrides
 from tests import builders
 

@@ -13,7 +13,7 @@ from autotune.plan.workload import OptimizerChoice
 from autotune.search.elsewhere import FILE, catalog_predictions
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest, build_job, request_from
-from autotune.system.paths import shipped_path
+from autotune.system.files import shipped_path
 from tests.report.page.pages import golden_plan
 
 KNOWN = json.loads(shipped_path(FILE).read_text())["models"]

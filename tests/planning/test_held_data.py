@@ -9,9 +9,8 @@ from PIL import Image
 from autotune.cost.predict import CostModel
 from autotune.data.cache import MemoryCache
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import encode_dataset
-from autotune.data.encoders import Encoders
-from autotune.data.options import make_options
+from autotune.data.encode import Encoders, encode_dataset
+from autotune.data.items import make_options
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.search.expectation import held_data_bytes

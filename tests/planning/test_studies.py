@@ -21,8 +21,7 @@ from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
 from autotune.search.request import PlanRequest
 from autotune.search.study import open_study
-from autotune.system.paths import data_path
-from autotune.system.scratch import make_scratch_folder
+from autotune.system.files import data_path, make_scratch_folder
 from autotune.train.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to

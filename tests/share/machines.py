@@ -19,9 +19,9 @@ from autotune.search.backend import PlannerBackend
 from autotune.search.planner import make_plan
 from autotune.search.problem import PlanningProblem
 from autotune.search.request import PlanRequest
-from autotune.share.matching import StoreMatches, find_matches
 from autotune.share.record import Record, build_record
 from autotune.share.store import Store
+from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
 from tests import builders
 from tests.builders import GIB, trial

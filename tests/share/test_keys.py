@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.share.matching import compare, compare_machine, usable_trials
+from autotune.share.warm_start import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
 from tests.share.examples import TRIALS, machine, rate, record
 

@@ -15,9 +15,8 @@ import pytest
 from autotune.plan.plan import FrozenPart
 from autotune.plan.plan_file import read_plan
 from autotune.plan.trial import Residual, TrialResult
-from autotune.share.matching import find_matches
 from autotune.share.record import Record
-from autotune.share.warm_start import NOISY_TIME_TOLERANCE, find_mismatch
+from autotune.share.warm_start import NOISY_TIME_TOLERANCE, find_matches, find_mismatch
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import FormulaCostModel, by_formula

@@ -17,7 +17,6 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import Capability, HardwareProfile, Provenance, Versions
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import ModelSpec
-from autotune.share.matching import compare_machine, usable_trials
 from autotune.share.record import (
     MAX_RECORD_BYTES,
     MAX_TRIALS,
@@ -28,6 +27,7 @@ from autotune.share.record import (
     name_of,
     parse_record,
 )
+from autotune.share.warm_start import compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
 from tests.share.examples import DAY, TRIALS, machine, plan, record
 

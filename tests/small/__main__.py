@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from autotune.system.quiet import silence_libraries
+from autotune.system.process import silence_libraries
 
 silence_libraries()
 

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import InvalidInput
-from autotune.system.launching import Launch, adopt_launch, launch
+from autotune.system.process import Launch, adopt_launch, launch
 
 
 def launched(run_id: str = "none", **changes: object) -> dict[str, str]:

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 A_FORK = """
 import os, torch
-from autotune.runtime.memory import host_peak_bytes
+from autotune.system.memory import host_peak_bytes
 print(host_peak_bytes(), flush=True)
 if os.fork() == 0:
     print(host_peak_bytes(), flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.system.scratch import MIN_AGE_SECONDS, make_scratch_folder
+from autotune.system.files import MIN_AGE_SECONDS, make_scratch_folder
 
 
 @pytest.fixture(autouse=True)

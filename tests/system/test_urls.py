@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.system.urls import describe_url, is_clear_url, quote_error
+from autotune.system.files import describe_url, is_clear_url, quote_error
 
 SECRET = "hunter2"
 

@@ -11,8 +11,7 @@ import torch
 
 from autotune.data.cache import Cache
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import EncodedDataset, encode_dataset
-from autotune.data.encoders import Encoders
+from autotune.data.encode import EncodedDataset, Encoders, encode_dataset
 from autotune.events import StepFinished
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import CachingSettings

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data.dataset import read_dataset
-from autotune.data.options import make_options
+from autotune.data.items import make_options
 from autotune.events import StepFinished
 from autotune.machine.probing import probe
 from autotune.models.resolve import resolve_model

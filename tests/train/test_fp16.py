@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError
 from autotune.events import StepFinished
 from autotune.knobs.settings import ROUNDING

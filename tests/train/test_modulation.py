@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from autotune.data.cache import Cache
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import encode_dataset
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders, encode_dataset
 from autotune.events import StepFinished
 from autotune.knobs import modulation
 from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.system import memory
+from autotune.system.failures import reraise_oom
 from autotune.system.memory import library_bytes, resident_bytes
-from autotune.system.resources import reraise_oom
 from autotune.train.metrics import read_metrics
 from autotune.train.monitor import (
     NUM_WINDOWS,

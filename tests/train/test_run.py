@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.events import StepFinished
 from autotune.plan.candidate import CachingSettings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.data.encoders import Encoders
+from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.trial import TrialResult

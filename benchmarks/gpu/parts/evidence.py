@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from autotune.system.quiet import silence_libraries, silence_progress_bars
+from autotune.system.process import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
