@@ -81,11 +81,15 @@ if TYPE_CHECKING:
     from autotune.plan.run import RunReport
     from autotune.plan.trial import TrialResult
     from autotune.plan.workload import ModelSpec, Workload
-    from autotune.search.comparison import ComparedGpu, Comparison
-    from autotune.search.elsewhere import CatalogPrediction, NoGpu
+    from autotune.search.comparison import (
+        CatalogPrediction,
+        ComparedGpu,
+        Comparison,
+        ModelSummary,
+        NoGpu,
+    )
     from autotune.search.fork_server import warm_up
     from autotune.search.planner import PlanInterrupted
-    from autotune.search.published_models import ModelSummary
     from autotune.search.space import SearchSpace
     from autotune.share.record import Record
     from autotune.share.store import Transfer

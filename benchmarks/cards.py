@@ -17,7 +17,7 @@ silence_libraries()
 
 from autotune.errors import NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.search.elsewhere import FILE
+from autotune.search.comparison import FILE
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest
 from autotune.system.files import shipped_path, write_text_atomic

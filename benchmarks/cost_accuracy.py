@@ -31,9 +31,8 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
 from autotune.machine.probing import probe
 from autotune.machine.rates import Meter, kernel_names
-from autotune.models.family import Family
+from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES
-from autotune.models.resolve import build_on_meta
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, Rate

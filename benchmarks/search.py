@@ -28,7 +28,7 @@ from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, tab
 from autotune.cost.predict import BLOCK_NUMBERS
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
-from autotune.search.residual import ResidualSearch
+from autotune.search.next import ResidualSearch
 from autotune.search.study import SearchLimits, run_search
 
 AFTER = (4, 8, 12)

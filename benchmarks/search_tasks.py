@@ -27,8 +27,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Workload
-from autotune.search.mixtures import with_mixtures
-from autotune.search.space import SearchSpace, build_search_space
+from autotune.search.space import SearchSpace, build_search_space, with_mixtures
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)

@@ -25,7 +25,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import Estimate
-from autotune.search.backend import PlannerBackend
+from autotune.search.problem import PlannerBackend
 from autotune.search.request import ResolvedRequest
 
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")

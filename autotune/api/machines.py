@@ -22,8 +22,7 @@ from autotune.machine.store import NOT_SAVED, cached_profile, hardware_named
 from autotune.models.registry import find_published
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
-from autotune.search.elsewhere import NoGpu
-from autotune.search.published_models import ModelSummary, summarize_models
+from autotune.search.comparison import ModelSummary, NoGpu, summarize_models
 
 
 def list_gpus() -> tuple[CatalogGpu, ...]:

@@ -20,7 +20,7 @@ from autotune.plan.job import DataPlace, Job, JobOverrides, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
 from autotune.plan.run import RunReport
-from autotune.search.sealing import measured_here
+from autotune.search.arrival import measured_here
 from autotune.system.files import cache_path
 from autotune.system.process import Launch, adopt_launch, silence_progress_bars, started_by_launcher
 from autotune.train.fit import hardware_misfits, require_fit

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from autotune.models.resolve import FetchedModel
     from autotune.plan.hardware import Capability, HardwareProfile, Rate
     from autotune.plan.prediction import Estimate
-    from autotune.search.comparison import ComparedGpu, Comparison
-    from autotune.search.elsewhere import NoGpu
-    from autotune.search.published_models import ModelSummary
+    from autotune.search.comparison import ComparedGpu, Comparison, ModelSummary, NoGpu
     from autotune.weights.tensors import FileSummary, TensorSummary
 
 ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."

@@ -1,16 +1,21 @@
 """What the same job would take on several GPUs, from the plan that is predicted for each: pure."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 from pydantic import computed_field
 
-from autotune.machine.catalog import CatalogGpu
-from autotune.models.family import Parts
+from autotune.errors import NothingFits
+from autotune.machine.catalog import CatalogGpu, load_catalog
+from autotune.models.family import Family, Parts, PublishedModel
+from autotune.models.registry import FAMILIES
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.search.study import SearchLimits
+from autotune.system.files import shipped_path
 
 BYTES_PER_PARAMETER = 2
 """Bytes of a published weight, in bf16."""
@@ -168,4 +173,170 @@ def select_gpus(
     return (
         *sorted(fitting, key=lambda one: (*rank(one), one.gpu)),
         *sorted(others, key=lambda one: one.gpu),
+    )
+
+
+FILE = "predictions.json"
+"""In the shipped folder: for each published model and GPU what its plan predicts, or null if
+nothing fits."""
+
+
+class CatalogPrediction(Frozen):
+    """What a plan of a model for one GPU predicts, with the family's defaults.
+
+    Example:
+        >>> [(model.name, model.prediction) for model in autotune.list_models("4090")]
+    """
+
+    gpu: str
+    """Its name in the catalog."""
+    memory_gb: float
+    """Nominal memory of the card."""
+    step_seconds: float | None = None
+    """Time of an optimizer step; None if nothing fits."""
+    time_uncertainty: float | None = None
+    """Standard error of `step_seconds`, as a share of it."""
+    run_memory_bytes: int | None = None
+    """Run memory: of the phase that needs most."""
+    settings: Candidate | None = None
+
+
+class NoGpu(NothingFits):
+    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs
+    it fits.
+
+    Example:
+        >>> try:
+        ...     autotune.require_gpu("qwen-image")
+        ... except autotune.NoGpu as error:
+        ...     print([each.gpu for each in error.elsewhere if each.step_seconds is not None])
+    """
+
+    model: str = ""
+    family: str = ""
+    gpu: str = "NAME"
+    """The smallest that it fits."""
+    elsewhere: tuple[CatalogPrediction, ...] = ()
+
+    @classmethod
+    def build(cls, family: Family, model: PublishedModel) -> "NoGpu":
+        """The error for a family's published model; it names the smallest GPU that it fits."""
+        name = model.name or family.name
+        predictions = catalog_predictions(name)
+        fitting = [each for each in predictions if each.step_seconds is not None]
+        smallest = min(
+            fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None
+        )
+        gpu = smallest.gpu if smallest else cls.gpu
+        error = cls(
+            f"{model.hub_id} cannot be tried here: this machine has no GPU",
+            hint=cls.advice(f"autotune plan --hardware {gpu}, with otherwise the same options"),
+        )
+        error.model, error.family, error.gpu, error.elsewhere = name, family.name, gpu, predictions
+        return error
+
+    @staticmethod
+    def advice(command: str) -> str:
+        """The hint with a command."""
+        return f"plan for a GPU by name: {command}  (all: autotune probe --list)"
+
+
+@cache
+def _read_file() -> dict[str, dict[str, dict[str, object] | None]]:
+    found: dict[str, dict[str, dict[str, object] | None]] = json.loads(
+        shipped_path(FILE).read_text()
+    )["models"]
+    return found
+
+
+@cache
+def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
+    """For every GPU of the catalog, the fastest first and those that the model does not fit
+    last; empty if unknown."""
+    known = _read_file().get(model, {})
+    predictions = (
+        CatalogPrediction.model_validate(
+            {"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})}
+        )
+        for gpu in load_catalog()
+        if gpu.id in known
+    )
+    return tuple(
+        sorted(predictions, key=lambda each: (each.step_seconds or float("inf"), each.gpu))
+    )
+
+
+LEVERS: Mapping[str, str] = {
+    "modulation": "modulation ahead",
+    "norm_rope": "fused norm and RoPE",
+    "selective_blocks": "kept attention",
+    "swapped_blocks": "block swap",
+    "quantization": "quantized weights",
+    "compile": "compiled blocks",
+}
+"""What people call them, by knob."""
+
+
+def missing_levers(family: Family) -> dict[str, str]:
+    """The reason for each lever that the family lacks, by what people call the lever."""
+    return {
+        title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded
+    }
+
+
+class ModelSummary(Frozen):
+    """A published model that autotune knows by name.
+
+    Example:
+        >>> [(model.name, model.license) for model in autotune.list_models() if model.kind == "video"]
+    """
+
+    name: str
+    """What `--model` takes; the hub id does as well."""
+    family: str
+    hub_id: str
+    kind: Literal["image", "edit", "video"]
+    """What it makes: images, images of control images, or clips, which images train as well."""
+    num_parameters: int | None
+    """Number of parameters of the transformer; None if the family does not state it."""
+    is_verified: bool
+    """Whether the transformer that is built without its files was compared with the published
+    one."""
+    license: str
+    """License that its card names; empty if that is not known."""
+    note: str
+    """What whoever trains it should know."""
+    levers: tuple[str, ...]
+    """What it has of the settings that spare memory or time."""
+    missing_levers: Mapping[str, str]
+    """Why it lacks the other settings."""
+    prediction: CatalogPrediction | None = None
+    """What the GPU that was asked for is predicted to do with the family's defaults; None if
+    that was not computed."""
+
+    @classmethod
+    def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
+        """Summarize a model for the GPU of that name in the catalog."""
+        name, missing = model.name or family.name, missing_levers(family)
+        return cls(
+            name=name,
+            family=family.name,
+            hub_id=model.hub_id,
+            kind=family.kind,
+            num_parameters=model.num_parameters or None,
+            is_verified=bool(model.source),
+            license=model.license,
+            note=model.note,
+            levers=tuple(title for title in LEVERS.values() if title not in missing),
+            missing_levers=missing,
+            prediction=next((each for each in catalog_predictions(name) if each.gpu == gpu), None),
+        )
+
+
+def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
+    """All published models, family by family; `gpu` is a name in the catalog."""
+    return tuple(
+        ModelSummary.build(family, model, gpu)
+        for family in FAMILIES.values()
+        for model in family.models
     )

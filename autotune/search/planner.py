@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import optuna
 
-from autotune.errors import InvalidInput
 from autotune.events import (
     CandidatesPredicted,
     Notice,
@@ -35,27 +34,15 @@ from autotune.plan.plan import FrozenPart, TrainingPlan
 from autotune.plan.plan_file import parse_plan, seal
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import Residual, TrialResult
-from autotune.search.alternatives import advise_larger_batch, suggest_relaxation
-from autotune.search.backend import PlannerBackend
-from autotune.search.compiling import explain_compile, try_compiled
-from autotune.search.confirming import (
-    MIN_SECONDS,
-    SHARE_OF_SEARCH,
-    choose_untried_fallback,
-    confirm_winner,
-    note_missing_phases,
+from autotune.search.expected import build_expectation, build_forecast, planned_hardware
+from autotune.search.next import ResidualSearch, best_seconds
+from autotune.search.problem import (
+    PlannerBackend,
+    PlanningProblem,
+    advise_larger_batch,
+    suggest_relaxation,
 )
-from autotune.search.expectation import build_expectation, planned_hardware
-from autotune.search.forecasting import build_forecast
-from autotune.search.problem import PlanningProblem
-from autotune.search.request import (
-    ENERGY_IS_MEASURED,
-    PLAN_THERE,
-    PlanRequest,
-    ResolvedRequest,
-    resolve_request_model,
-)
-from autotune.search.residual import ResidualSearch, best_seconds
+from autotune.search.request import PlanRequest, ResolvedRequest, resolve_request_model
 from autotune.search.study import (
     TrialFunction,
     memoize,
@@ -67,13 +54,20 @@ from autotune.search.study import (
     take_snapshot,
 )
 from autotune.search.winner import (
+    MIN_SECONDS,
+    SHARE_OF_SEARCH,
     choose_fallbacks,
+    choose_untried_fallback,
+    confirm_winner,
     explain_choices,
+    explain_compile,
+    note_missing_phases,
     refuse_beyond,
     require_winner,
     score_finalists,
     score_predictions,
     score_trials,
+    try_compiled,
 )
 from autotune.share.warm_start import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 from autotune.system.files import cache_path, data_path
@@ -139,11 +133,6 @@ def make_plan(
     problem = PlanningProblem.build(asked, hardware, backend)
     _tell(problem, on_event)
     if not problem.can_try:
-        if problem.workload.objective == "energy":
-            raise InvalidInput(
-                f"{ENERGY_IS_MEASURED}: settings with sharded weights are never tried",
-                hint=PLAN_THERE,
-            )
         predictions = _predict(problem, on_event)
         on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
         return PlanningResult(

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from autotune.data.dataset import Dataset, SplitDataset, read_split
 from autotune.data.items import make_options
-from autotune.errors import InvalidInput
 from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.optimizer import usual_learning_rate
@@ -37,9 +36,6 @@ from autotune.train.describe import (
 )
 from autotune.train.folder import require_separate_output
 from autotune.weights.files import BadWeights
-
-ENERGY_IS_MEASURED = "energy is measured, not predicted"
-PLAN_THERE = "plan on the machine itself, or leave --objective energy out"
 
 
 @dataclass(frozen=True)
@@ -236,10 +232,6 @@ class ResolvedRequest:
         Raises:
             InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
         """
-        if request.workload_overrides.objective == "energy" and not request.is_local:
-            raise InvalidInput(
-                f"{ENERGY_IS_MEASURED}: nothing can say what another machine takes", hint=PLAN_THERE
-            )
         for name, value in (*request.knob_pins, *request.knob_exclusions):
             require_choice(name, value)
         model, notes = resolve_request_model(request)

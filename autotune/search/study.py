@@ -28,7 +28,7 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
-from autotune.search.residual import ResidualSearch, best_seconds
+from autotune.search.next import ResidualSearch, best_seconds
 from autotune.system.files import ESCAPE_CHARACTERS, quote_error
 
 TrialFunction = Callable[[Candidate], TrialResult]
@@ -305,9 +305,6 @@ def run_search(
 
     Returns:
         all results in order, other workers' too.
-
-    Raises:
-        NothingFits: energy is the objective, and no trial that ran could tell it.
     """
     remaining = search.remaining(())
     if not remaining:
@@ -385,7 +382,6 @@ def _is_over(
     search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot
 ) -> bool:
     results, num_trials = snapshot.results, len(snapshot.results) + len(snapshot.running)
-    search.require_told(results)
     best = best_seconds(results)
     allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
     if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):

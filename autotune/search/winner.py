@@ -1,19 +1,20 @@
 """Picks the winner among what was measured, or predicted if nothing can be measured, and says
 why: pure."""
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
+from autotune.knobs.compile import startup_seconds
 from autotune.knobs.registry import KNOBS, PARITY
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import GOALS, Objective
+from autotune.search.problem import PlanningProblem
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
@@ -25,11 +26,6 @@ TIE = 0.03
 `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 """Knobs that are numbers of blocks."""
-ENERGY_HINT = (
-    "an NVIDIA GPU (Volta or newer) reports it while nothing else computes; or leave "
-    "--objective "
-    "energy out"
-)
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -43,40 +39,26 @@ class Score:
     peak_memory_bytes: int
     failure: str | None = None
     """None if it runs; then the figures hold."""
-    joules_per_image: float | None = None
-    """Energy as a trial measured it; None if none did."""
 
     def value(self, objective: Objective) -> float:
-        """What the objective wants little of: seconds, bytes or joules; infinite if that is not
-        known."""
-        if objective == "energy":
-            return math.inf if self.joules_per_image is None else self.joules_per_image
+        """What the objective wants little of: seconds or bytes."""
         return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
 
 
 def score_trials(results: Sequence[TrialResult]) -> list[Score]:
     """Scores from trials; if a candidate was tried again the last trial counts, unless it only took
-    too long.
-
-    So does the last that told its energy.
-    """
+    too long."""
     last: dict[Candidate, TrialResult] = {}
     for result in results:
         earlier = last.get(result.candidate)
         if earlier is None or earlier.outcome != "ok" or result.outcome != "timeout":
             last[result.candidate] = result
-    joules = {
-        result.candidate: result.joules_per_image
-        for result in results
-        if result.joules_per_image is not None
-    }
     return [
         Score(
             result.candidate,
             result.median_step_seconds or 0.0,
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
-            joules.get(result.candidate),
         )
         for result in last.values()
     ]
@@ -130,8 +112,7 @@ def _too_large(prediction: Prediction, budget_bytes: int) -> str:
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """The best that runs: fastest, smallest for `memory`, or for `energy` with the least joules of
-    those that told.
+    """The best that runs: fastest, or smallest for `memory`.
 
     Of those within `TIE` of it, the most exact wins, then the smallest (else the fastest), then the
     simplest. So what may be chosen from more is slower by `TIE` at most than what is chosen from
@@ -139,7 +120,7 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
     """
     first = operator.methodcaller("value", objective)
     second = operator.methodcaller("value", "memory" if objective == "throughput" else "throughput")
-    left = [score for score in scores if score.failure is None and math.isfinite(first(score))]
+    left = [score for score in scores if score.failure is None]
     for key, tie in ((first, TIE), (_inexactness, 0.0), (second, TIE), (_complexity, 0.0)):
         best = min(map(key, left), default=0.0)
         left = [score for score in left if key(score) <= (1 + tie) * best]
@@ -158,26 +139,16 @@ def _complexity(score: Score) -> int:
     return sum(value != getattr(plain, name) for name, value in score.candidate)
 
 
-def energy_unknown(why: str = "") -> NothingFits:
-    """What to raise if trials ran and none told the energy that is the objective; `why` is a
-    trial's message."""
-    what = "no trial could measure how much energy its steps took"
-    return NothingFits(f"{what}: {why}" if why else what, hint=ENERGY_HINT)
-
-
 def require_winner(
     scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]
 ) -> Score:
     """The winner.
 
     Raises:
-        NothingFits: nothing runs, and `relaxation` finds out what would help; or no trial told its
-            energy.
+        NothingFits: nothing runs, and `relaxation` finds out what would help.
     """
     best = choose_winner(scores, objective)
     if best is None:
-        if any(score.failure is None for score in scores):
-            raise energy_unknown()
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
         why = "every setting is predicted to need more than a run may take"
         if nearest and nearest.failure:
@@ -285,10 +256,246 @@ def _compare(best: Score | None, winner: Score) -> str:
         return best.failure
     time = best.step_seconds / winner.step_seconds
     memory = best.peak_memory_bytes / winner.peak_memory_bytes
-    energy = ""
-    if best.joules_per_image and winner.joules_per_image:
-        energy = f" and {best.joules_per_image / winner.joules_per_image:.2f}x the energy"
     return (
-        f"at best {time:.2f}x the step time at {memory:.2f}x the memory{energy} "
-        f"({best.candidate.label()})"
+        f"at best {time:.2f}x the step time at {memory:.2f}x the memory ({best.candidate.label()})"
     )
+
+
+MAX_CONFIRMATIONS = 3
+"""Winners that are tried for longer, if the first turns out slower than the next; those that
+fail do not count."""
+SHARE_OF_SEARCH = 0.1
+"""Share of the time that the search may take, for the steps of the longer trial."""
+MIN_SECONDS = 5.0
+WORTH_CONFIRMING = 0.95
+"""Share of what the confirmed settings take of time or memory, whichever is the
+objective: a candidate whose short trial did not take even less is not confirmed as well."""
+MAX_UNTRIED_SHARE = 0.9
+"""Largest memory of a fallback, as a share of the winner's."""
+
+Trials = tuple[TrialResult, ...]
+
+
+def confirm_winner(
+    trials: Trials, problem: PlanningProblem, rehearse: Callable[[Candidate], TrialResult | None]
+) -> Trials:
+    """`trials` and the longer ones: the winner's, and if it loses by that, those of the
+    candidates that win instead."""
+    objective = problem.workload.objective
+    confirmed = 0
+    while confirmed < MAX_CONFIRMATIONS:
+        best = choose_winner(score_trials(trials), objective)
+        tried = {trial.candidate for trial in trials if trial.confirms}
+        sure = choose_winner(
+            [score for score in score_finalists(trials) if score.candidate in tried], objective
+        )
+        if best is None or best.candidate in tried:
+            break
+        if sure and best.value(objective) > WORTH_CONFIRMING * sure.value(objective):
+            break
+        longer = rehearse(best.candidate)
+        if longer is None:
+            break
+        trials = (*trials, longer)
+        confirmed += longer.outcome == "ok"
+    return trials
+
+
+def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
+    """What a plan says if a phase of its settings' run could not be rehearsed."""
+    longer = [
+        trial
+        for trial in trials
+        if trial.confirms and trial.outcome == "ok" and trial.candidate == best
+    ]
+    return tuple(
+        f"not all of a run could be rehearsed: {trial.message}"
+        for trial in longer[-1:]
+        if trial.message
+    )
+
+
+def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:
+    """The fastest untried candidate predicted to be smaller than the winner; None if something
+    smaller has run."""
+    scores = score_trials(trials)
+    best = choose_winner(scores, problem.workload.objective)
+    if best is None or choose_fallbacks(scores, best):
+        return None
+    cost = problem.cost.with_calibration(trials)
+    tried = {trial.candidate for trial in trials}
+    max_bytes = MAX_UNTRIED_SHARE * cost.predict(best.candidate).run_memory_bytes
+    untried = (
+        cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried
+    )
+    fitting = [prediction for prediction in untried if prediction.run_memory_bytes <= max_bytes]
+    return (
+        min(fitting, key=lambda prediction: prediction.step_seconds).candidate if fitting else None
+    )
+
+
+BLOCK, OFF = "block", "off"
+NOT_FOR_TIME = "tried only where time is the objective: compiling takes time, and saves time"
+
+
+@dataclass(frozen=True)
+class Payback:
+    """What compiling saves and takes, measured or predicted."""
+
+    saved_seconds: float
+    """Of a step; negative if compiled steps are slower."""
+    startup_seconds: float
+    num_steps: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether the steps save more than the start-up takes."""
+        return self.num_steps * self.saved_seconds > self.startup_seconds
+
+    def __str__(self) -> str:
+        if self.saved_seconds <= 0:
+            return f"steps become {-self.saved_seconds:.3g} s slower"
+        total = self.num_steps * self.saved_seconds
+        in_all = f"{total:.3g} s" if total < 600 else f"{total / 60:.0f} min"
+        saved = f"{self.saved_seconds:.3g} s a step, {in_all} in {self.num_steps} steps"
+        return f"saves {saved}, and takes {self.startup_seconds:.3g} s to start"
+
+
+def measured_payback(
+    trials: Sequence[TrialResult], compiled: TrialResult, num_steps: int
+) -> Payback | None:
+    """Against the fastest trial that is not compiled; None if either has no steady step.
+
+    The start-up is what the first steps took beyond steady ones.
+    """
+    steady = [trial.median_step_seconds or 0.0 for trial in trials if _is_plain(trial)]
+    own = compiled.median_step_seconds
+    if own is None or not steady:
+        return None
+    startup = max(0.0, sum(compiled.warmup_seconds) - len(compiled.warmup_seconds) * own)
+    return Payback(min(steady) - own, startup, num_steps)
+
+
+def predicted_payback(
+    cost: CostModel, plain: Candidate, compiled: Candidate, num_steps: int
+) -> Payback:
+    """The same by the cost model."""
+    saved = cost.predict(plain).step_seconds - cost.predict(compiled).step_seconds
+    return Payback(saved, startup_seconds(compiled, cost.family, cost.workload), num_steps)
+
+
+def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:
+    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not
+    predicted to pay, or the objective is not time: what a start-up takes of anything else is not
+    known."""
+    if problem.workload.objective != "throughput":
+        return None
+    running = sorted(
+        (t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0
+    )
+    cost = problem.cost.with_calibration(trials)
+    compiled = [
+        c
+        for trial in running
+        if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)
+    ]
+    if not compiled:
+        return None
+    best = min(compiled, key=lambda candidate: cost.predict(candidate).step_seconds)
+    payback = predicted_payback(cost, running[0].candidate, best, problem.job.num_steps)
+    return best if payback.pays else None
+
+
+def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | None:
+    """The settings compiled, without what does not go with that; None if they cannot be, or may
+    not."""
+    whole = plain.checkpointed_blocks + plain.selective_blocks
+    other = {
+        "norm_rope": "stock",
+        "modulation": "resident",
+        "checkpointed_blocks": whole,
+        "selective_blocks": 0,
+    }
+    compiled = plain.changed(compile=BLOCK, **other)
+    is_barred = any(knob.conflict(compiled, problem.cost.context) for knob in KNOBS)
+    return compiled if problem.space.admits(compiled) and not is_barred else None
+
+
+def _fits(candidate: Candidate, cost: CostModel, problem: PlanningProblem) -> bool:
+    return cost.predict(candidate).run_memory_bytes <= problem.budget_bytes
+
+
+def try_compiled(
+    trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
+) -> Trials:
+    """`trials` and those of the fastest settings compiled, as unpaid if the planned steps do not
+    pay their start-up.
+
+    Args:
+        trials: of a search that is over.
+        problem: what was searched.
+        run: tries a candidate in a process of its own; the first argument says what for.
+    """
+    candidate = choose_compiled(trials, problem)
+    if candidate is None:
+        return trials
+    for what in ("compiled", "compiled again"):
+        found = run(what, candidate)
+        if found is None:
+            break
+        payback = (
+            measured_payback(trials, found, problem.job.num_steps)
+            if found.outcome == "ok"
+            else None
+        )
+        if payback is None or payback.pays:
+            return (*trials, found)
+        trials = (*trials, found.changed(outcome="unpaid", message=f"measured: {payback}"))
+        if payback.saved_seconds <= 0:
+            break
+    return trials
+
+
+def explain_compile(
+    reasons: Sequence[Reason], trials: Trials, problem: PlanningProblem, chosen: Candidate
+) -> tuple[Reason, ...]:
+    """The reasons, that of compiling with its figures: measured if it was tried, else predicted."""
+    if BLOCK not in problem.space.on_request.get("compile", ()) or not trials:
+        return tuple(reasons)
+    steps, tried = problem.job.num_steps, [t for t in trials if t.candidate.compile == BLOCK]
+    if chosen.compile == BLOCK:
+        payback = measured_payback(trials, [t for t in tried if t.outcome == "ok"][-1], steps)
+        return _replaced(reasons, f"measured: {payback}", ())
+    if tried:
+        return _replaced(
+            reasons, "compiled settings were tried", (tried[-1].message or tried[-1].outcome,)
+        )
+    if problem.workload.objective != "throughput":
+        return _replaced(
+            reasons,
+            f"part of the {GOALS[problem.workload.objective]} settings that run",
+            (NOT_FOR_TIME,),
+        )
+    compiled = compiled_from(chosen, problem)
+    if compiled is None:
+        return _replaced(
+            reasons,
+            "part of the fastest settings that run",
+            ("does not go with the other settings",),
+        )
+    payback = predicted_payback(problem.cost.with_calibration(trials), chosen, compiled, steps)
+    return _replaced(
+        reasons, "settings are compiled if a trial shows that it pays", (f"predicted: {payback}",)
+    )
+
+
+def _replaced(reasons: Sequence[Reason], why: str, against: Sequence[str]) -> tuple[Reason, ...]:
+    rejected = tuple(Rejected(choice=BLOCK, reason=reason) for reason in against)
+    return tuple(
+        reason.changed(why=why, rejected=rejected) if reason.knob == "compile" else reason
+        for reason in reasons
+    )
+
+
+def _is_plain(trial: TrialResult) -> bool:
+    return trial.outcome == "ok" and trial.candidate.compile == OFF

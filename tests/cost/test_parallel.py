@@ -9,7 +9,7 @@ from autotune.cost.predict import CostModel
 from autotune.models.family import Parts
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Job
-from autotune.search.expectation import build_expectation
+from autotune.search.expected import build_expectation
 from autotune.search.winner import Score
 from tests.builders import trial
 

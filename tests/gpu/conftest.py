@@ -15,7 +15,7 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner
 from autotune.train.describe import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 

@@ -8,7 +8,7 @@ from autotune.knobs.knob import TuningContext
 from autotune.machine.rates import Meter
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
-from autotune.search.parity import check_parity
+from autotune.search.gradient_checks import check_parity
 from tests.gpu.conftest import CAPTIONS, work
 from tests.small import write_small_pipeline
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autotune.models.resolve import resolve_model
-from autotune.search.steps import longest_captions, synthetic_samples
+from autotune.search.worker import longest_captions, synthetic_samples
 from autotune.train import sharding
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.optimizer import AdapterOptimizer

@@ -12,7 +12,7 @@ from autotune.knobs.attention import Attention
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.plan.candidate import Candidate
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 

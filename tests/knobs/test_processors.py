@@ -11,7 +11,7 @@ from autotune.knobs.fused_norm_rope import KERNELS, _wide_backward, _wide_forwar
 from autotune.knobs.fused_processor import use_kernels
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
-from autotune.search.gradients import _gradients, _plain_transformer, relative_error
+from autotune.search.gradient_checks import _gradients, _plain_transformer, relative_error
 from tests.kinds import KINDS
 from tests.trials.test_parity import request_of
 

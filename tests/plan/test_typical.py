@@ -21,9 +21,8 @@ from autotune.plan.typical import (
     typical_text_tokens,
 )
 from autotune.plan.workload import Bucket, Workload
-from autotune.search.parity import small_workload
-from autotune.search.requests import TrialRequest
-from autotune.search.steps import StepRunner, load_for_trial
+from autotune.search.gradient_checks import small_workload
+from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
 from autotune.train.describe import WorkloadOverrides, describe_workload
 from tests import builders
 from tests.train.small import write_model_and_images

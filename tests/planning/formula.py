@@ -22,8 +22,9 @@ from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
 from autotune.plan.trial import Residual, TrialResult
 from autotune.plan.workload import ModelSpec
-from autotune.search import alternatives, sealing
-from autotune.search import expectation as publish_plan
+from autotune.search import arrival as sealing
+from autotune.search import expected as publish_plan
+from autotune.search import problem as alternatives
 from autotune.search import problem as case
 from autotune.search import request as request_module
 

@@ -25,8 +25,7 @@ from autotune.plan.plan_file import plan_text
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 from autotune.search import planner
-from autotune.search.backend import PlannerBackend
-from autotune.search.problem import PlanningProblem
+from autotune.search.problem import PlannerBackend, PlanningProblem
 from autotune.search.request import PlanRequest
 from autotune.search.study import TrialFunction
 from autotune.share.record import Record

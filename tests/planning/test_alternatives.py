@@ -10,7 +10,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.prediction import Prediction
-from autotune.search.alternatives import advise_larger_batch
+from autotune.search.problem import advise_larger_batch
 from autotune.search.request import request_from
 from autotune.search.space import build_search_space
 from tests import builders

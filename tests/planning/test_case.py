@@ -8,8 +8,7 @@ import pytest
 from autotune.errors import NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate
-from autotune.search.alternatives import drop_beyond_host
-from autotune.search.problem import PlanningProblem
+from autotune.search.problem import PlanningProblem, drop_beyond_host
 from autotune.train.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel, by_formula

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.plan.plan import FrozenPart
 from autotune.plan.plan_file import read_plan, seal, write_plan
-from autotune.search.sealing import sealed_path
+from autotune.search.arrival import sealed_path
 from tests.conftest import Journey, autotune_here
 
 

@@ -9,8 +9,8 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import process_overhead_bytes
 from autotune.plan.plan import Expected
 from autotune.plan.trial import PhasePeak, TrialResult
-from autotune.search.confirming import choose_untried_fallback, confirm_winner
 from autotune.search.problem import PlanningProblem
+from autotune.search.winner import choose_untried_fallback, confirm_winner
 from autotune.train.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial

@@ -12,9 +12,9 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.trial import PhasePeak, TrialResult
-from autotune.search.backend import PlannerBackend
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.problem import PlannerBackend
 from autotune.search.study import TrialFunction
+from autotune.search.trials import ProcessTrialRunner
 from autotune.train.fit import hardware_misfits
 from autotune.train.preparation import prepare
 from tests import builders

@@ -10,7 +10,7 @@ from autotune.machine.catalog import gpu_named, load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.workload import OptimizerChoice
-from autotune.search.elsewhere import FILE, catalog_predictions
+from autotune.search.comparison import FILE, catalog_predictions
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest, build_job, request_from
 from autotune.system.files import shipped_path

@@ -3,7 +3,7 @@
 from autotune.plan.candidate import Candidate
 from autotune.plan.forecast import Forecast
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
-from autotune.search.forecasting import build_forecast
+from autotune.search.expected import build_forecast
 from tests import builders
 
 GIB = 2**30

@@ -23,7 +23,8 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.workload import ModelSpec
-from autotune.search import alternatives, problem
+from autotune.search import problem
+from autotune.search import problem as alternatives
 from autotune.search import request as request_module
 from autotune.search.request import PlanRequest
 from autotune.search.winner import TIE

@@ -13,7 +13,7 @@ from autotune.data.encode import Encoders, encode_dataset
 from autotune.data.items import make_options
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
-from autotune.search.expectation import held_data_bytes
+from autotune.search.expected import held_data_bytes
 from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
 
 

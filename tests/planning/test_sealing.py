@@ -18,7 +18,7 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal, with_job, write_plan
 from autotune.plan.trial import TrialResult
 from autotune.report.plan import explain_lines
-from autotune.search.sealing import seal_on_arrival, sealed_beside, sealed_path
+from autotune.search.arrival import seal_on_arrival, sealed_beside, sealed_path
 from tests import builders
 from tests.events import notices_to
 from tests.planning.formula import KEPT_BYTES

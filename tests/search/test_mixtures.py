@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost.predict import CostModel
+from autotune.cost.predict import BLOCK_NUMBERS, CostModel
 from autotune.plan.candidate import Candidate
-from autotune.search.mixtures import (
-    BLOCK_NUMBERS,
+from autotune.search.space import (
     MAX_STEP,
     Mixtures,
     _frontier,
     _thin,
+    build_search_space,
     find_mixtures,
     with_mixtures,
 )
-from autotune.search.space import build_search_space
 from tests import builders
 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)

@@ -17,8 +17,7 @@ from autotune.knobs.knob import Choices
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import Outcome, TrialResult
 from autotune.search import study
-from autotune.search.mixtures import with_mixtures
-from autotune.search.residual import (
+from autotune.search.next import (
     MAX_GROWTH,
     SAFE_SHARE,
     ResidualSearch,
@@ -26,7 +25,7 @@ from autotune.search.residual import (
     best_seconds,
     memory_upper_bound,
 )
-from autotune.search.space import SearchSpace, build_search_space
+from autotune.search.space import SearchSpace, build_search_space, with_mixtures
 from autotune.search.study import SearchLimits, run_search
 from autotune.search.winner import (
     COMPOSED,

@@ -15,9 +15,8 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.trial import TrialResult
-from autotune.search.backend import PlannerBackend
 from autotune.search.planner import make_plan
-from autotune.search.problem import PlanningProblem
+from autotune.search.problem import PlannerBackend, PlanningProblem
 from autotune.search.request import PlanRequest
 from autotune.share.record import Record, build_record
 from autotune.share.store import Store

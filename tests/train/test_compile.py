@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autotune.knobs.compile import Compile, CompiledBlock
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Bucket
-from autotune.search.steps import synthetic_samples
+from autotune.search.worker import synthetic_samples
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings, eager_eval
 from autotune.train.step import Noising

@@ -9,7 +9,7 @@ import pytest
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Bucket, Workload
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner
 from tests import builders
 from tests.small import draw_images, write_small_pipeline
 

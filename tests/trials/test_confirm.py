@@ -15,9 +15,9 @@ from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.trial import TrialResult
-from autotune.search.phases import _largest_preview, _rehearse_caching
-from autotune.search.requests import Failure, RehearsalRequest
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import Failure
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 

@@ -4,13 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.search.outcomes import (
-    SPILL_FACTOR,
-    TimedTrial,
-    classify_error,
-    find_spill,
-    pruning_threshold,
-)
+from autotune.search.trials import TimedTrial, find_spill, pruning_threshold
+from autotune.search.worker import classify_error
+from autotune.train.monitor import SPILL_FACTOR
 from tests.builders import GIB, candidate, trial
 
 CAP = 10 * GIB

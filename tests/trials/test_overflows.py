@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from autotune.plan.trial import TrialResult
-from autotune.search import steps
-from autotune.search.requests import ChildState, TrialRequest
+from autotune.search import worker as steps
+from autotune.search.worker import ChildState, TrialRequest
 from autotune.train.optimizer import AdapterOptimizer
 from tests.trials.conftest import FIRST, workload
 

@@ -19,16 +19,18 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability, HardwareProfile
 from autotune.plan.workload import ModelSpec
-from autotune.search import parity
-from autotune.search.gradients import (
+from autotune.search import gradient_checks as parity
+from autotune.search.gradient_checks import (
+    GradientRequest,
+    UpdateRequest,
     _gradients,
     _plain_transformer,
     gradient_error,
     relative_error,
     update_error,
 )
-from autotune.search.requests import ChildState, GradientRequest, UpdateRequest
 from autotune.search.space import build_search_space
+from autotune.search.worker import ChildState
 from tests.builders import storages, workload
 from tests.kinds import KINDS
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from autotune.search import worker
-from autotune.search.requests import ChildState, TrialRequest
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.steps import run_trial
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState, TrialRequest, run_trial
 
 PRETEND_A_GPU = """
 import torch, sys

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import MemoryLimits, cap_memory, require_within_cap
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
@@ -64,7 +64,7 @@ def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessT
 def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.search.runner.CPU_SPARE_BYTES", 0)
+    monkeypatch.setattr("autotune.search.trials.CPU_SPARE_BYTES", 0)
     large = workload(small_model, side_px=1024)
     with runner_for(small_model, large, GIB // 8) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
@@ -77,7 +77,7 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
 def test_less_memory_than_a_process_needs_is_out_of_memory(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.search.runner.CPU_SPARE_BYTES", 0)
+    monkeypatch.setattr("autotune.search.trials.CPU_SPARE_BYTES", 0)
     with runner_for(small_model, workload(small_model), GIB // 16) as runner:
         assert runner.run(FIRST).outcome == "oom"
 

@@ -13,9 +13,8 @@ import pytest
 
 from autotune.machine import sources
 from autotune.plan.hardware import MemoryKind
-from autotune.search.requests import ChildState, Failure
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState, Failure
 from autotune.train.watchdog import Watchdog
 from tests import builders
 from tests.trials.conftest import FIRST, GIB, runner_for, workload

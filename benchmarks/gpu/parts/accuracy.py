@@ -18,8 +18,8 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
-from autotune.search.requests import Failure
-from autotune.search.runner import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import Failure
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0

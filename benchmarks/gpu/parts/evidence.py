@@ -24,10 +24,8 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
-from autotune.search.requests import ChildState, Failure, TrialRequest
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.steps import run_trial
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState, Failure, TrialRequest, run_trial
 from autotune.train.describe import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 

@@ -17,7 +17,7 @@ from autotune.machine.store import cached_profile
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.hardware import HardwareProfile
-from autotune.search.parity import check_parity
+from autotune.search.gradient_checks import check_parity
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 TESTS = tuple(f"tests/gpu/test_{name}.py" for name in ("steps", "trials", "training", "kernels"))

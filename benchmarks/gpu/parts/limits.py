@@ -27,9 +27,8 @@ from autotune.machine.store import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
-from autotune.search.requests import ChildState, TrialRequest
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState, TrialRequest
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -74,7 +73,7 @@ class ProfiledSteps:
 def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    from autotune.search.steps import StepRunner, load_for_trial
+    from autotune.search.worker import StepRunner, load_for_trial
 
     trial = TrialRequest(request.model, request.workload, request.candidate, request.device, 3)
     steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)

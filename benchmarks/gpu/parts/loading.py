@@ -15,9 +15,8 @@ from autotune.machine.store import cached_profile
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
-from autotune.search.requests import ChildState
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState
 from autotune.weights.tensors import LOADERS
 
 

@@ -15,9 +15,8 @@ from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
-from autotune.search.requests import ChildState
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState
 from tests.small import write_small_pipeline
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB

@@ -21,9 +21,8 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
-from autotune.search.requests import ChildState
-from autotune.search.runner import ProcessTrialRunner
-from autotune.search.worker import TASKS
+from autotune.search.trials import ProcessTrialRunner
+from autotune.search.worker import TASKS, ChildState
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
@@ -46,7 +45,7 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from peft import LoraConfig
 
     from autotune.models.registry import get_family
-    from autotune.search.steps import longest_captions, synthetic_samples
+    from autotune.search.worker import longest_captions, synthetic_samples
 
     family, rank, on_gpu = (
         get_family(request.family),

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -30,11 +30,11 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.trial import Outcome, TrialResult
 from autotune.plan.workload import Workload
 from autotune.search.fork_server import fork_server_context
-from autotune.search.outcomes import TimedTrial, find_spill, pruning_threshold
-from autotune.search.requests import Failure, RehearsalRequest, TrialRequest
-from autotune.search.worker import MemoryLimits, serve
+from autotune.search.rehearsal import RehearsalRequest
+from autotune.search.worker import Failure, MemoryLimits, TrialRequest, serve
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import redirect_output
+from autotune.train.monitor import SPILL_FACTOR
 from autotune.train.watchdog import POLL_SECONDS, Watchdog
 
 NUM_STEADY_STEPS = 3
@@ -134,7 +134,7 @@ class ProcessTrialRunner:
         self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
-        limit = None if self.workload.objective == "energy" else pruning_threshold(best)
+        limit = pruning_threshold(best)
         request = TrialRequest(
             self.model, self.workload, candidate, self.device, self.num_steps, limit
         )
@@ -344,3 +344,57 @@ def _private_bytes(process_id: int | None) -> int:
         return int(psutil.Process(process_id).memory_full_info().uss)
     except psutil.Error:
         return 0
+
+
+NEAR_BUDGET = 0.85
+"""Share of the budget: settings that need less do not spill."""
+CLEARLY_SLOWER = 1.25
+"""Times the best median: finishing the trial would not change the order."""
+NUM_SPREADS = 4.0
+"""Interquartile ranges of the best trial's steps that count as noise."""
+
+
+@dataclass(frozen=True)
+class TimedTrial:
+    """The measured step time of a trial, and what was predicted for it at that time."""
+
+    seconds: float
+    predicted_seconds: float
+
+
+def find_spill(
+    result: TrialResult, now: TimedTrial | None, earlier: Sequence[TimedTrial], cap_bytes: int
+) -> str | None:
+    """Why a trial that ran must have gone beyond the device's memory; None if nothing says so.
+
+    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are
+    then far slower than predicted, and than what earlier trials say about predictions; all are of
+    the same effective batch.
+    """
+    if result.allocator_retries:
+        times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
+        return f"the allocator ran out and started over {times}: a longer run would run out"
+    near = (result.peak_memory_bytes or 0) >= NEAR_BUDGET * cap_bytes
+    if now is None or not near or not earlier:
+        return None
+    slowest = max(timed.seconds for timed in earlier)
+    ratio = now.seconds / now.predicted_seconds
+    usual = max(1.0, *(timed.seconds / timed.predicted_seconds for timed in earlier))
+    if ratio < SPILL_FACTOR * usual or now.seconds < SPILL_FACTOR * slowest:
+        return None
+    return (
+        f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge "
+        "of "
+        "memory: it spilled"
+    )
+
+
+def pruning_threshold(best: TrialResult | None) -> float | None:
+    """Step seconds above which a trial cannot win against `best`, noise included; None if
+    nothing has run."""
+    median = best.median_step_seconds if best else None
+    if best is None or median is None:
+        return None
+    ordered = sorted(best.step_seconds)
+    spread = (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / median
+    return median * max(CLEARLY_SLOWER, 1 + NUM_SPREADS * spread)

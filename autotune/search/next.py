@@ -21,7 +21,6 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
-from autotune.search.winner import energy_unknown
 
 STOP_SIGMAS = 1.5
 """Standard deviations by which the stop rule lets a candidate be better than predicted: fewer
@@ -71,8 +70,7 @@ class ScoredCandidate:
 
     candidate: Candidate
     expected: float
-    """Natural logarithm of what the objective wants little of: step seconds, bytes, or joules
-    per image."""
+    """Natural logarithm of what the objective wants little of: step seconds or bytes."""
     uncertainty: float
     """One sigma of `expected`."""
     step_seconds: float
@@ -109,9 +107,6 @@ def best_seconds(results: Sequence[TrialResult]) -> float:
 
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
-
-    Energy is measured, not predicted: what is untried is expected to take its predicted time at the
-    mean power of the trials so far, and their spread adds to its uncertainty.
 
     Args:
         space: the admissible candidates.
@@ -224,7 +219,6 @@ class ResidualSearch:
             if r.outcome == "numerics" and not r.step_seconds
         }
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
-        power = _power_of(results)
         found = []
         for key, candidate in self._by_swap:
             quantization = candidate.quantization
@@ -242,9 +236,7 @@ class ResidualSearch:
             # that it may cost.
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
-                found.append(
-                    self._score(prediction, required, power, _chance_to_fit(prediction, limit))
-                )
+                found.append(self._score(prediction, required, _chance_to_fit(prediction, limit)))
                 if self.objective != "memory":
                     fewest[key] = candidate.swapped_blocks
         # On a device with memory of its own a trial has a cap: trying the smallest that is
@@ -263,11 +255,7 @@ class ResidualSearch:
         return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
 
     def _score(
-        self,
-        prediction: Prediction,
-        required_bytes: float,
-        power: tuple[float, float] = (0.0, 0.0),
-        chance_to_fit: float = 1.0,
+        self, prediction: Prediction, required_bytes: float, chance_to_fit: float = 1.0
     ) -> ScoredCandidate:
         if self.objective == "memory":
             expected, uncertainty = (
@@ -276,8 +264,6 @@ class ResidualSearch:
             )
         else:
             expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
-        if self.objective == "energy":
-            expected, uncertainty = expected + power[0], math.hypot(uncertainty, power[1])
         step_seconds = prediction.step_seconds
         return ScoredCandidate(
             prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit
@@ -327,16 +313,6 @@ class ResidualSearch:
             else None
         )
 
-    def require_told(self, results: Sequence[TrialResult]) -> None:
-        """Raise NothingFits once trials ran and none told the energy that is the objective."""
-        ran = [result for result in results if result.outcome == "ok"]
-        if (
-            self.objective == "energy"
-            and ran
-            and all(result.joules_per_image is None for result in ran)
-        ):
-            raise energy_unknown(ran[-1].message)
-
     def find_doubtful(self, results: Sequence[TrialResult]) -> TrialResult | None:
         """The result that is slower than all others let expect by most, if it would else have won;
         None if none is.
@@ -382,17 +358,13 @@ class ResidualSearch:
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Sequence[TrialResult]) -> float:
-        """Natural logarithm of the best value of the objective; some result must have run, and
-        told it."""
+        """Natural logarithm of the best value of the objective; some result must have run."""
         return math.log(min(self._value(result) for result in results if result.outcome == "ok"))
 
     def _value(self, result: TrialResult) -> float:
-        """What the objective wants little of, as a trial that ran measured it; infinite if it
-        did not tell."""
+        """What the objective wants little of, as a trial that ran measured it."""
         if self.objective == "memory":
             return result.peak_memory_bytes or math.inf
-        if self.objective == "energy":
-            return result.joules_per_image or math.inf
         return result.median_step_seconds or math.inf
 
     def _within_reach(
@@ -430,17 +402,6 @@ class ResidualSearch:
             return self.budget_bytes
         ran = max((_required_bytes(r, cost) for r in results if r.outcome == "ok"), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
-
-
-def _power_of(results: Sequence[TrialResult]) -> tuple[float, float]:
-    """Logarithm of the mean joules per image and second of a step, and its spread; 0 before any
-    trial told both."""
-    ran = [(r.joules_per_image, r.median_step_seconds) for r in results if r.outcome == "ok"]
-    powers = [joules / seconds for joules, seconds in ran if joules and seconds]
-    if not powers:
-        return 0.0, 0.0
-    mean = statistics.fmean(powers)
-    return math.log(mean), statistics.pstdev(powers) / mean
 
 
 def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:

@@ -2,9 +2,11 @@
 steps to be steady."""
 
 import contextlib
+import statistics
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,10 +15,16 @@ from PIL import Image
 from autotune.data.cache import Cache
 from autotune.data.encode import Encoders, open_pixels
 from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.plan.candidate import CachingSettings
 from autotune.plan.trial import TrialResult
-from autotune.search.outcomes import first_line_with_notes
-from autotune.search.requests import ChildState, RehearsalRequest
-from autotune.search.steps import StepRunner, load_for_trial
+from autotune.search.worker import (
+    TASKS,
+    ChildState,
+    StepRunner,
+    TrialRequest,
+    first_line_with_notes,
+    load_for_trial,
+)
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.train.adapter_file import save_trained
 from autotune.train.files import ADAPTER_FILE
@@ -24,6 +32,10 @@ from autotune.train.model import eager_eval
 from autotune.train.monitor import Monitor
 from autotune.train.preview import Preview, PreviewSampler
 
+MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
+MAX_DRIFT = 0.03
+"""Relative difference between the medians of both halves of a rehearsal's steps, up to which
+they are steady."""
 NUM_PREVIEW_STEPS = 2
 """Denoising steps: memory is the same in each."""
 RUN_BYTES = 22 << 20
@@ -31,6 +43,37 @@ RUN_BYTES = 22 << 20
 curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
 WORDS_PER_TOKEN = 0.5
 """Length of the rehearsed caption: tokenizers split unusual words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalRequest(TrialRequest):
+    """Run one candidate through every phase: caching, loading, training, previews and saving. Gives
+    a TrialResult.
+
+    Without the model's files, only loading (of random weights), training and saving can be
+    rehearsed.
+    """
+
+    caching: CachingSettings
+    max_seconds: float
+    """Training takes no further step after this long."""
+    scratch_folder: str | None = None
+    """Folder to write in, which the parent removes, however the child ends; by default the
+    system's."""
+
+    def needs_another_step(self, seconds: list[float]) -> bool:
+        """Whether the second half of the steps is not yet as fast as the first, and time is
+        left."""
+        in_time = sum(seconds) < self.max_seconds
+        if len(seconds) < self.num_steps or (len(seconds) < MIN_REHEARSAL_STEPS and in_time):
+            return True
+        half = len(seconds) // 2
+        first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+        return (
+            abs(second - first) > MAX_DRIFT * first
+            and len(seconds) < MAX_REHEARSAL_STEPS
+            and in_time
+        )
 
 
 def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
@@ -159,3 +202,6 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     )
     with map_large_buffers():
         model.family.encode_pixels(pipeline, pixels)
+
+
+TASKS[RehearsalRequest] = rehearse
