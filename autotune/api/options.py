@@ -83,8 +83,7 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     quality: Quality
     """Least fidelity of the base weights: `exact`, `high` (default) or `compact`."""
     objective: Objective
-    """What to optimize: `throughput` (default), `memory`, or `energy`, which the GPU here must
-    tell."""
+    """What to optimize: `throughput` (default) or `memory`."""
     pins: KnobValues
     """The only value to choose, for some knobs."""
     exclusions: KnobValues | tuple[tuple[str, str], ...]

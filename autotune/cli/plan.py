@@ -58,7 +58,7 @@ class PlanOptions:
         "exact: 16-bit weights; high (default): also 8-bit; compact: also 4-bit, and 8-bit "
         "products."
     )
-    objective: str | None = option("throughput (default), memory or energy.")
+    objective: str | None = option("throughput (default) or memory.")
     pins: list[str] | None = option("Choose only this value.", "--pin", metavar="KNOB=VALUE")
     exclusions: list[str] | None = option(
         "Never choose this value.", "--exclude", metavar="KNOB=VALUE"
@@ -109,7 +109,7 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
             "name a model, or an earlier plan with --from", param_hint="--model"
         )
     one_of("--quality", options.quality, ("exact", "high", "compact"))
-    one_of("--objective", options.objective, ("throughput", "memory", "energy"))
+    one_of("--objective", options.objective, ("throughput", "memory"))
     pairs = {
         "pins": _pairs("--pin", options.pins),
         "exclusions": _pairs("--exclude", options.exclusions),
@@ -161,17 +161,10 @@ def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] 
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command with throughput in place of an objective that only a measurement
-    serves, and without a search that is shared, whose URL may hold a password: a prediction
-    shares nothing."""
-    kept: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        if word.startswith("--storage") or before == "--storage":
-            continue
-        is_value = bool(kept) and kept[-1] == "--objective" and word == "energy"
-        kept.append(
-            "throughput"
-            if is_value
-            else word.replace("--objective=energy", "--objective=throughput")
-        )
-    return kept
+    """The words of a command without a search that is shared, whose URL may hold a password: a
+    prediction shares nothing."""
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if not word.startswith("--storage") and before != "--storage"
+    ]

@@ -61,10 +61,6 @@ class NvmlSource:
             "clock_mhz": self._get("nvmlDeviceGetClockInfo", int, 1),
             "temperature_celsius": self._get("nvmlDeviceGetTemperature", int, 0),
             "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
-            "energy_joules": self._get(
-                "nvmlDeviceGetTotalEnergyConsumption", lambda millijoules: millijoules / 1000
-            ),
-            "compute_process_ids": self._compute_process_ids,
         }
 
     def _nvml(self) -> Any:
@@ -115,14 +111,6 @@ class NvmlSource:
                 f"{len(bytes_of)} other processes, whose memory the driver does not report"
             )
         return sum(bytes_of.values())
-
-    def _compute_process_ids(self, index: int) -> list[int]:
-        """Without those that draw as well: a desktop's may be listed as both."""
-        nvml, handle = self._nvml(), self._handle(index)
-        drawing = {process.pid for process in nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)}
-        return sorted(
-            {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)} - drawing
-        )
 
     def _links(self, index: int) -> list[tuple[int, str]]:
         nvml, handle = self._nvml(), self._handle(index)

@@ -13,7 +13,6 @@ from autotune.plan.overheads import Overheads
 from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.plan.workload import Workload
 
-JOULES_PER_KWH = 3.6e6
 Strategy = Literal["single", "ddp", "fsdp2"]
 
 
@@ -39,9 +38,6 @@ class Expected(Frozen):
     evidence: Literal["measured", "predicted"]
     step_seconds: float = Field(gt=0)
     images_per_second: float = Field(gt=0)
-    joules_per_image: float | None = Field(default=None, gt=0)
-    """Energy that the devices take in steps, as trials measured it; None if nothing told, and in
-    older plans."""
     peak_memory_bytes: int = PositiveInt
     """Step memory: peak of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
@@ -185,19 +181,6 @@ class TrainingPlan(Frozen):
         """Expected wall time of the whole job, in seconds."""
         expected = self.frozen.expected
         return self.job.num_steps * expected.step_seconds + expected.other_seconds
-
-    @property
-    def job_kwh(self) -> float | None:
-        """Energy in kWh that the devices will take for the steps of the job; None if it is not
-        known."""
-        joules = self.frozen.expected.joules_per_image
-        return (
-            joules
-            and joules
-            * self.job.num_steps
-            * self.frozen.workload.effective_batch_size
-            / JOULES_PER_KWH
-        )
 
     @property
     def job_cost(self) -> float | None:

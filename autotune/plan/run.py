@@ -89,12 +89,6 @@ class RunReport(Frozen):
     """What each phase took in the rehearsal; empty if the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
-    expected_joules_per_image: float | None = None
-    measured_joules_per_image: float | None = None
-    """Energy that the devices took in steady steps; None if they do not tell."""
-    training_kwh: float | None = None
-    """Energy that the devices took in this start's training, with previews and validation; None
-    if they do not tell."""
     gpu_utilization: float | None = None
     """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
     first_loss: float

@@ -55,9 +55,6 @@ class TrialResult(Frozen):
     warm-up steps."""
     warmup_seconds: tuple[float, ...] = ()
     """Wall time of the first steps, and of the step whose memory was measured."""
-    joules_per_image: float | None = Field(default=None, gt=0)
-    """Energy that the device took in the steady steps; None if it does not tell, and in older
-    plans."""
     load_seconds: float | None = None
     peak_memory_bytes: int | None = None
     """Step memory: peak of a training step, as the device's allocator counts it."""

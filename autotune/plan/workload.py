@@ -9,13 +9,9 @@ from pydantic import Field, model_validator
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 
 Quality = Literal["exact", "high", "compact"]
-Objective = Literal["throughput", "memory", "energy"]
-"""What is optimized: time, step memory, or the energy that the device takes for an image."""
-GOALS: Mapping[Objective, str] = {
-    "throughput": "fastest",
-    "memory": "smallest",
-    "energy": "most economical",
-}
+Objective = Literal["throughput", "memory"]
+"""What is optimized: time or step memory."""
+GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest"}
 """What the winner is by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]

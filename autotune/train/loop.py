@@ -26,7 +26,7 @@ from autotune.train.context import RunContext
 from autotune.train.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention
 from autotune.train.model import TrainingModel, apply_settings, eager_eval
 from autotune.train.modulation import make_windows
-from autotune.train.monitor import NUM_WARMUP_STEPS, EnergyWatch, profile_steps
+from autotune.train.monitor import profile_steps
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
 from autotune.train.validation import HeldOutLoss, Validation
@@ -95,7 +95,6 @@ class TrainingLoop:
         )
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
-        self.energy = EnergyWatch(model.device)
         self.measured_step = self.first_step + 1
         """Index of the step that measures memory: the second with the settings in use."""
         self.peak_bytes = 0
@@ -128,7 +127,6 @@ class TrainingLoop:
         with (
             catch_stop_signals(second_ends=is_single) as signal_name,
             profile_steps(self.context.trace) as trace,
-            self.energy.training(),
         ):
             self.monitor.start()
             while self.done < self.num_steps:
@@ -155,8 +153,6 @@ class TrainingLoop:
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
-                if len(self.monitor.seconds) == NUM_WARMUP_STEPS:
-                    self.energy.warmed_up()
                 if trace:
                     trace.step()
                 reason = signal_name() or self.context.stop_reason()

@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch
 
 from autotune.machine.diagnosis import NO_SPILL
-from autotune.machine.energy import EnergyMeter, EnergyReading, mean_watts
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart
 from autotune.plan.trial import PhasePeak
@@ -329,33 +328,6 @@ def leak_bytes_per_step(floors: list[int]) -> float:
         return 0.0
     median = statistics.median(growth)
     return median / WINDOW_STEPS if median * len(growth) >= floors[0] * LEAK_SHARE else 0.0
-
-
-class EnergyWatch:
-    """What this process's device takes while a start trains."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._meter = EnergyMeter(device.type, device.index or 0)
-        self._readings: list[EnergyReading | None] = []
-        self.watts: float | None = None
-        """Mean power from the first steady step on, with previews and validation in between;
-        None if not known."""
-        self.joules: float | None = None
-        """Energy of all that the device did; None if it is unknown."""
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """All steps of a start."""
-        with self._meter as meter:
-            self._readings = [meter.read()]
-            yield
-            first, last = self._readings[0], meter.read()
-        self.watts = mean_watts(self._readings[-1], last)
-        self.joules = last.joules - first.joules if first and last else None
-
-    def warmed_up(self) -> None:
-        """From here on steps are steady."""
-        self._readings.append(self._meter.read())
 
 
 def profile_steps(

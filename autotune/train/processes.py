@@ -115,11 +115,6 @@ class Processes:
             raise outcome[0]
         return cast("T", outcome[0])
 
-    def total(self, value: float | None) -> float | None:
-        """The sum over all processes; None if any does not know its own."""
-        known = [one for one in self._gather(value) if one is not None]
-        return sum(known) if len(known) == self.world_size else None
-
     def require_same(self, what: str, digest: str) -> None:
         """Check that `what` has the same digest on all processes. Raises InvalidInput if it has
         not."""

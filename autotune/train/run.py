@@ -16,11 +16,10 @@ from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
 from autotune.knobs.settings import configure_allocator, torch_dtype
-from autotune.machine.energy import joules_per_image
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
-from autotune.plan.plan import JOULES_PER_KWH, TrainingPlan
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import AdapterVerdict, RunReport
 from autotune.system.failures import is_out_of_memory, reraise_disk_full, reraise_oom
 from autotune.system.files import write_text_atomic
@@ -450,7 +449,6 @@ class _Run:
         waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
         forecast = self.plan.frozen.forecast
         expected, utilization = self.plan.frozen.expected, self.monitor.utilization
-        watts, joules = map(self.processes.total, (loop.energy.watts, loop.energy.joules))
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -467,11 +465,6 @@ class _Run:
             images_per_second=loop.order.effective_batch_size / step_seconds
             if step_seconds
             else 0.0,
-            expected_joules_per_image=expected.joules_per_image,
-            measured_joules_per_image=joules_per_image(
-                watts, step_seconds, loop.order.effective_batch_size
-            ),
-            training_kwh=joules and joules / JOULES_PER_KWH,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),

@@ -170,7 +170,7 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 
 _LEAVES = """
     autotune_version calibration conclusive measured_on narrowed schema_version search_seconds
-    expected.evidence expected.images_per_second expected.joules_per_image expected.other_seconds
+    expected.evidence expected.images_per_second expected.other_seconds
     expected.peak_memory_bytes expected.phases
     expected.host_memory_bytes expected.memory_uncertainty expected.time_uncertainty
     expected.price_per_hour expected.process_memory_bytes expected.step_seconds
@@ -186,7 +186,7 @@ _LEAVES = """
     machine.versions.flash_attn_4 machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
-    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.joules_per_image
+    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes
     trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
     trials.quantization_error trials.step_seconds trials.wall_seconds trials.warmup_seconds
