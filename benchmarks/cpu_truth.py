@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
-from autotune.knobs.settings import torch_dtype
+from autotune.knobs.modulation import find_modulation_ahead, take_loaded_layers
+from autotune.knobs.quantized_layers import torch_dtype
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Batch, Family
 from autotune.plan.candidate import Candidate

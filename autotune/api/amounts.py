@@ -2,7 +2,7 @@
 
 import re
 
-from autotune.cost.job_estimate import parse_resolution
+from autotune.cost.estimate import parse_resolution
 from autotune.errors import InvalidInput
 
 MemoryAmount = int | str

@@ -7,7 +7,7 @@ from autotune.api.configs import import_config
 from autotune.api.machines import hardware_for
 from autotune.api.options import PlanOptions
 from autotune.api.plans import plan, request_for
-from autotune.cost.job_estimate import estimate as estimate_candidate
+from autotune.cost.estimate import estimate as estimate_candidate
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.events import OnEvent, StatusChanged, ignore_event

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from autotune.api.amounts import ImageSize, MemoryAmount, image_size
 from autotune.api.machines import hardware_for
 from autotune.api.options import choose_optimizer
-from autotune.cost.job_estimate import estimate as estimate_candidate
-from autotune.cost.job_estimate import require_divisor
+from autotune.cost.estimate import estimate as estimate_candidate
+from autotune.cost.estimate import require_divisor
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput
 from autotune.events import OnEvent, StatusChanged, ignore_event

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from autotune.api.amounts import ImageSize, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs.optimizer import allow_optimizer
+from autotune.knobs.settings import allow_optimizer
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import JobOverrides
 from autotune.plan.plan import TrainingPlan

@@ -18,8 +18,8 @@ from autotune.cost.timing import Rates, seconds_by_class
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from autotune.cost.trace.passes import TracePass
-    from autotune.cost.trace.recorder import Segment
+    from autotune.cost.recorder import Segment
+    from autotune.cost.trace import TracePass
 
 PLAIN, SELECTIVE, WHOLE = 0, 1, 2
 """What a block keeps: all that its backward pass needs, the output of attention, or its input

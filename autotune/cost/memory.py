@@ -6,11 +6,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
-from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.formats import CPU_SLICE_BYTES, SLICE_BYTES, WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.optimizer import optimizer_bytes
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.knobs.sizes import CPU_SLICE_BYTES, SLICE_BYTES
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import (
     HardwareProfile,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
-from autotune.cost.trace.passes import (
+from autotune.cost.trace import (
     TracePass,
     block_kinds,
     choose_traced,
@@ -22,12 +22,13 @@ from autotune.cost.trace.passes import (
     trace_pass,
 )
 from autotune.errors import InvalidInput, first_line
-from autotune.knobs.attention_backends import token_multiple
+from autotune.knobs.attention import token_multiple
 from autotune.knobs.block_swap import region_offsets
 from autotune.knobs.checkpointing import apply_recomputation
-from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
-from autotune.knobs.norm_rope import NormRope
-from autotune.knobs.settings import encoder_precision, torch_dtype
+from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, take_layers
+from autotune.knobs.norm_rope import use_kernels
+from autotune.knobs.quantized_layers import torch_dtype
+from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.family import Family, Parts, build_on_meta
 from autotune.plan.overheads import AdapterPractice, Overheads
@@ -263,8 +264,8 @@ class TracedModel:
         self, precision: str, quantization: str, modulation: str = "resident"
     ) -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
-        from autotune.cost.quantized import quantize_for_tracing
-        from autotune.cost.trace.shapes import Remembering
+        from autotune.cost.kernels import quantize_for_tracing
+        from autotune.cost.recorder import Remembering
 
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
@@ -318,11 +319,9 @@ class TracedModel:
         dtype, masked = torch_dtype(precision), self.masked(size)
         selective = recomputed if keeps_attention else 0
         whole = recomputed - selective
-        apply_recomputation(
-            transformer, self.family, checkpointed_blocks=whole, selective_blocks=selective
-        )
+        apply_recomputation(transformer, self.family, whole, selective)
         if self.family.attention_layouts:
-            NormRope().apply(transformer, self.family, norm_rope)
+            use_kernels(transformer, self.family.attention_layouts, norm_rope)
         known = self.family, self.config, self.workload
         multiple = (
             token_multiple(kernel) if self.overheads is None else 1

@@ -33,7 +33,7 @@ from autotune.cost.memory import (
 )
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.knobs.attention_backends import token_multiple
+from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps

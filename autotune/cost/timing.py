@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS, assumed_efficiency
+from autotune.knobs.attention import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.plan.hardware import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8

@@ -40,8 +40,8 @@ from autotune.data.pixels import CENTERING, open_image, open_mask, to_rgb
 from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.knobs.quantized_layers import quantize_inside
-from autotune.knobs.settings import encoder_precision, torch_dtype
+from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
+from autotune.knobs.settings import encoder_precision
 from autotune.models.family import Batch, Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate

@@ -1,163 +1,217 @@
-"""Attention backend. Only those whose backward pass is right are ever admitted."""
+"""The attention backends, and what is known of each."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS, assumed_efficiency, cuda_kernel
-from autotune.knobs.entries import AttentionBackend, Kernel
-from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.models.family import Family
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile
+from autotune.knobs.entries import AttentionBackend, Kernel, Library, Requirements, by_name
+from autotune.plan.hardware import is_at_least
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
-DEFAULT = "native"
-MIN_SPEED = 1.03
-"""Times the default's measured speed from which a backend is worth a trial: less is within the
-noise."""
+CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
+"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on
+Hopper), and the version from which torch's dispatcher picks it first on them, with and without a
+mask (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch
+2.11 to 2.14)."""
 
 
-class Attention(Knob):
-    """The backends that this machine can use and that it has measured to be faster than the
-    default."""
-
-    name = "attention"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(
-            name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason
-        )
-
-    def choices(self, context: TuningContext) -> Choices:
-        hardware, admitted = context.hardware, []
-        rejected: dict[Choice, str] = {}
-        on_request: dict[Choice, str] = {}
-        for name in self.names:
-            capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
-            if not capability.available:
-                rejected[name] = capability.reason
-            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(
-                1, "exact"
-            ):
-                rejected[name] = (
-                    f"it takes no masks, and the text of {context.family.name} always has one"
-                )
-            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(
-                name, context
-            ):
-                on_request[name] = why
-            else:
-                admitted.append(name)
-        return Choices(tuple(admitted), rejected, on_request)
-
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        name = candidate.attention
-        backend = ATTENTION_BACKENDS.get(name)
-        if backend is None or not backend.refuses_masks:
-            return None
-        if not context.family.has_attention_mask(
-            candidate.micro_batch_size, context.workload.text_padding
-        ):
-            return None
-        if context.family.has_attention_mask(1, "exact"):
-            return f"{name} refuses masks, and the text of {context.family.name} always has one"
-        return (
-            f"{name} refuses masks, and captions of different lengths in one batch, dropped "
-            "ones "
-            "too, need one"
-        )
-
-    def parity(self, choice: Choice) -> Parity | None:
-        backend = ATTENTION_BACKENDS.get(str(choice))
-        return (
-            Parity(choice, backend.tolerance, backend.tolerance_reason)
-            if backend and backend.tolerance
-            else None
-        )
-
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        transformer.set_attention_backend(ATTENTION_BACKENDS[str(choice)].diffusers_name())  # type: ignore[operator]
+EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "flash4": 0.69, "efficient": 0.38, "cudnn": 0.56}
+EFFICIENCY_OF: Mapping[int, Mapping[str, float]] = {
+    9: {"flash": 0.45, "flash3": 0.8, "flash4": 0.72, "efficient": 0.25, "cudnn": 0.75},
+    10: {"flash": 0.2, "flash4": 0.59, "efficient": 0.11, "cudnn": 0.56},
+}
+"""By the major compute capability of data-center cards. Flash and efficient are kernels for
+Ampere there: on B200 they are taken to do in a second what they do on H100 (312 TFLOP/s was
+measured, Dao-AILab/flash-attention#1589)."""
+UNKNOWN_EFFICIENCY = 0.3
 
 
-def _not_faster_reason(name: str, context: TuningContext) -> str | None:
-    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card
-    of the catalog by what is published for the kernel of a package; None if it is. On a CPU all
-    are."""
-    hardware, backend = context.hardware, ATTENTION_BACKENDS[name]
-    if name == DEFAULT or hardware.device.kind != "cuda":
-        return None
-    cases = [False, True] if _takes_masks(backend, context) else [False]
-    if hardware.origin == "catalog" and backend.needs.library:
-        what, speed = (
-            "published for its kernel is",
-            max(_assumed_speed(name, hardware, masked) for masked in cases),
-        )
-    else:
-        found = [
-            _measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware)
-            for masked in cases
-        ]
-        if not any(found):
-            return (
-                f"not measured beside {DEFAULT}, which takes the kernel that torch holds for "
-                "the "
-                "best"
-            )
-        what, speed = "the probe measured", max(each or 0.0 for each in found)
-    return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
+def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float:
+    """Forward and backward, as a share of what large products reach on the card. Round figures,
+    nothing measured here.
+
+    FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691) and the
+    FlashAttention-3 paper, with heads of 128 and 4,096 tokens on H100 (arXiv:2407.08608), 368
+    TFLOP/s forward and 310 backward for it, 609 and 499 for cuDNN, 638 and 542 for version 3; the
+    memory-efficient kernel reaches about half of flash. Version 4 has 572 forward there
+    (mlc-ai/pith-train#2) and up to 1.3 times cuDNN's on B200 (its announcement); of backward passes
+    nothing was found, so it is taken for version 3's on H100 by its forward share, and for cuDNN's
+    on B200. On Blackwell's GeForce cards it uses the instructions of version 2
+    (Dao-AILab/flash-attention#2330). A package has the rate of its kernel, whoever built it:
+    torch's own flash kernel is FlashAttention-2, too, and its memory-efficient one xformers'.
+    """
+    return EFFICIENCY_OF.get((capability or (0, 0))[0], EFFICIENCY).get(kernel, UNKNOWN_EFFICIENCY)
 
 
-def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    """Whether the backend would be given masks in micro-batches of several, because captions
-    differ in length."""
-    work, family = context.workload, context.family
-    always = family.has_attention_mask(1, "exact")  # of the text alone
-    is_masked = not always and family.has_attention_mask(
-        work.effective_batch_size, work.text_padding
+def prefers_cudnn(capability: tuple[int, int] | None, cudnn: str | None) -> bool:
+    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED
+    is set.
+
+    Args:
+        capability: compute capability; None without CUDA.
+        cudnn: its version; None if there is none.
+    """
+    major = (capability or (0, 0))[0]
+    return major in CUDNN_WINS and is_at_least(cudnn, CUDNN_PREFERRED)
+
+
+def cuda_kernel(
+    attention: str,
+    *,
+    masked: bool,
+    precision: str,
+    capability: tuple[int, int] | None,
+    cudnn: str | None,
+) -> Kernel:
+    """The kernel that `attention` runs on CUDA: that of a package, `flash`, `efficient`, `cudnn` or
+    `math`.
+
+    torch's dispatcher prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no
+    mask, no fp32 and needs compute capability 8.0, then the memory-efficient kernel
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and
+    `check_tensor_dtype`).
+
+    Args:
+        attention: name of a backend.
+        masked: whether it gets a mask.
+        precision: compute dtype.
+        capability: compute capability; None for one of 8.0.
+        cudnn: its version; None if there is none.
+    """
+    backend = ATTENTION_BACKENDS.get(attention)
+    kernel = backend.kernel if backend is not None else "fused"
+    if kernel != "fused":
+        return kernel
+    if precision == "fp32" or (capability or (8, 0)) < (8, 0):
+        return "efficient"
+    if prefers_cudnn(capability, cudnn):
+        return "cudnn"
+    return "efficient" if masked else "flash"
+
+
+def token_multiple(kernel: str) -> int:
+    """What the number of tokens is padded to a multiple of where a kernel gets a mask anyway.
+
+    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678), and
+    a plan of it serves one length alone; no other kernel gains anything.
+    """
+    return 128 if kernel == "cudnn" else 1
+
+
+def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
+    return (
+        AttentionBackend(name, "", Requirements(library=library), unusable_reason=reason)
+        for name in names
     )
-    return is_masked and not backend.refuses_masks
 
 
-def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
-    capability, cudnn = hardware.device.compute_capability, hardware.versions.cudnn
-    return cuda_kernel(name, masked=masked, precision="bf16", capability=capability, cudnn=cudnn)
+MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
+NO_BACKWARD = "no backward: gradients vanish without an error"
+FETCHED = (
+    "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs "
+    "no "
+    "fetched code"
+)
+GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
+FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
+FLASH_ATTN_3 = Requirements(("cuda",), (9, 0), "flash_attn_3", "3.0.0b1", only_major=9)
+FLASH_ATTN_4 = Requirements(("cuda",), (9, 0), "flash_attn_4", "4.0.0b36")
+"""The version whose source was read: it trains from Hopper on, and earlier betas had wrong
+gradients on some cards."""
+XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
+
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
+    AttentionBackend("native", "PyTorch chooses the kernel"),
+    AttentionBackend(
+        "_native_flash",
+        "trains; takes no mask at all",
+        Requirements(("cuda", "cpu"), (8, 0)),
+        kernel="flash",
+        refuses_masks=True,
+    ),
+    AttentionBackend("_native_math", "plain matrix products, slow and always there", kernel="math"),
+    AttentionBackend("_native_efficient", "trains, with masks too", GPU, kernel="efficient"),
+    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn"),
+    AttentionBackend(
+        "flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True
+    ),
+    AttentionBackend(
+        "flash-3",
+        "trains; takes no mask",
+        FLASH_ATTN_3,
+        kernel="flash3",
+        refuses_masks=True,
+        function="autotune.knobs.attention:attend_by_version_3",
+    ),
+    AttentionBackend(
+        "flash-4",
+        "trains; takes no mask",
+        FLASH_ATTN_4,
+        kernel="flash4",
+        refuses_masks=True,
+        function="autotune.knobs.attention:attend_by_version_4",
+    ),
+    AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
+    *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
+    *_refused(FETCHED, "kernels", "flash_hub", "_flash_3_hub", "flash_4_hub"),
+    *_refused(
+        "raises in backward: diffusers gave its operation none; flash-3 has it",
+        "flash_attn_3",
+        "_flash_3",
+    ),
+    *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
+)
+"""`native` is the default; it is held against plain products in fp32, and the others against it.
+
+diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text
+first its padding comes before the image.
+"""
 
 
-def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
-    """Times the default's speed, with or without a mask, by published figures."""
-    own, usual = (
-        assumed_efficiency(_kernel(each, hardware, masked), hardware.device.compute_capability)
-        for each in (name, DEFAULT)
-    )
-    return own / usual
+# The packages FlashAttention 3 (built from source for Hopper) and 4 (which compiles its kernels when
+# they are first used), with their own backward passes: diffusers runs version 3 inside an operation
+# that it gave no backward pass, and would fetch version 4 from the hub. What the packages return was
+# read in their sources: `hopper/flash_attn_interface.py`, whose betas return log sums too, and
+# `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36, which always does.
 
 
-def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
-    """The backend whose measurements, which are without a mask, tell how fast `name` is."""
-    changes = masked and _kernel(name, hardware, masked=True) != _kernel(
-        name, hardware, masked=False
-    )
-    return "_native_efficient" if changes else name
+def attend_by_version_3(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:
+    """Call FlashAttention 3 as diffusers calls its own backends.
+
+    Query, key, value and result have the shape (batch, tokens, heads, head dimension), in bf16 or
+    fp16 on a GPU.
+
+    Raises:
+        ValueError: there is a mask, which it does not take.
+    """
+    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found]
+
+    return _attend(flash_attn_func, query, key, value, attn_mask, is_causal, scale)
 
 
-def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
-    """Times the speed of `usual` in the longest shape that both were measured in; None if there
-    is none."""
-    theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
-    if not (common := theirs.keys() & own.keys()):
-        return None
-    longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
-    return own[longest] / theirs[longest]
+def attend_by_version_4(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:
+    """Call FlashAttention 4, as `attend_by_version_3` does version 3."""
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+
+    return _attend(flash_attn_func, query, key, value, attn_mask, is_causal, scale)
 
 
-def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
-    """FLOP/s by dtype and number of tokens, e.g. `bf16.4096`."""
-    prefix = f"attention.{name}."
-    return {
-        rate.name.removeprefix(prefix): rate.value
-        for rate in hardware.rates
-        if rate.name.startswith(prefix)
-    }
+def _attend(
+    attend: Any, query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None
+) -> Any:
+    if mask is not None:
+        raise ValueError("FlashAttention takes no mask")
+    out = attend(query, key, value, softmax_scale=scale, causal=is_causal)
+    return out[0] if isinstance(out, tuple) else out

@@ -4,93 +4,24 @@ Two knobs: how many blocks recompute everything, and how many after them recompu
 attention. The cost model finds the numbers that go together (`search/mixtures.py`).
 """
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
-from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
 from autotune.models.adapter import find_dropout_layers
 from autotune.models.family import Family
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.workload import Workload
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
-class _RecomputationKnob(Knob):
-    is_composed = True
-
-    def parity(self, choice: Choice) -> Parity | None:
-        return (
-            Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
-        )
-
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        apply_recomputation(transformer, family, **{self.name: int(choice)})
-
-
-class Checkpointing(_RecomputationKnob):
-    """k of n blocks; never the last one, whose activations are needed at once anyway."""
-
-    name = "checkpointed_blocks"
-    title = "checkpointing"
-
-    def choices(self, context: TuningContext) -> Choices:
-        num_blocks = context.workload.model.num_blocks
-        dominated = (
-            f"checkpointing all {num_blocks} blocks needs more memory and time than "
-            f"{num_blocks - 1}: the last block's "
-            "activations are used at once"
-        )
-        return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} of {workload.model.num_blocks} blocks"
-
-
-class Selective(_RecomputationKnob):
-    """Blocks that recompute all but attention, after those that recompute everything."""
-
-    name = "selective_blocks"
-    title = "keep attention"
-
-    def choices(self, context: TuningContext) -> Choices:
-        return Choices(tuple(range(context.workload.model.num_blocks)))
-
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if not candidate.selective_blocks:
-            return None
-        if candidate.recomputed_blocks > context.workload.model.num_blocks:
-            return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
-        backend = ATTENTION_BACKENDS.get(candidate.attention)
-        if backend is not None and (
-            backend.needs.library or backend.function or backend.kernel == "math"
-        ):
-            computed = f"what {candidate.attention} computes"
-            return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
-        return "compiled blocks hide their attention" if candidate.compile != "off" else None
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return (
-            f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
-            if choice
-            else "in none"
-        )
-
-
-ATTRIBUTE = "_recomputation"
-"""Where a transformer remembers the settings that were applied, as numbers of blocks by knob."""
-
-
-def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
-    """Change `checkpointed_blocks`, `selective_blocks` or both; the other stays."""
-    from torch.utils.checkpoint import checkpoint
-
-    from autotune.knobs.kept_attention import keep_attention
-
-    numbers = {**getattr(transformer, ATTRIBUTE, {}), **numbers}
-    setattr(transformer, ATTRIBUTE, numbers)
-    whole, selective = numbers.get("checkpointed_blocks", 0), numbers.get("selective_blocks", 0)
+def apply_recomputation(
+    transformer: nn.Module, family: Family, whole: int, selective: int = 0
+) -> None:
+    """Let the first `whole` blocks recompute everything, and the `selective` ones after them all
+    but attention."""
     if not whole + selective:
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
@@ -114,3 +45,57 @@ def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int
         )
 
     transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
+
+
+Kept = deque[tuple[Any, ...]]
+"""The results of each attention that ran, in order."""
+
+
+def keep_attention() -> tuple["AttentionContext", "AttentionContext"]:
+    """The two contexts of one block that `torch.utils.checkpoint.checkpoint` takes as
+    `context_fn`."""
+    kept: Kept = deque()
+
+    def run_and_keep(operation: Any, args: Any, kwargs: Any) -> Any:
+        results = operation(*args, **kwargs)
+        # Autograd gives the results themselves a history, which would hold on to all that made
+        # them.
+        kept.append(tuple(item.detach() if isinstance(item, Tensor) else item for item in results))
+        return results
+
+    return AttentionContext(run_and_keep), AttentionContext(lambda *_: kept.popleft())
+
+
+class AttentionContext:
+    """While a block runs: torch's fused attention operations go through `attend`, below autograd.
+
+    torch's function is replaced by name, as what a block calls through whichever of torch's
+    backends.
+    """
+
+    def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:
+        self.mode = _OnAttention(attend)
+        self._plain: Any = None
+
+    def __enter__(self) -> None:
+        self._plain = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self._attend
+
+    def __exit__(self, *_: object) -> None:
+        functional.scaled_dot_product_attention = self._plain
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode:
+            return self._plain(*args, **kwargs)
+
+
+class _OnAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.attend = attend
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("aten::_scaled_dot_product") and not name.endswith("backward"):
+            return self.attend(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

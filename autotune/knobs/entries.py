@@ -148,7 +148,7 @@ class WeightFormat(Entry):
     """`int8` or `fp8` if products have factors of 8 bits, which the probe measures; empty if
     weights are converted."""
     quantizing_slices: float | None = None
-    """How many slices' bytes (`autotune.knobs.sizes.SLICE_BYTES`) quantizing takes for a moment
+    """How many slices' bytes (`autotune.knobs.formats.SLICE_BYTES`) quantizing takes for a moment
     beside the layer; None if it does not work in slices and takes several times the layer."""
     storage_version: int = 1
     """Another one stores other numbers: embeddings that text encoders made with the one before

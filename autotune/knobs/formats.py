@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autotune.knobs.entries import Requirements, WeightFormat, by_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
 """Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
@@ -82,7 +86,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
         quality="compact",
         bytes_per_parameter=0.52,  # half a byte, and doubly quantized scales of 64 values each
         quantize="autotune.knobs.quantized_layers:quantize_nf4",
-        stand_in="autotune.cost.quantized:stand_in_for_nf4",
+        stand_in="autotune.cost.kernels:stand_in_for_nf4",
         quantizing_slices=8,
         stored_dtype="uint8",
         tolerance=0.7,
@@ -97,3 +101,19 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
 Chroma's 62% of nf4. Of products in 8 bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to
 26%. Slices, as measured on CPUs: nf4 7.4, int8 and float8 with scales 4 in bf16, all 2
 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+
+
+NF4_BLOCK = 64
+"""Weights per absolute maximum."""
+NESTED_BLOCK = 256
+"""Absolute maxima per fp32 scale of theirs, with double quantization."""
+
+SLICE_BYTES = 32 << 20
+CPU_SLICE_BYTES = 1 << 20
+"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it
+would be launches, and loading has memory to spare, since training needs far more."""
+
+
+def slice_bytes_of(weight: "Tensor") -> int:
+    """Bytes of `weight` to quantize at a time."""
+    return CPU_SLICE_BYTES if weight.is_cpu else SLICE_BYTES

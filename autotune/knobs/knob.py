@@ -1,21 +1,15 @@
-"""What a knob must answer: its choices on a machine, why others are excluded, and how to apply one.
-
-A knob is one field of `Candidate`. Choices and exclusions are pure and import no torch; `apply`
-imports it inside.
-"""
+"""What a knob, one field of `Candidate`, must answer: its choices on a machine, and why others are
+excluded."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.workload import Workload
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WHOLE_WEIGHTS = (
     "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
@@ -141,29 +135,3 @@ class Knob(ABC):
     def describe(self, choice: Choice, workload: Workload) -> str:
         """The choice in words for people."""
         return str(choice)
-
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Make `transformer` use `choice`; may be called again with another. Does nothing for
-        most knobs."""
-        return
-
-
-class MicroBatchSize(Knob):
-    """Every divisor of the effective batch size, as far as the family takes several samples at
-    once."""
-
-    name = "micro_batch_size"
-    title = "micro-batch"
-
-    def choices(self, context: TuningContext) -> Choices:
-        effective, max_size = (
-            context.workload.effective_batch_size,
-            context.family.max_micro_batch_size,
-        )
-        sizes = [size for size in range(1, effective + 1) if effective % size == 0]
-        admitted = tuple(size for size in sizes if max_size is None or size <= max_size)
-        why = f"{context.family.name} takes {max_size} at once, because captions differ in length"
-        return Choices(admitted, dict.fromkeys(sizes[len(admitted) :], why))
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"

@@ -6,17 +6,16 @@ for a window of coming draws at a time, on the device, layer by layer. Steps get
 layers themselves are never loaded.
 """
 
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from autotune.knobs.knob import Choices, Knob, Parity, TuningContext
-from autotune.models.adapter import target_matcher
-from autotune.models.family import Family, build_on_meta
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.workload import Workload
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from autotune.models.family import Family
 
 MAX_WINDOW_BYTES = 1 << 30
 """Limit on the host's memory for the modulations of a window, however long the run; but a window is
@@ -32,66 +31,242 @@ def window_steps(row_bytes: int, images_per_step: int) -> int:
     return max(1, draws // images_per_step)
 
 
-class Modulation(Knob):
-    """`resident` as the model has it, or `ahead`."""
+ATTRIBUTE = "modulation_ahead"
+"""Name of the module that the transformer gets."""
 
-    name = "modulation"
-    names = ("resident", "ahead")
-    needs_reload = True
-
-    def choices(self, context: TuningContext) -> Choices:
-        reason = _unsuited_reason(context)
-        return (
-            Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
-        )
-
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.modulation != "ahead":
-            return None
-        if candidate.compile != "off":
-            return (
-                "every block would be compiled by itself, as each takes another part of the "
-                "modulations"
-            )
-        return _unsuited_reason(context)
-
-    def parity(self, choice: Choice) -> Parity | None:
-        return (
-            Parity(choice, 1e-5, "the same products, for several draws at a time")
-            if choice == "ahead"
-            else None
-        )
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return (
-            "computed ahead of the steps, layers not loaded"
-            if choice == "ahead"
-            else "layers on the device"
-        )
-
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Once per loaded model, before an adapter is added: the layers leave it, and are asked
-        from where they lie."""
-        from autotune.knobs.modulation_ahead import take_loaded_layers
-
-        if choice == "ahead":
-            take_loaded_layers(family, transformer)
+Stream = Callable[[], Generator[tuple[str, Tensor]]]
+"""Yields every tensor of the modulation layers once, by its name in the transformer, in the
+dtype to compute in."""
 
 
-def _unsuited_reason(context: TuningContext) -> str | None:
-    """Why modulations of this model cannot be computed ahead for this work; None if they can."""
-    family, layers = context.family, context.family.modulation
-    if layers is None:
-        return family.excluded.get("modulation", "the family names no modulation layers")
-    adapted = _find_adapted_layer(family, context.workload.targets)
-    return f"the adapter changes modulation layers, such as {adapted}" if adapted else None
+@dataclass(frozen=True)
+class ModulationLayer:
+    """One layer that has left the model, and where its outputs lie in a row."""
+
+    name: str
+    shapes: Mapping[str, Tensor]
+    """Its parameters on the meta device, in the dtype that the model was built in."""
+    start: int
+    stop: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its parameters by their names in the transformer."""
+        return {f"{self.name}.{leaf}": tensor for leaf, tensor in self.shapes.items()}
 
 
-@cache
-def _find_adapted_layer(family: Family, targets: str) -> str | None:
-    """A modulation layer that the set of adapted layers has, by peft's rule; None if it has
-    none."""
+class ModulationPart(nn.Module):
+    """Stands where a modulation layer was: takes the layer's outputs out of rows (items, all
+    layers' outputs)."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__()
+        self.start, self.stop = start, stop
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows[..., self.start : self.stop]
+
+
+class ModulationAhead(nn.Module):
+    """Computes and holds rows for a transformer whose modulation layers have left it.
+
+    Attributes:
+        layers: the layers, in the order of their outputs in a row.
+        dtype: of rows.
+        table: rows of the window (draws, row), on the host; None before the first.
+    """
+
+    table: Tensor | None
+
+    def __init__(self, layers: Sequence[ModulationLayer], num_embedders: int) -> None:
+        super().__init__()
+        self.layers, self.width = tuple(layers), layers[-1].stop
+        self.dtype = next(iter(layers[0].shapes.values())).dtype
+        self.table, self.num_embedders = None, num_embedders
+        self._stream: Stream | None = None
+        self._rows: dict[bytes, Tensor] = {}
+        self._collected: dict[bytes, Tensor] | None = None
+        self._embedded: list[Tensor] = []
+        self._inputs: list[Tensor] = []
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the modulations of one draw."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters of all layers on the meta device, by name."""
+        return {name: tensor for layer in self.layers for name, tensor in layer.tensors.items()}
+
+    def connect(self, stream: Stream, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
+        """Say where the layers' weights come from, and in which dtypes the model is to be
+        computed."""
+        self._stream = stream
+        self.set_dtype(dtype_of)
+
+    def set_dtype(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
+        """Say in which dtypes the model is to be computed."""
+        first = next(iter(self.tensors.items()))
+        self.dtype = dtype_of(first[0], first[1].dtype)
+
+    @contextmanager
+    def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
+        """Meanwhile no block runs: calls of the transformer give zeros of the right shape, and
+        what they are conditioned on is collected, for `hold`."""
+        blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
+        self._collected = {}
+        try:
+            for name in blocks:
+                transformer.set_submodule(name, nn.ModuleList())
+            with torch.no_grad():
+                yield self._collected
+        finally:
+            self._collected = None
+            for name, block in blocks.items():
+                transformer.set_submodule(name, block)
+
+    def hold(self, collected: Mapping[bytes, Tensor], capacity: int) -> None:
+        """Compute the rows of a window, in place of those held so far.
+
+        Args:
+            collected: conditionings (features,) by key.
+            capacity: rows to have room for, so that memory is taken once.
+        """
+        conditionings = torch.stack(list(collected.values()))
+        self._rows = {}
+        if self.table is None or len(self.table) < len(conditionings):
+            size, pinned = (max(capacity, len(conditionings)), self.width), conditionings.is_cuda
+            self.table = None  # before another is made
+            self.table = torch.empty(size, dtype=self.dtype, pin_memory=pinned)
+        self._compute(conditionings, self.table)
+        self._rows = dict(zip(collected, self.table, strict=False))
+
+    @contextmanager
+    def holding_also(self, collected: Mapping[bytes, Tensor]) -> Iterator[None]:
+        """Compute rows beside the window's, and forget them afterwards."""
+        missing = {
+            key: conditioning for key, conditioning in collected.items() if key not in self._rows
+        }
+        if missing:
+            table = torch.empty(len(missing), self.width, dtype=self.dtype)
+            self._compute(torch.stack(list(missing.values())), table)
+            self._rows |= dict(zip(missing, table, strict=True))
+        try:
+            yield
+        finally:
+            for key in missing:
+                self._rows.pop(key, None)
+
+    def replace_conditioning(
+        self,
+        number: int,
+        _module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        embedded: Tensor,
+    ) -> Tensor:
+        """Forward hook of the embedders: the last one's output becomes rows, those before it add
+        nothing."""
+        if number == 0:
+            self._embedded, self._inputs = [], []
+        self._embedded.append(embedded)
+        self._inputs += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if number < self.num_embedders - 1:
+            return embedded.new_zeros(())
+        conditioning, inputs = sum(self._embedded[1:], self._embedded[0]), self._inputs
+        self._embedded, self._inputs = [], []
+        if conditioning.is_meta:
+            return conditioning.new_empty(len(conditioning), self.width, dtype=self.dtype)
+        keys = _keys_of(inputs, len(conditioning))
+        if self._collected is not None:
+            self._collected |= dict(zip(keys, conditioning, strict=True))
+            return conditioning.new_zeros((), dtype=self.dtype).expand(len(keys), self.width)
+        rows = conditioning.new_empty(len(keys), self.width, dtype=self.dtype)
+        if any(key not in self._rows for key in keys):
+            self._compute(conditioning, rows)
+            return rows
+        for row, key in zip(rows, keys, strict=True):
+            row.copy_(self._rows[key], non_blocking=True)
+        return rows
+
+    @torch.no_grad()
+    def _compute(self, conditionings: Tensor, rows: Tensor) -> None:
+        """Fill the first of `rows` with what all layers make of `conditionings` (items,
+        features), layer by layer."""
+        assert self._stream is not None
+        activated, device = nn.functional.silu(conditionings), conditionings.device
+        layers = {name: layer for layer in self.layers for name in layer.tensors}
+        arrived: dict[str, dict[str, Tensor]] = {}
+        with closing(self._stream()) as stream:
+            for name, tensor in stream:
+                layer = layers[name]
+                parts = arrived.setdefault(layer.name, {})
+                parts[name.rpartition(".")[2]] = tensor
+                del tensor  # one layer at a time
+                if len(parts) == len(layer.shapes):
+                    weights = {
+                        leaf: part.to(device) for leaf, part in arrived.pop(layer.name).items()
+                    }
+                    made = nn.functional.linear(activated.to(weights["weight"].dtype), **weights)
+                    rows[: len(made), layer.start : layer.stop].copy_(made)
+                    del parts, weights, made
+
+
+def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
+    """What each item is conditioned on, in bytes: of the embedders' inputs, those with one number
+    or vector an item.
+
+    Others, such as the image's tokens, tell them a dtype alone.
+    """
+    own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
+    numbers = (
+        torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1).cpu().numpy()
+    )
+    return [row.tobytes() for row in numbers]
+
+
+def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
+    """What computes the transformer's modulations ahead; None if its layers are resident."""
+    found = getattr(transformer, ATTRIBUTE, None)
+    assert found is None or isinstance(found, ModulationAhead)
+    return found
+
+
+def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
+    """Replace the modulation layers of a transformer that may be on the meta device; `connect`
+    must follow before it runs on any other."""
     assert family.modulation is not None
-    is_adapted = target_matcher(family, targets)
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
-    return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)
+    layers: list[ModulationLayer] = []
+    for activation, name in family.modulation.find(transformer):
+        layer, start = transformer.get_submodule(name), layers[-1].stop if layers else 0
+        assert isinstance(layer, nn.Linear)
+        shapes = {
+            leaf: parameter.detach().to("meta") for leaf, parameter in layer.named_parameters()
+        }
+        layers.append(ModulationLayer(name, shapes, start, start + layer.out_features))
+        transformer.set_submodule(name, ModulationPart(layers[-1].start, layers[-1].stop))
+        transformer.set_submodule(activation, nn.Identity())
+    ahead = ModulationAhead(layers, len(family.modulation.embedders))
+    transformer.add_module(ATTRIBUTE, ahead)
+    for number, embedder in enumerate(family.modulation.embedders):
+        hook = partial(ahead.replace_conditioning, number)
+        transformer.get_submodule(embedder).register_forward_hook(hook, with_kwargs=True)
+    return ahead
+
+
+def take_loaded_layers(family: Family, transformer: nn.Module) -> None:
+    """The same for a transformer that has its weights: they are asked again from what it had, on
+    the host."""
+    assert family.modulation is not None
+    owned = {
+        f"{name}.{leaf}": parameter.detach().cpu()
+        for _, name in family.modulation.find(transformer)
+        for leaf, parameter in transformer.get_submodule(name).named_parameters()
+    }
+    ahead = take_layers(family, transformer)
+
+    def stream() -> Generator[tuple[str, Tensor]]:
+        yield from owned.items()
+
+    ahead.connect(stream, lambda name, _: owned[name].dtype)

@@ -1,76 +1,389 @@
-"""Norm, rotary positions and joining of queries and keys: diffusers' operations, or one function of
-our own.
+"""RMSNorm, rotary positions and concatenation of queries and keys as one function with a backward
+pass of its own.
 
-A rule settles it, and the last trial of a search tries the best settings with diffusers' operations
-instead. On a CPU the plain operations of `fused` were as fast as compiled ones and need no
-start-up. A GPU waits for memory there, and compiled code moves half as much as `fused` and a tenth
-of what diffusers' operations do. Where gradients turn out wrong, the next in line is taken.
+Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several
+fp32 copies. Here the backward pass starts from the projections as they were before the norm and
+computes the rest again, so nothing else is kept; weights of norms are frozen and get no gradient.
+There are two sets of kernels: `fused`, which runs plain operations, in place where it can; and
+`compiled`, which torch.compile fuses into about one kernel per stream.
+
+With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the
+gradient of y is R^T g, and that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
+
+Shapes: x (batch, tokens, heads, head size); a table of complex numbers broadcasts against (batch,
+tokens, heads, head size / 2), and turns pairs of neighboring channels. All arithmetic is in fp32.
 """
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any, NamedTuple
 
-from autotune.knobs.fused_processor import use_kernels
-from autotune.knobs.knob import (
-    Choices,
-    Knob,
-    Parity,
-    TuningContext,
-    parity_capability,
-    unavailable_reason,
-)
-from autotune.models.family import Family
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from autotune.models.family import AttentionLayout, Rotary, Stream
 
-STARTUP_SECONDS = 60.0
-"""Seconds to compile it, forward and backward, for a model's kinds of attention: 57 to 73 for
-three mid-size families on two busy CPU cores, 7 to 9 where torch still had the code. Not
-measured on a GPU."""
+Tables = Sequence[Any]
+"""For each stream what turns it, in the form that the kernels take; None for one that is not
+turned."""
 
 
-class NormRope(Knob):
-    """`stock`, `fused`, or `compiled` where torch.compile works."""
+class Kernels(NamedTuple):
+    """One way to compute it. Weights, tables and streams are in the order in which streams are
+    joined."""
 
-    name = "norm_rope"
-    title = "norm and rope"
-    names = ("stock", "fused", "compiled")
-    compared_with = "stock"
+    table: Callable[[Tensor], Any]
+    """A complex table in the form that the others take."""
+    forward: Callable[[Sequence[Tensor], Sequence[Tensor | None], Tables, float], Tensor]
+    """(streams, weights, tables, epsilon) -> normed, turned and joined along the tokens."""
+    backward: Callable[
+        [Tensor, Sequence[Tensor], Sequence[Tensor | None], Tables, float], list[Tensor]
+    ]
+    """(gradient, streams, weights, tables, epsilon) -> gradient of each stream."""
 
-    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return unavailable_reason(hardware, "compile") if choice == "compiled" else None
 
-    def choices(self, context: TuningContext) -> Choices:
-        if not context.family.attention_layouts:
-            reason = f"{context.family.name} does not say how its attention is built"
-            return Choices(("stock",), dict.fromkeys(("fused", "compiled"), reason))
-        hardware = context.hardware
-        compiles, kind = hardware.capability("compile"), hardware.device.kind
-        order = ["fused", "stock"] if kind == "cpu" else ["stock", "fused"]
-        if kind == "cuda":
-            order = ["compiled", "fused", "stock"]
-        rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
-        usable = [one for one in order if one not in rejected]
-        parities = {
-            one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable
-        }
-        best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
-        why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
-            kind, "it was never measured here"
+class NormRopeFunction(torch.autograd.Function):
+    """Joined streams of one kind, queries or keys; see `Kernels`. `rounds`: as
+    `AttentionLayout.rounds_to_bf16`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        weights: Any,
+        tables: Any,
+        epsilon: float,
+        rounds: bool,
+        *streams: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*streams)
+        ctx.how = kernels, weights, tables, epsilon, rounds
+        out: Tensor = kernels.forward(streams, weights, tables, epsilon)
+        return out.bfloat16().to(out.dtype) if rounds and out.dtype != torch.bfloat16 else out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        kernels, weights, tables, epsilon, rounds = ctx.how
+        (gradient,) = gradients
+        if rounds:
+            gradient = gradient.bfloat16()
+        of_streams = kernels.backward(gradient, ctx.saved_tensors, weights, tables, epsilon)
+        return None, None, None, None, None, *of_streams
+
+
+def _lengths(streams: Sequence[Tensor]) -> list[int]:
+    return [stream.shape[1] for stream in streams]
+
+
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+
+
+def _eager_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
+    first, lengths = streams[0], _lengths(streams)
+    out = torch.empty(
+        first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
+    )
+    for x, weight, table, target in zip(
+        streams, weights, tables, torch.split(out, lengths, dim=1), strict=True
+    ):
+        y = x * _inverse_rms(x, epsilon)
+        if weight is not None:
+            y.mul_(weight)
+        if table is None:
+            target.copy_(y)
+        elif out.dtype == torch.float32:
+            torch.mul(_as_complex(y), table, out=_as_complex(target))
+        else:
+            _as_complex(y).mul_(table)
+            target.copy_(y)
+        del y  # or it would stay while the next is made
+    return out
+
+
+def _eager_backward(
+    gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> list[Tensor]:
+    found = []
+    for g, x, weight, table in zip(
+        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
+    ):
+        if table is None:
+            h = g.to(torch.float32, copy=True)
+        else:
+            whole = g.float() if g.stride(-1) == 1 else g.float().contiguous()
+            h = torch.view_as_real(_as_complex(whole) * table.conj()).flatten(-2)
+            del whole
+        if weight is not None:
+            h.mul_(weight)
+        inverse = _inverse_rms(x, epsilon)
+        share = (h * x).sum(-1, keepdim=True).mul_(inverse**3).div_(-x.shape[-1])
+        found.append(h.mul_(inverse).addcmul_(x.float(), share).to(x.dtype))
+        del h
+    return found
+
+
+def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines, and sines with the signs that a rotation gives them, of every channel: compiled
+    code reads both in order, where taking every second number of a table would keep it from
+    using vector instructions."""
+    real = torch.view_as_real(table)
+    sines = real[..., 1]
+    return real[..., 0].repeat_interleave(2, -1), torch.stack((-sines, sines), dim=-1).flatten(-2)
+
+
+def _swap_pairs(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+
+
+def _wide_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
+    outs = []
+    for x, weight, table in zip(streams, weights, tables, strict=True):
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon)
+        if weight is not None:
+            y = y * weight.float()
+        if table is not None:
+            y = y * table[0] + _swap_pairs(y) * table[1]
+        outs.append(y.to(x.dtype))
+    return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
+
+
+def _wide_backward(
+    gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> list[Tensor]:
+    found = []
+    for g, x, weight, table in zip(
+        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
+    ):
+        h = g.float()
+        if table is not None:
+            h = h * table[0] + _swap_pairs(h * table[1])
+        if weight is not None:
+            h = h * weight.float()
+        u = x.float()
+        inverse = torch.rsqrt(u.square().mean(-1, keepdim=True) + epsilon)
+        u = u * inverse
+        found.append(((h - u * (h * u).mean(-1, keepdim=True)) * inverse).to(x.dtype))
+    return found
+
+
+@cache
+def _compile(function: Any) -> Any:
+    return torch.compile(function)  # when it is needed: torch's compiler takes seconds to import
+
+
+def _compiled_forward(
+    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> Tensor:
+    out: Tensor = _compile(_wide_forward)(streams, weights, tables, epsilon)
+    return out
+
+
+def _compiled_backward(
+    gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> list[Tensor]:
+    found: list[Tensor] = _compile(_wide_backward)(gradient, streams, weights, tables, epsilon)
+    return found
+
+
+KERNELS: dict[str, Kernels] = {
+    "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
+    "compiled": Kernels(_wide, _compiled_forward, _compiled_backward),
+}
+"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again
+for other shapes."""
+
+
+class RotaryTables:
+    """The last rotary positions in the form that kernels take: all blocks of one kind get the
+    same."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.tables: list[Any] = []
+
+    def get(self, rotary: Rotary, positions: Any, lengths: Sequence[int], name: str) -> list[Any]:
+        """For each stream, in the order in which they are joined."""
+        source = positions[0] if isinstance(positions, tuple) else positions
+        key = (name, *lengths)
+        if not self.key or self.key[0] is not source or self.key[1:] != key:
+            kernels = KERNELS[name]
+            found = complex_tables(rotary, positions, lengths)
+            self.tables = [None if table is None else kernels.table(table) for table in found]
+            self.key = (source, *key)
+        return self.tables
+
+
+def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
+    """Positions of each stream as complex numbers that broadcast against (batch, tokens, heads,
+    head size / 2); None for one that is not rotated."""
+    if rotary == "streams":
+        image, text = positions
+        return [text.unsqueeze(1), image.unsqueeze(1)]
+    if rotary == "matrix":
+        return [torch.view_as_complex(positions[..., 0].contiguous())]
+    if rotary == "cos_sin":
+        cosines, sines = (part[:, ::2].float() for part in positions)
+        table = torch.complex(cosines, sines).unsqueeze(1)
+        whole = len(table) == sum(lengths)
+        return (
+            list(torch.split(table, list(lengths)))
+            if whole
+            else [*[None] * (len(lengths) - 1), table]
         )
-        others = (one for one in self.names if one != best and one not in rejected)
-        return Choices((best,), rejected, dict.fromkeys(others, f"{why}: pin it to compare"))
+    return [positions.unsqueeze(2)]
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.norm_rope != "stock" and candidate.compile != "off":
-            return "compiled blocks fuse diffusers' own operations"
-        return None
 
-    def parity(self, choice: Choice) -> Parity | None:
-        reason = "fp32 between the projections and attention, where diffusers' operations round"
-        return Parity(choice, 0.01, reason) if choice != "stock" else None
+class JoinedNormRope:
+    """Mixed into a stock processor; see `use_kernels`."""
 
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        use_kernels(transformer, family.attention_layouts, str(choice))
+    layout: AttentionLayout
+    kernels: str
+    tables: RotaryTables
+    _attention_backend: Any
+    _parallel_config: Any
+
+    def attend(self, attn: nn.Module, image: Tensor, arguments: dict[str, Any]) -> Any:
+        """What the stock processor returns."""
+        layout = self.layout
+        text: Tensor | None = arguments.get("encoder_hidden_states")
+        names, states = [layout.image], [image]
+        is_joined = layout.text is not None and text is not None
+        if layout.text is not None and text is not None:
+            names, states = [layout.text, layout.image], [text, image]
+        attended = states if is_joined or text is None else [text]
+
+        def project(kind: str, inputs: list[Any]) -> list[Tensor]:
+            outs = [
+                getattr(attn, getattr(name, kind))(x) for name, x in zip(names, inputs, strict=True)
+            ]
+            return [out.unflatten(-1, (-1, head_size)) for out in outs]
+
+        head_size = len(getattr(attn, layout.image.query_norm).weight)
+        values = project("value", attended)
+        value = torch.cat(values, dim=1) if is_joined else values[0]
+        positions = arguments.get(layout.rotary_argument)
+        query, key = (
+            self._norm_rope(
+                attn,
+                [getattr(name, f"{kind}_norm") for name in names],
+                project(kind, inputs),
+                positions,
+            )
+            for kind, inputs in (("query", states), ("key", attended))
+        )
+        out = (
+            self._dispatch(query, key, value, _joint_mask(image, arguments))
+            .flatten(2, 3)
+            .to(query.dtype)
+        )
+        if not is_joined:
+            return _project_out(attn, layout.image, out)
+        parts = torch.split(out, [part.shape[1] for part in states], dim=1)
+        after = [_project_out(attn, name, part) for name, part in zip(names, parts, strict=True)]
+        return after[1], after[0]
+
+    def _norm_rope(
+        self, attn: nn.Module, names: list[str], streams: list[Tensor], positions: Any
+    ) -> Tensor:
+        norms = [getattr(attn, name) for name in names]
+        weights = tuple(norm.weight for norm in norms)
+        # Code is compiled for training steps alone: previews and evaluations have shapes of their
+        # own.
+        name = self.kernels if torch.is_grad_enabled() else "fused"
+        tables: list[Any] = [None] * len(streams)
+        if positions is not None:
+            lengths = [stream.shape[1] for stream in streams]
+            tables = self.tables.get(self.layout.rotary, positions, lengths, name)
+        rounds = self.layout.rounds_to_bf16 and positions is not None
+        kernels: Kernels = KERNELS[name]
+        joined: Tensor = NormRopeFunction.apply(
+            kernels, weights, tables, _epsilon(norms[0]), rounds, *streams
+        )  # type: ignore[no-untyped-call]
+        return joined
+
+    def _dispatch(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        given = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        out: Tensor = dispatch_attention_fn(query, key, value, attn_mask=mask, **given)
+        return out
+
+
+def _joint_mask(image: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+    """The mask that attention gets, (batch, 1, 1, tokens) if it was given for tokens."""
+    mask: Tensor | None = arguments.get("attention_mask")
+    prompt = arguments.get("encoder_hidden_states_mask")
+    if prompt is not None:
+        mask = torch.cat(
+            [prompt, torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)], dim=1
+        )
+    return mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask
+
+
+def _project_out(attn: nn.Module, names: Stream, out: Tensor) -> Tensor:
+    layers = getattr(attn, names.out, None)
+    if layers is None:
+        return out
+    out = out.contiguous()
+    for layer in layers if isinstance(layers, nn.ModuleList) else [layers]:
+        out = layer(out)
+    return out
+
+
+def _epsilon(norm: Any) -> float:
+    return (
+        torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
+    )  # as torch's RMSNorm of fp32
+
+
+@cache
+def _processor_class(stock: type) -> type:
+    signature = inspect.signature(stock.__call__)
+
+    @wraps(stock.__call__)  # modules look at its parameters to see what it takes
+    def call(self: Any, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, attn, hidden_states, *args, **kwargs).arguments
+        if (
+            arguments.get("sparse_params") is not None
+        ):  # a mask made of rotated queries: the stock way
+            return stock.__call__(self, attn, hidden_states, *args, **kwargs)
+        return self.attend(attn, hidden_states, arguments)
+
+    return type(f"NormRope{stock.__name__}", (JoinedNormRope, stock), {"__call__": call})
+
+
+def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name: str) -> None:
+    """Let every attention module that has one of `layouts` use the kernels of that name, or `stock`
+    for diffusers' own.
+
+    May be called again with another name.
+    """
+    by_class = {layout.processor: layout for layout in layouts}
+    tables = RotaryTables()
+    for module in transformer.modules():
+        processor = getattr(module, "processor", None)
+        if isinstance(processor, JoinedNormRope):
+            processor.__class__ = type(processor).__mro__[2]
+        layout = by_class.get(type(processor).__name__)
+        if (
+            layout is None
+            or name == "stock"
+            or getattr(module, layout.image.query_norm, None) is None
+        ):
+            continue
+        changed: Any = processor
+        stock: Any = type(processor)
+        changed.__class__ = _processor_class(stock)
+        changed.layout, changed.kernels, changed.tables = layout, name, tables

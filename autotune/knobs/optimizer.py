@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
+from autotune.knobs.settings import ALLOWED, OPTIMIZERS
 from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
 from autotune.system.lazy import lazy_module
 from autotune.system.process import reveal_packages
@@ -30,33 +31,10 @@ else:
     torch = lazy_module("torch")
     nn = lazy_module("torch.nn")
 
-OPTIMIZERS: Mapping[str, str] = {
-    "adamw": "torch.optim:AdamW",
-    "adamw-8bit": "bitsandbytes.optim:AdamW8bit",
-    "adafactor": "torch.optim:Adafactor",
-    "lion": "lion_pytorch:Lion",
-    "prodigy": "prodigyopt:Prodigy",
-    "schedule-free": "schedulefree:AdamWScheduleFree",
-}
-"""Where each that has a name lies."""
-CUSTOM = "custom"
-"""The setting's value for a `package:Class`."""
-ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
-"""Environment variable with the only `package:Class` that may be loaded; processes of a run
-inherit it."""
 OURS = frozenset(
     {"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"}
 )
 """Keyword arguments that are not the user's, or are fields of the job."""
-LION_RATE = 1 / 3
-"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et
-al. 2023, section 5, advise a third to a tenth)."""
-
-
-def allow_optimizer(name: str) -> None:
-    """Let this process and those that it starts load that `package:Class`: the user has named
-    it."""
-    os.environ[ALLOWED] = name
 
 
 def require_allowed(name: str) -> None:
@@ -152,12 +130,6 @@ def build_optimizer(
         message = f"{choice.name} does not accept its options: {first_line(error)}"
         raise InvalidInput(message, hint="correct --optimizer-option") from error
     return made
-
-
-def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
-    """The learning rate if the user names none. Prodigy finds its own, which this one
-    multiplies."""
-    return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
 
 
 def optimizer_bytes(

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.knobs.sizes import NESTED_BLOCK, NF4_BLOCK, slice_bytes_of
+from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS, slice_bytes_of
+from autotune.models.family import Family
 from autotune.weights.stream import Transform
 
 FLOAT8 = torch.float8_e4m3fn
@@ -365,6 +365,17 @@ def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
     )
 
 
+def quantize_blocks(transformer: nn.Module, family: Family, weight_format: str) -> None:
+    """Quantize the Linear layers inside the blocks of a loaded transformer."""
+    quantize = quantize_inside(family.blocks(transformer), weight_format)
+    if quantize is None:
+        return
+    for name, module in list(transformer.named_modules()):
+        replacement = quantize(name, module)
+        if replacement is not None:
+            transformer.set_submodule(name, replacement)
+
+
 def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transform | None:
     """What to do with each module as its weights arrive: quantize it if it is a Linear inside
     `blocks`.
@@ -384,3 +395,8 @@ def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transfor
         return quantize_layer(module) if id(module) in linears else None
 
     return quantize
+
+
+def torch_dtype(precision: str) -> "torch.dtype":
+    """The dtype that a precision names."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]

@@ -1,25 +1,517 @@
-"""The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line
-here."""
+"""The knobs that the search turns. Adding one: its class and its field in `Candidate`.
+
+Choices and exclusions are pure and need no torch; what applies a choice to a model is in modules of
+their own.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs.attention import Attention
-from autotune.knobs.block_swap import Swapping
-from autotune.knobs.checkpointing import Checkpointing, Selective
-from autotune.knobs.compile import Compile
-from autotune.knobs.knob import Knob, MicroBatchSize, Parity
-from autotune.knobs.modulation import Modulation
-from autotune.knobs.norm_rope import NormRope
-from autotune.knobs.quantization import Quantization
+from autotune.knobs.attention import ATTENTION_BACKENDS, assumed_efficiency, cuda_kernel
+from autotune.knobs.entries import AttentionBackend, Kernel
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.knob import (
+    WHOLE_WEIGHTS,
+    Choices,
+    Knob,
+    Parity,
+    TuningContext,
+    parity_capability,
+    unavailable_reason,
+)
 from autotune.knobs.settings import (
     PLAIN_SETTINGS,
     optimizer_parity,
     precision_parity,
     unusable_setting,
 )
+from autotune.models.adapter import target_matcher
+from autotune.models.family import Family, build_on_meta
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import Workload
+
+DEFAULT = "native"
+MIN_SPEED = 1.03
+"""Times the default's measured speed from which a backend is worth a trial: less is within the
+noise."""
+CHECKED_BLOCKS = 2
+"""The fewest of which one is fetched while another runs."""
+
+
+class MicroBatchSize(Knob):
+    """Every divisor of the effective batch size, as far as the family takes several samples at
+    once."""
+
+    name = "micro_batch_size"
+    title = "micro-batch"
+
+    def choices(self, context: TuningContext) -> Choices:
+        effective, max_size = (
+            context.workload.effective_batch_size,
+            context.family.max_micro_batch_size,
+        )
+        sizes = [size for size in range(1, effective + 1) if effective % size == 0]
+        admitted = tuple(size for size in sizes if max_size is None or size <= max_size)
+        why = f"{context.family.name} takes {max_size} at once, because captions differ in length"
+        return Choices(admitted, dict.fromkeys(sizes[len(admitted) :], why))
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"
+
+
+class _RecomputationKnob(Knob):
+    is_composed = True
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return (
+            Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+        )
+
+
+class Checkpointing(_RecomputationKnob):
+    """k of n blocks; never the last one, whose activations are needed at once anyway."""
+
+    name = "checkpointed_blocks"
+    title = "checkpointing"
+
+    def choices(self, context: TuningContext) -> Choices:
+        num_blocks = context.workload.model.num_blocks
+        dominated = (
+            f"checkpointing all {num_blocks} blocks needs more memory and time than "
+            f"{num_blocks - 1}: the last block's "
+            "activations are used at once"
+        )
+        return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} of {workload.model.num_blocks} blocks"
+
+
+class Selective(_RecomputationKnob):
+    """Blocks that recompute all but attention, after those that recompute everything."""
+
+    name = "selective_blocks"
+    title = "keep attention"
+
+    def choices(self, context: TuningContext) -> Choices:
+        return Choices(tuple(range(context.workload.model.num_blocks)))
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if not candidate.selective_blocks:
+            return None
+        if candidate.recomputed_blocks > context.workload.model.num_blocks:
+            return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
+        backend = ATTENTION_BACKENDS.get(candidate.attention)
+        if backend is not None and (
+            backend.needs.library or backend.function or backend.kernel == "math"
+        ):
+            computed = f"what {candidate.attention} computes"
+            return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
+        return "compiled blocks hide their attention" if candidate.compile != "off" else None
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return (
+            f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
+            if choice
+            else "in none"
+        )
+
+
+class Quantization(Knob):
+    """Weights alone are quantized, and dequantized for each product: gradients flow through the
+    true operation."""
+
+    name = "quantization"
+    needs_reload = True
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return "no quantization" if choice == "none" else str(choice)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(WEIGHT_FORMATS)
+
+    def choices(self, context: TuningContext) -> Choices:
+        admitted: list[Choice] = []
+        rejected: dict[Choice, str] = {}
+        on_request: dict[Choice, str] = {}
+        floor = context.workload.quality
+        for name, weight_format in WEIGHT_FORMATS.items():
+            capability = context.hardware.capability(weight_format.capability)
+            if weight_format.quantize and context.workload.adapter == "dora":
+                rejected[name] = WHOLE_WEIGHTS
+            elif not weight_format.meets(floor):
+                rejected[name] = (
+                    f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
+                )
+            elif weight_format.quantize and not capability.available:
+                rejected[name] = capability.reason
+            elif why := weight_format.skip_reason(context.hardware):
+                on_request[name] = why
+            else:
+                admitted.append(name)
+        admitted.sort(key=lambda name: WEIGHT_FORMATS[str(name)].bytes_per_parameter)
+        return Choices(tuple(admitted), rejected, on_request)
+
+    def parity(self, choice: Choice) -> Parity | None:
+        entry = WEIGHT_FORMATS.get(str(choice))
+        return (
+            Parity(choice, entry.tolerance, entry.tolerance_reason)
+            if entry and entry.tolerance
+            else None
+        )
+
+
+class Swapping(Knob):
+    """None to all but one block: what is swapped has to recompute.
+
+    Whether they pay, and whether the host has room for them, the cost model tells.
+    """
+
+    name = "swapped_blocks"
+    title = "block swap"
+    is_composed = True
+    needs_reload = True
+
+    def choices(self, context: TuningContext) -> Choices:
+        device = context.hardware.device
+        numbers = range(context.workload.model.num_blocks - 1, -1, -1)
+        refusal = WHOLE_WEIGHTS if context.workload.adapter == "dora" else None
+        if device.kind != "cuda" or device.memory_kind == "integrated":
+            refusal = "device and host share one memory: swapping frees nothing"
+        if refusal:
+            return Choices((0,), dict.fromkeys(numbers[:-1], refusal))
+        return Choices(tuple(numbers))
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if candidate.swapped_blocks > candidate.recomputed_blocks:
+            return (
+                "block swap needs blocks that recompute: autograd would keep their weights on "
+                "the "
+                "device"
+            )
+        weight_format = WEIGHT_FORMATS.get(candidate.quantization)
+        if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
+            return f"{weight_format.name} keeps what belongs to its weights on the GPU"
+        if candidate.swapped_blocks and candidate.compile != "off":
+            return "compiled blocks hold on to their weights"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        if not choice:
+            return None
+        reason = "the same operations on copies of the same weights"
+        return Parity(
+            CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS}
+        )
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} of {workload.model.num_blocks} blocks" if choice else "no block swap"
+
+
+class Modulation(Knob):
+    """`resident` as the model has it, or `ahead`."""
+
+    name = "modulation"
+    names = ("resident", "ahead")
+    needs_reload = True
+
+    def choices(self, context: TuningContext) -> Choices:
+        reason = _unsuited_reason(context)
+        return (
+            Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
+        )
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if candidate.modulation != "ahead":
+            return None
+        if candidate.compile != "off":
+            return (
+                "every block would be compiled by itself, as each takes another part of the "
+                "modulations"
+            )
+        return _unsuited_reason(context)
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return (
+            Parity(choice, 1e-5, "the same products, for several draws at a time")
+            if choice == "ahead"
+            else None
+        )
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return (
+            "computed ahead of the steps, layers not loaded"
+            if choice == "ahead"
+            else "layers on the device"
+        )
+
+
+def _unsuited_reason(context: TuningContext) -> str | None:
+    """Why modulations of this model cannot be computed ahead for this work; None if they can."""
+    family, layers = context.family, context.family.modulation
+    if layers is None:
+        return family.excluded.get("modulation", "the family names no modulation layers")
+    adapted = _find_adapted_layer(family, context.workload.targets)
+    return f"the adapter changes modulation layers, such as {adapted}" if adapted else None
+
+
+@cache
+def _find_adapted_layer(family: Family, targets: str) -> str | None:
+    """A modulation layer that the set of adapted layers has, by peft's rule; None if it has
+    none."""
+    assert family.modulation is not None
+    is_adapted = target_matcher(family, targets)
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)
+
+
+class Attention(Knob):
+    """The backends that this machine can use and that it has measured to be faster than the
+    default."""
+
+    name = "attention"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(
+            name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason
+        )
+
+    def choices(self, context: TuningContext) -> Choices:
+        hardware, admitted = context.hardware, []
+        rejected: dict[Choice, str] = {}
+        on_request: dict[Choice, str] = {}
+        for name in self.names:
+            capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
+            if not capability.available:
+                rejected[name] = capability.reason
+            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(
+                1, "exact"
+            ):
+                rejected[name] = (
+                    f"it takes no masks, and the text of {context.family.name} always has one"
+                )
+            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(
+                name, context
+            ):
+                on_request[name] = why
+            else:
+                admitted.append(name)
+        return Choices(tuple(admitted), rejected, on_request)
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        name = candidate.attention
+        backend = ATTENTION_BACKENDS.get(name)
+        if backend is None or not backend.refuses_masks:
+            return None
+        if not context.family.has_attention_mask(
+            candidate.micro_batch_size, context.workload.text_padding
+        ):
+            return None
+        if context.family.has_attention_mask(1, "exact"):
+            return f"{name} refuses masks, and the text of {context.family.name} always has one"
+        return (
+            f"{name} refuses masks, and captions of different lengths in one batch, dropped "
+            "ones "
+            "too, need one"
+        )
+
+    def parity(self, choice: Choice) -> Parity | None:
+        backend = ATTENTION_BACKENDS.get(str(choice))
+        return (
+            Parity(choice, backend.tolerance, backend.tolerance_reason)
+            if backend and backend.tolerance
+            else None
+        )
+
+
+def _not_faster_reason(name: str, context: TuningContext) -> str | None:
+    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card
+    of the catalog by what is published for the kernel of a package; None if it is. On a CPU all
+    are."""
+    hardware, backend = context.hardware, ATTENTION_BACKENDS[name]
+    if name == DEFAULT or hardware.device.kind != "cuda":
+        return None
+    cases = [False, True] if _takes_masks(backend, context) else [False]
+    if hardware.origin == "catalog" and backend.needs.library:
+        what, speed = (
+            "published for its kernel is",
+            max(_assumed_speed(name, hardware, masked) for masked in cases),
+        )
+    else:
+        found = [
+            _measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware)
+            for masked in cases
+        ]
+        if not any(found):
+            return (
+                f"not measured beside {DEFAULT}, which takes the kernel that torch holds for "
+                "the "
+                "best"
+            )
+        what, speed = "the probe measured", max(each or 0.0 for each in found)
+    return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
+
+
+def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
+    """Whether the backend would be given masks in micro-batches of several, because captions
+    differ in length."""
+    work, family = context.workload, context.family
+    always = family.has_attention_mask(1, "exact")  # of the text alone
+    is_masked = not always and family.has_attention_mask(
+        work.effective_batch_size, work.text_padding
+    )
+    return is_masked and not backend.refuses_masks
+
+
+def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
+    capability, cudnn = hardware.device.compute_capability, hardware.versions.cudnn
+    return cuda_kernel(name, masked=masked, precision="bf16", capability=capability, cudnn=cudnn)
+
+
+def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
+    """Times the default's speed, with or without a mask, by published figures."""
+    own, usual = (
+        assumed_efficiency(_kernel(each, hardware, masked), hardware.device.compute_capability)
+        for each in (name, DEFAULT)
+    )
+    return own / usual
+
+
+def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
+    """The backend whose measurements, which are without a mask, tell how fast `name` is."""
+    changes = masked and _kernel(name, hardware, masked=True) != _kernel(
+        name, hardware, masked=False
+    )
+    return "_native_efficient" if changes else name
+
+
+def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
+    """Times the speed of `usual` in the longest shape that both were measured in; None if there
+    is none."""
+    theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
+    if not (common := theirs.keys() & own.keys()):
+        return None
+    longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
+    return own[longest] / theirs[longest]
+
+
+def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
+    """FLOP/s by dtype and number of tokens, e.g. `bf16.4096`."""
+    prefix = f"attention.{name}."
+    return {
+        rate.name.removeprefix(prefix): rate.value
+        for rate in hardware.rates
+        if rate.name.startswith(prefix)
+    }
+
+
+STARTUP_SECONDS = 60.0
+"""Seconds to compile one kind of block, forward and backward, for one shape, until a trial has
+measured them: they decide whether one is made, and no more. A round figure; Qwen-Image's with
+8-bit products took 34 s of a CPU's time beside the C++ compiler's, 43 more at the second shape,
+and 13 and 19 where an earlier process had left its code."""
+NORM_ROPE_STARTUP_SECONDS = 60.0
+"""The same for a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU
+cores, 7 to 9 where torch still had the code. Not measured on a GPU."""
+
+
+def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
+    """Return the seconds it takes to compile what a candidate compiles."""
+    if candidate.compile == "block":
+        # One list of blocks has some that recompute and some that do not.
+        is_mixed = 0 < candidate.checkpointed_blocks < workload.model.num_blocks
+        return _seconds_of_blocks(len(family.block_lists) + is_mixed, workload)
+    return NORM_ROPE_STARTUP_SECONDS if candidate.norm_rope == "compiled" else 0.0
+
+
+def _seconds_of_blocks(num_kinds: int, workload: Workload) -> float:
+    # Once for the first shape and once for all others.
+    has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
+    return STARTUP_SECONDS * num_kinds * (1 if has_one_shape else 2)
+
+
+class NormRope(Knob):
+    """`stock`, `fused`, or `compiled` where torch.compile works."""
+
+    name = "norm_rope"
+    title = "norm and rope"
+    names = ("stock", "fused", "compiled")
+    compared_with = "stock"
+
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        return unavailable_reason(hardware, "compile") if choice == "compiled" else None
+
+    def choices(self, context: TuningContext) -> Choices:
+        if not context.family.attention_layouts:
+            reason = f"{context.family.name} does not say how its attention is built"
+            return Choices(("stock",), dict.fromkeys(("fused", "compiled"), reason))
+        hardware = context.hardware
+        compiles, kind = hardware.capability("compile"), hardware.device.kind
+        order = ["fused", "stock"] if kind == "cpu" else ["stock", "fused"]
+        if kind == "cuda":
+            order = ["compiled", "fused", "stock"]
+        rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
+        usable = [one for one in order if one not in rejected]
+        parities = {
+            one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable
+        }
+        best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
+        why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
+            kind, "it was never measured here"
+        )
+        others = (one for one in self.names if one != best and one not in rejected)
+        return Choices((best,), rejected, dict.fromkeys(others, f"{why}: pin it to compare"))
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if candidate.norm_rope != "stock" and candidate.compile != "off":
+            return "compiled blocks fuse diffusers' own operations"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        reason = "fp32 between the projections and attention, where diffusers' operations round"
+        return Parity(choice, 0.01, reason) if choice != "stock" else None
+
+
+class Compile(Knob):
+    """`off`; `block` for the winner of a search if a trial shows that it pays, or on request."""
+
+    name = "compile"
+    names = ("off", "block")
+
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        return unavailable_reason(hardware, "compile") if choice == "block" else None
+
+    def choices(self, context: TuningContext) -> Choices:
+        capability = context.hardware.capability("compile")
+        if not capability.available:
+            return Choices(("off",), rejected={"block": capability.reason})
+        startup = _seconds_of_blocks(len(context.family.block_lists), context.workload)
+        why = (
+            "the winner is tried compiled if the steps may pay back a start-up of some "
+            f"{startup:.0f} s"
+        )
+        return Choices(("off",), on_request={"block": why})
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        weight_format = WEIGHT_FORMATS.get(candidate.quantization)
+        if candidate.compile != "off" and weight_format and weight_format.stand_in:
+            return "this weight format has kernels of its own, which torch.compile cannot trace"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        reason = "fused kernels keep intermediate results in fp32 where single ones round them"
+        # Two blocks that recompute, of which the second is compiled: its code has all that others'
+        # has, and more.
+        return (
+            Parity(choice, 0.05, reason, other_choices={"checkpointed_blocks": 2})
+            if choice == "block"
+            else None
+        )
+
 
 KNOBS: tuple[Knob, ...] = (
     MicroBatchSize(),
@@ -32,17 +524,23 @@ KNOBS: tuple[Knob, ...] = (
     NormRope(),
     Compile(),
 )
+
+
 TITLES: Mapping[str, str] = {
     **{knob.name: knob.title for knob in KNOBS},
     **{name: name.replace("_", " ") for name in PLAIN_SETTINGS},
 }
 """What people call each field of a candidate."""
+
+
 PARITY: Mapping[str, Callable[[Choice], Parity | None]] = {
     "precision": precision_parity,
     **{knob.name: knob.parity for knob in KNOBS},
     "optimizer": optimizer_parity,
 }
 """By field of a candidate, how what is computed with a value is compared with the reference."""
+
+
 NAMES: Mapping[str, tuple[str, ...]] = {
     **{knob.name: knob.names for knob in KNOBS},
     **PLAIN_SETTINGS,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from autotune.knobs.knob import Parity, TuningContext, unavailable_reason
-from autotune.knobs.optimizer import CUSTOM, OPTIMIZERS
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.workload import OptimizerChoice
 from autotune.system.lazy import lazy_module
 from autotune.weights.tensors import LOADERS
 
@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
+OPTIMIZERS: Mapping[str, str] = {
+    "adamw": "torch.optim:AdamW",
+    "adamw-8bit": "bitsandbytes.optim:AdamW8bit",
+    "adafactor": "torch.optim:Adafactor",
+    "lion": "lion_pytorch:Lion",
+    "prodigy": "prodigyopt:Prodigy",
+    "schedule-free": "schedulefree:AdamWScheduleFree",
+}
+"""Where each that has a name lies."""
+CUSTOM = "custom"
+"""The setting's value for a `package:Class`."""
+ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
+"""Environment variable with the only `package:Class` that may be loaded; processes of a run
+inherit it."""
+LION_RATE = 1 / 3
+"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et
+al. 2023, section 5, advise a third to a tenth)."""
 PLAIN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "optimizer": (*OPTIMIZERS, CUSTOM),
@@ -148,11 +165,6 @@ def configure_allocator(choice: Choice) -> None:
         loaded._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def torch_dtype(precision: str) -> "torch.dtype":
-    """The dtype that a precision names."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-
-
 def encoder_precision(precision: str) -> str:
     """Precision of text encoders and the VAE beside a transformer in `precision`: fp32 beside one
     in fp16.
@@ -166,3 +178,15 @@ def encoder_precision(precision: str) -> str:
 def encoder_element_bytes(precision: str) -> int:
     """Bytes of one of their weights that is not quantized."""
     return 4 if encoder_precision(precision) == "fp32" else 2
+
+
+def allow_optimizer(name: str) -> None:
+    """Let this process and those that it starts load that `package:Class`: the user has named
+    it."""
+    os.environ[ALLOWED] = name
+
+
+def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
+    """The learning rate if the user names none. Prodigy finds its own, which this one
+    multiplies."""
+    return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)

@@ -12,7 +12,7 @@ Names are dotted, `<group>.<choice>`, the choice under the name that its knob an
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.entries import Requirements
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.hardware import Capability, Device, Host, Versions

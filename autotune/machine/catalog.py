@@ -17,7 +17,7 @@ from packaging.version import Version
 from pydantic import Field
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.machine.capabilities import CUDA_13, Machine, capabilities_of, unmet, without_bf16
 from autotune.machine.facts import PACKAGES
 from autotune.machine.memory import device_with_budget

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.machine.disk import time_reads
 from autotune.machine.system import Unavailable

@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.events import RecordsMatched
 from autotune.knobs.caching import describe_caching
-from autotune.knobs.optimizer import usual_learning_rate
 from autotune.knobs.registry import KNOBS, TITLES
+from autotune.knobs.settings import usual_learning_rate
 from autotune.models.family import VIEWS_PER_IMAGE
 from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings, Candidate, Choice

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.cost.job_estimate import job_time
+from autotune.cost.estimate import job_time
 from autotune.cost.memory import Parallel
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import KNOBS

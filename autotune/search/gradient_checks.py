@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune.knobs.knob import Parity, TuningContext, parity_capability
+from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.registry import KNOBS, PARITY
-from autotune.knobs.settings import precision_parity, torch_dtype
+from autotune.knobs.settings import precision_parity
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, denoising_loss
 from autotune.models.registry import get_family

@@ -8,8 +8,8 @@ from autotune.data.dataset import Dataset, SplitDataset, read_split
 from autotune.data.items import make_options
 from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.optimizer import usual_learning_rate
 from autotune.knobs.registry import require_choice
+from autotune.knobs.settings import usual_learning_rate
 from autotune.models.family import Defaults
 from autotune.models.registry import find_published
 from autotune.models.resolve import (

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
-from autotune.knobs.compile import startup_seconds
-from autotune.knobs.registry import KNOBS, PARITY
+from autotune.knobs.registry import KNOBS, PARITY, startup_seconds
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction

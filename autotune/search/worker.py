@@ -24,9 +24,8 @@ import psutil
 import torch
 
 from autotune.errors import first_line
-from autotune.knobs.modulation_ahead import find_modulation_ahead
-from autotune.knobs.optimizer import allow_optimizer
-from autotune.knobs.settings import configure_allocator
+from autotune.knobs.modulation import find_modulation_ahead
+from autotune.knobs.settings import allow_optimizer, configure_allocator
 from autotune.models.family import Batch, Family, Sample
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from autotune.cost.calibration import PriorResiduals
 from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS, prefers_cudnn
+from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile

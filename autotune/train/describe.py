@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autotune.cost.job_estimate import checked_bucket, positive
+from autotune.cost.estimate import checked_bucket, positive
 from autotune.data.batches import assign_buckets, make_buckets
 from autotune.data.captions import EMPTY_CAPTION
 from autotune.data.dataset import Dataset

@@ -4,7 +4,7 @@ or to end the run."""
 import math
 
 from autotune.errors import AutotuneError
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.train.step import StepOutcome
 
 LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"

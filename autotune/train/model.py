@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autotune.knobs.attention_backends import cuda_kernel, token_multiple
-from autotune.knobs.block_swap import Swapping, offload_on_arrival
+from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
+from autotune.knobs.block_swap import offload_on_arrival, swap_blocks
+from autotune.knobs.checkpointing import apply_recomputation
+from autotune.knobs.compile import compile_blocks
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.knobs.modulation_ahead import take_layers
-from autotune.knobs.quantized_layers import quantize_inside
-from autotune.knobs.registry import KNOBS
-from autotune.knobs.settings import torch_dtype
+from autotune.knobs.modulation import take_layers, take_loaded_layers
+from autotune.knobs.norm_rope import use_kernels
+from autotune.knobs.quantized_layers import quantize_blocks, quantize_inside, torch_dtype
 from autotune.machine.sources import cudnn_version
 from autotune.models.adapter import add_adapter, disable_dropout
 from autotune.models.family import Batch, Family, Sample
@@ -90,7 +91,7 @@ def load_model(
     transformer, error = load_transformer(model, settings, device, shards=shards)
     require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
-    Swapping().apply(transformer, model.family, settings.swapped_blocks)
+    swap_blocks(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
     compiles_products = device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
     if settings.compile != "off" or settings.norm_rope == "compiled" or compiles_products:
@@ -141,9 +142,17 @@ def apply_knobs(
 ) -> None:
     """Apply one half of the settings: those that need the model loaded anew, or those that do
     not."""
-    for knob in KNOBS:
-        if knob.needs_reload == needs_reload:
-            knob.apply(transformer, family, getattr(settings, knob.name))
+    if needs_reload:
+        quantize_blocks(transformer, family, settings.quantization)
+        swap_blocks(transformer, family, settings.swapped_blocks)
+        if settings.modulation == "ahead":
+            take_loaded_layers(family, transformer)
+        return
+    whole, selective = settings.checkpointed_blocks, settings.selective_blocks
+    apply_recomputation(transformer, family, whole, selective)
+    transformer.set_attention_backend(ATTENTION_BACKENDS[settings.attention].diffusers_name())  # type: ignore[operator]
+    use_kernels(transformer, family.attention_layouts, settings.norm_rope)
+    compile_blocks(transformer, family, settings.compile)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from autotune.data.batches import BatchOrder, Draw
 from autotune.data.encode import EncodedDataset
-from autotune.knobs.modulation import window_steps
-from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead
+from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.models.family import Batch, unwrap_model
 from autotune.plan.workload import Bucket
 from autotune.train.model import TrainingModel

@@ -27,7 +27,7 @@ from autotune.data.captions import has_video_decoder
 from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.knobs.modulation_ahead import find_modulation_ahead
+from autotune.knobs.modulation import find_modulation_ahead
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.plan.plan import TrainingPlan

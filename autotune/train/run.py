@@ -15,7 +15,8 @@ from autotune.data.cache import Cache, MemoryCache
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
-from autotune.knobs.settings import configure_allocator, torch_dtype
+from autotune.knobs.quantized_layers import torch_dtype
+from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_PREVIEW_PROMPTS

@@ -12,7 +12,7 @@ from autotune.data.captions import has_video_decoder
 from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.knobs.block_swap import Swapping
+from autotune.knobs.block_swap import swap_blocks
 from autotune.knobs.settings import configure_allocator
 from autotune.models.resolve import ResolvedModel, fetch_model
 from autotune.plan.hardware import HardwareProfile
@@ -150,7 +150,7 @@ def sample_run(
     sampler.attach(transformer)
     if inputs.adapter:
         sampler.load_adapter(inputs.adapter)
-    Swapping().apply(transformer, model.family, settings.swapped_blocks)
+    swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))

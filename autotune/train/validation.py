@@ -18,7 +18,7 @@ from torch import nn
 
 from autotune.data.encode import EncodedDataset
 from autotune.events import StepFinished
-from autotune.knobs.modulation_ahead import find_modulation_ahead
+from autotune.knobs.modulation import find_modulation_ahead
 from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import workload_of
 
-from autotune.cost.job_estimate import checked_bucket, require_sound
+from autotune.cost.estimate import checked_bucket, require_sound
 from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import FAMILIES

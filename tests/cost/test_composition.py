@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.cost.trace.passes import choose_traced
+from autotune.cost.trace import choose_traced
 from autotune.models.family import Parts
 from autotune.models.registry import FAMILIES
 
@@ -39,7 +39,7 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
     workload = workload_of(name, config=config).changed(adapted_blocks=adapted)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
     short = TracedModel(FAMILIES[name], config, workload, rules, Parts())
-    monkeypatch.setattr("autotune.cost.trace.passes.TRACED_BLOCKS", 99)
+    monkeypatch.setattr("autotune.cost.trace.TRACED_BLOCKS", 99)
     full = TracedModel(FAMILIES[name], config, workload, rules, Parts())
     kernel = "cpu" if rules == "cpu" else "flash"
 

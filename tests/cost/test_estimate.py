@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.job_estimate import estimate, job_time, plan_seconds
+from autotune.cost.estimate import estimate, job_time, plan_seconds
 from autotune.cost.predict import CostModel
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate

@@ -8,7 +8,7 @@ import torch
 from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.cost.trace.passes import shorten
+from autotune.cost.trace import shorten
 from autotune.knobs import modulation
 from autotune.knobs.block_swap import BlockSwap
 from autotune.models.family import denoising_loss

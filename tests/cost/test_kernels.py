@@ -4,11 +4,16 @@ import pytest
 import torch
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.kernels import kernel_for, substitutes, workspace_bytes
+from autotune.cost.kernels import (
+    kernel_for,
+    nf4_bytes,
+    quantize_for_tracing,
+    substitutes,
+    workspace_bytes,
+)
 from autotune.cost.predict import CostModel
-from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
+from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import CACHE_GAIN, Rates
-from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.knobs.quantized_layers import multiply_in_int8
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import Rate

@@ -3,8 +3,8 @@
 import pytest
 from tiny_models import TINY, cpu, gpu, workload_of
 
+from autotune.cost.kernels import nf4_bytes
 from autotune.cost.predict import CostModel
-from autotune.cost.quantized import nf4_bytes
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES

@@ -3,8 +3,8 @@
 import pytest
 from tiny_models import TINY, cpu, workload_of
 
+from autotune.cost import recorder as shapes
 from autotune.cost.predict import CostModel
-from autotune.cost.trace import shapes
 from autotune.models.registry import FAMILIES
 
 

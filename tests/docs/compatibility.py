@@ -3,7 +3,7 @@ tests.docs.compatibility"""
 
 from pathlib import Path
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.entries import Entry
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES

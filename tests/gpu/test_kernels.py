@@ -2,9 +2,9 @@
 
 import pytest
 
-from autotune.knobs.attention import Attention
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import Attention
 from autotune.machine.rates import Meter
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model

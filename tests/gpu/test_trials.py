@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autotune.knobs.attention import Attention
 from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.registry import Attention
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.plan.candidate import Candidate
 from autotune.search.trials import ProcessTrialRunner

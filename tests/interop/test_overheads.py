@@ -10,7 +10,7 @@ import torch
 import autotune
 from autotune.cost.kernels import IN_FP32, kernel_for
 from autotune.cost.predict import CostModel
-from autotune.cost.trace.recorder import Segment
+from autotune.cost.recorder import Segment
 from autotune.interop.exporting import export_plan, known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES

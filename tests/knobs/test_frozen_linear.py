@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, substitutes
-from autotune.cost.trace.recorder import Recorder
+from autotune.cost.recorder import Recorder
 from autotune.knobs import quantized_layers
 from autotune.knobs.quantized_layers import (
     CONVERTS_AS_IT_READS,

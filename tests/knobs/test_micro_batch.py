@@ -1,6 +1,7 @@
 """Which micro-batches are tried."""
 
-from autotune.knobs.knob import MicroBatchSize, TuningContext
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import MicroBatchSize
 from autotune.models.registry import get_family
 from tests.builders import hardware, workload
 

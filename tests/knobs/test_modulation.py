@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
-from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
+from autotune.knobs.modulation import (
+    MAX_WINDOW_BYTES,
+    MAX_WINDOW_DRAWS,
+    find_modulation_ahead,
+    take_loaded_layers,
+    window_steps,
+)
+from autotune.knobs.registry import Modulation
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.plan.candidate import Candidate

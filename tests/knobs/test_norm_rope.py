@@ -7,7 +7,7 @@ from diffusers.models.normalization import RMSNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.knobs.fused_norm_rope import KERNELS, NormRope, _wide_backward, _wide_forward
+from autotune.knobs.norm_rope import KERNELS, NormRopeFunction, _wide_backward, _wide_forward
 
 PLAIN = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
 """What is compiled, as Python runs it."""
@@ -47,7 +47,7 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
     forms = tuple(
         None if table is None else kernels.table(table.to(torch.complex64)) for table in tables
     )
-    return NormRope.apply(kernels, tuple(weights), forms, epsilon, rounds, *streams)
+    return NormRopeFunction.apply(kernels, tuple(weights), forms, epsilon, rounds, *streams)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,13 +9,8 @@ from torch import nn
 
 from autotune.api.options import choose_optimizer
 from autotune.errors import InvalidInput
-from autotune.knobs.optimizer import (
-    ALLOWED,
-    OPTIMIZERS,
-    check_options,
-    optimizer_bytes,
-    optimizer_class,
-)
+from autotune.knobs.optimizer import check_options, optimizer_bytes, optimizer_class
+from autotune.knobs.settings import ALLOWED, OPTIMIZERS
 from autotune.plan.workload import ADAMW, OptimizerChoice
 from autotune.train.optimizer import AdapterOptimizer
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from autotune.knobs.attention_backends import ATTENTION_BACKENDS
+from autotune.knobs.attention import ATTENTION_BACKENDS
 
 
 def plain(q, k, v, softmax_scale, causal):

@@ -6,9 +6,8 @@ import copy
 import pytest
 import torch
 
-from autotune.knobs import fused_processor as processor
-from autotune.knobs.fused_norm_rope import KERNELS, _wide_backward, _wide_forward
-from autotune.knobs.fused_processor import use_kernels
+from autotune.knobs import norm_rope as processor
+from autotune.knobs.norm_rope import KERNELS, _wide_backward, _wide_forward, use_kernels
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.search.gradient_checks import _gradients, _plain_transformer, relative_error

@@ -6,13 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotune.knobs.attention import Attention
-from autotune.knobs.block_swap import Swapping
-from autotune.knobs.checkpointing import Checkpointing
-from autotune.knobs.compile import Compile
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.quantization import Quantization
+from autotune.knobs.registry import Attention, Checkpointing, Compile, Quantization, Swapping
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices
 from autotune.machine.catalog import load_catalog, profile_of_gpu, with_assumed_packages

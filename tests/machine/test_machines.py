@@ -9,7 +9,7 @@ import pytest
 
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.errors import InvalidInput
-from autotune.knobs.attention import Attention
+from autotune.knobs.registry import Attention
 from autotune.machine.capabilities import NO_BF16
 from autotune.machine.diagnosis import MIN_VERSIONS, findings
 from autotune.machine.doctor_facts import read_doctor_facts

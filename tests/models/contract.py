@@ -257,14 +257,14 @@ def masks_are_announced(small: Small) -> None:
 
 
 def checkpointing_gives_equal_gradients(small: Small) -> None:
-    from autotune.knobs.checkpointing import Checkpointing
+    from autotune.knobs.checkpointing import apply_recomputation
 
     batch = small.family.collate([small.sample()])
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
     found = []
     for count in (0, 2):
         transformer, parameters = small.adapted()
-        Checkpointing().apply(transformer, small.family, count)
+        apply_recomputation(transformer, small.family, count)
         denoising_loss(small.family, transformer, batch, noise, small.levels(0.4)).backward()
         found.append([p.grad for p in parameters if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.knobs.compile import startup_seconds
+from autotune.knobs.registry import startup_seconds
 from autotune.models.registry import get_family
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import Capability
@@ -58,7 +58,7 @@ def reason_of(plan: TrainingPlan) -> Reason:
 @pytest.fixture(autouse=True)
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model expects next to nothing of the start-up, so that a trial decides."""
-    monkeypatch.setattr("autotune.knobs.compile.STARTUP_SECONDS", 0.001)
+    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 0.001)
 
 
 def test_a_start_up_that_the_steps_pay_back_is_taken_after_one_trial() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.attention import Attention
 from autotune.knobs.knob import Choices
+from autotune.knobs.registry import Attention
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import Outcome, TrialResult
 from autotune.search import study

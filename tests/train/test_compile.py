@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotune.knobs.compile import Compile, CompiledBlock
+from autotune.knobs.compile import CompiledBlock, compile_blocks
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Bucket
 from autotune.search.worker import synthetic_samples
@@ -43,7 +43,7 @@ def test_compiled_blocks_learn_the_same(
 
     try:
         plain, _ = run("plain")
-        Compile().apply(bench.trained.transformer, bench.resolved.family, "block")
+        compile_blocks(bench.trained.transformer, bench.resolved.family, "block")
         compiled, loop = run("compiled")
         with eager_eval(bench.trained.transformer):
             assert all(block._compiled_call_impl is None for block in blocks)

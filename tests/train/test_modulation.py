@@ -16,7 +16,7 @@ from autotune.data.dataset import read_dataset
 from autotune.data.encode import Encoders, encode_dataset
 from autotune.events import StepFinished
 from autotune.knobs import modulation
-from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead
+from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, Candidate

@@ -9,9 +9,8 @@ import torch
 
 from autotune.knobs.compile import CompiledBlock
 from autotune.knobs.knob import TuningContext, parity_capability
-from autotune.knobs.quantization import Quantization
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.knobs.registry import PARITY
+from autotune.knobs.registry import PARITY, Quantization
 from autotune.knobs.settings import optimizer_parity, precision_parity
 from autotune.machine.probing import probe
 from autotune.models.registry import FAMILIES, get_family

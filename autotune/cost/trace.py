@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from autotune.cost.trace.recorder import Recorder, Segment
+    from autotune.cost.recorder import Recorder, Segment
 else:
     torch = lazy_module("torch")
 
@@ -153,7 +153,7 @@ def trace_pass(
         autocast: the precision of products under autocast; None without.
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
-    from autotune.cost.trace.recorder import Recorder, Segment, summarize
+    from autotune.cost.recorder import Recorder, Segment, summarize
     from autotune.models.family import denoising_loss
 
     recorder = Recorder(rules)
@@ -201,7 +201,7 @@ def trace_inference(
 ) -> "Segment":
     """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and
     does."""
-    from autotune.cost.trace.recorder import Recorder, summarize
+    from autotune.cost.recorder import Recorder, summarize
 
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))

@@ -5,9 +5,8 @@ from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
-from autotune.knobs.compile import startup_seconds
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import KNOBS, require_choice
+from autotune.knobs.registry import KNOBS, require_choice, startup_seconds
 from autotune.knobs.settings import encoder_element_bytes
 from autotune.models.family import Family
 from autotune.plan.candidate import Candidate
