@@ -19,9 +19,15 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
 from autotune.system.process import redirect_output
 from autotune.train.model import TrainingModel, apply_knobs
-from autotune.train.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.step import Noising, optimizer_step, to_device
+from autotune.train.step import (
+    ConditionedImage,
+    ModulationWindows,
+    Noising,
+    optimizer_step,
+    pick_inputs,
+    to_device,
+)
 from autotune.weights.stream import cast_as_loaded
 
 

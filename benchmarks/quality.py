@@ -24,7 +24,7 @@ from teach import CPU, Classroom, Job
 from autotune.demo.lesson import known_scenes, unseen_scenes
 from autotune.knobs import quantized_layers
 from autotune.plan.candidate import Candidate
-from autotune.train.quality import QualityMissed
+from autotune.train.model import QualityMissed
 from autotune.train.step import Noising, to_device
 
 REFERENCE = Candidate(micro_batch_size=8, checkpointed_blocks=0, precision="fp32")

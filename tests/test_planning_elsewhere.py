@@ -19,7 +19,7 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import read_plan
 from autotune.plan.prediction import Estimate
 from autotune.search.request import PlanRequest, ResolvedRequest
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests.conftest import autotune_here
 from tests.planning.machines import make_plan
 

@@ -8,8 +8,7 @@ from autotune.api.plan_files import load_plan
 from autotune.machine.probing import probe
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.train.fit import hardware_misfits
-from autotune.train.processes import card_misfits
+from autotune.train.prepare import card_misfits, hardware_misfits
 
 
 def check(

@@ -21,7 +21,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Estimate
 from autotune.plan.workload import ADAMW, AdapterKind, OptionValue
 from autotune.system.process import collect_rarely
-from autotune.train.describe import WorkloadOverrides, check_overrides, describe_workload
+from autotune.train.workload import WorkloadOverrides, check_overrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the

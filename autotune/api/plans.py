@@ -28,7 +28,7 @@ from autotune.search.study import check_storage
 from autotune.share.record import unshareable_reason
 from autotune.share.store import save_record
 from autotune.system.files import require_writable
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
 """Options that limit the memory of the hardware."""

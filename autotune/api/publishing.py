@@ -7,7 +7,7 @@ from autotune.errors import InvalidInput
 from autotune.models.registry import find_published, get_family
 from autotune.report.cards import model_card
 from autotune.system.files import write_text_atomic
-from autotune.train.files import ADAPTER_FILE, comparison_file
+from autotune.train.folder import ADAPTER_FILE, comparison_file
 from autotune.weights.hub import upload
 
 

@@ -25,7 +25,7 @@ from autotune.report.page import (
 from autotune.report.run import PAGE_FILE
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
-from autotune.train.files import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
+from autotune.train.folder import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, read_metrics
 
 MAX_PAGE_BYTES = 8 << 20

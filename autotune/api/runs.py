@@ -23,12 +23,17 @@ from autotune.plan.run import RunReport
 from autotune.search.arrival import measured_here
 from autotune.system.files import cache_path
 from autotune.system.process import Launch, adopt_launch, silence_progress_bars, started_by_launcher
-from autotune.train.fit import hardware_misfits, require_fit
 from autotune.train.folder import check_folder
-from autotune.train.preparation import fetch_weights, prepare, read_inputs
+from autotune.train.prepare import (
+    fetch_weights,
+    hardware_misfits,
+    prepare,
+    read_inputs,
+    require_fit,
+)
+from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.processes import train_in_processes
 from autotune.train.run import train as run_training
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
-from autotune.train.several import train_in_processes
 
 ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""

@@ -12,6 +12,19 @@ from pydantic import Field, model_validator
 
 from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
 
+KEY_NAMES: dict[str, str] = {
+    "device_kind": "kind of device",
+    "compute_capability": "compute capability",
+    "memory_kind": "memory kind",
+    "memory_model": "operating system's memory model",
+    "torch": "torch version",
+    "cuda": "CUDA major version",
+    "torchao": "torchao version",
+    "bitsandbytes": "bitsandbytes version",
+    "trial_protocol": "autotune's trial protocol",
+}
+"""What people call the keys of `HardwareProfile.match_keys`."""
+
 DeviceKind = Literal["cuda", "mps", "cpu"]
 MemoryKind = Literal["discrete", "integrated", "coherent", "host"]
 

@@ -28,7 +28,7 @@ from autotune.search.problem import PlannerBackend
 from autotune.search.study import TrialFunction, search_cost_seconds
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
-from autotune.train.fit import key_misfits, model_misfits, require_fit
+from autotune.train.prepare import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 

@@ -18,7 +18,7 @@ from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile, MemoryBudget, shares_host_memory
+from autotune.plan.hardware import KEY_NAMES, HardwareProfile, MemoryBudget, shares_host_memory
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Quality, Workload
@@ -31,8 +31,7 @@ from autotune.search.study import SearchLimits, TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
-from autotune.train.fit import KEY_NAMES
-from autotune.train.processes import device_misfits
+from autotune.train.prepare import device_misfits
 
 
 def _trial_runner(model: ModelRef | str, cost: CostModel) -> ProcessTrialRunner:

@@ -26,7 +26,8 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import job_from
 from autotune.plan.workload import ADAMW, OptimizerChoice, Workload
 from autotune.search.space import SearchSpace, build_search_space
-from autotune.train.describe import (
+from autotune.train.folder import require_separate_output
+from autotune.train.workload import (
     WorkloadOverrides,
     check_job,
     check_overrides,
@@ -34,7 +35,6 @@ from autotune.train.describe import (
     overrides_from,
     require_even_shares,
 )
-from autotune.train.folder import require_separate_output
 from autotune.weights.files import BadWeights
 
 

@@ -41,13 +41,20 @@ from autotune.system.memory import (
     release_memory,
     reset_host_peak,
 )
-from autotune.train.model import TrainingModel, apply_settings, load_model
-from autotune.train.modulation import ConditionedImage, ModulationWindows, pick_inputs
+from autotune.train.model import QualityMissed, TrainingModel, apply_settings, load_model
 from autotune.train.monitor import allocator_retries
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import make_current
-from autotune.train.quality import QualityMissed
-from autotune.train.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
+from autotune.train.step import (
+    ConditionedImage,
+    ModulationWindows,
+    Noising,
+    StepOutcome,
+    live_tensors,
+    optimizer_step,
+    pick_inputs,
+    to_device,
+)
 
 MAX_SPREAD = 0.1
 """Relative to the median: steps whose middle half differs by more are repeated, as on a machine

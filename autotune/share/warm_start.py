@@ -18,7 +18,7 @@ from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile
+from autotune.plan.hardware import KEY_NAMES, HardwareProfile
 from autotune.plan.trial import Residual, TrialResult
 from autotune.plan.typical import mean_text_tokens
 from autotune.plan.workload import Workload
@@ -31,7 +31,6 @@ from autotune.share.record import (
 )
 from autotune.share.store import Store, shipped_store, user_store
 from autotune.system.version import __version__
-from autotune.train.fit import KEY_NAMES
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autotune.data.cache import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.train.files import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
+from autotune.train.folder import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights.files import BadWeights, read_header
 from autotune.weights.tensors import load_file, save_file
 

@@ -7,6 +7,7 @@ pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan, write_plan
 from autotune.plan.run import RunReport
 from autotune.system.failures import require_free_disk
 from autotune.system.files import PART_FILES
-from autotune.train.files import ADAPTER_FILE, CHECKPOINTS, REPORT_FILE, list_checkpoints
 
 LOCK_FILE = ".lock"
 
@@ -249,3 +249,41 @@ def read_report(folder: Path) -> RunReport | None:
     except (OSError, ValueError):
         return None
     return report if (folder / ADAPTER_FILE).is_file() else None
+
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""The name that diffusers looks for in a folder."""
+CHECKPOINTS = "checkpoints"
+"""The folder inside a run's output folder that holds them."""
+CHECKPOINT_FILE = "checkpoint-{:06}.safetensors"
+CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+REPORT_FILE = "report.json"
+PREVIEWS = "previews"
+"""Folder of the samples that are made during training."""
+PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
+"""Name of a preview, with the number of steps that had been taken, and which of the job's
+prompts it shows."""
+
+
+def preview_file(step: int, number: int) -> str:
+    """Where a preview lies, relative to the output folder."""
+    return f"{PREVIEWS}/step-{step:06}-{number}.png"
+
+
+def comparison_file(adapter: str, number: int) -> str:
+    """Where the last picture of a prompt lies, `with` or `without` the adapter, relative to the
+    output folder."""
+    return f"{PREVIEWS}/{adapter}-{number}.png" if number else f"sample_{adapter}_adapter.png"
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in `folder`, of whatever run, by their steps, oldest first."""
+    matches = (
+        (CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def checkpoints_of(output: Path) -> set[Path]:
+    """The checkpoints of the run whose output folder this is."""
+    return set(list_checkpoints(output / CHECKPOINTS).values())

@@ -4,7 +4,9 @@ progress events."""
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from autotune.data.batches import BatchOrder
 from autotune.data.encode import BatchLoader, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
-from autotune.events import Notice, StepFinished
+from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
@@ -21,18 +23,46 @@ from autotune.plan.plan import TrainingPlan
 from autotune.system.failures import is_out_of_memory
 from autotune.system.memory import measure_peak_memory, release_memory
 from autotune.system.process import catch_stop_signals
-from autotune.train.checkpoint import Checkpoint
-from autotune.train.context import RunContext
-from autotune.train.finite import SURE_ATTENTION, GradientNotFinite, require_finite, sure_attention
+from autotune.train.checkpoint import Checkpoint, Checkpoints
+from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, apply_settings, eager_eval
-from autotune.train.modulation import make_windows
-from autotune.train.monitor import profile_steps
+from autotune.train.monitor import Monitor, profile_steps
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
-from autotune.train.step import Noising, StepOutcome, live_tensors, optimizer_step, to_device
+from autotune.train.processes import Processes
+from autotune.train.step import (
+    SURE_ATTENTION,
+    GradientNotFinite,
+    Noising,
+    StepOutcome,
+    live_tensors,
+    make_windows,
+    optimizer_step,
+    require_finite,
+    sure_attention,
+    to_device,
+)
 from autotune.train.validation import HeldOutLoss, Validation
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the loop works with besides the model and the data."""
+
+    processes: Processes
+    checkpoints: Checkpoints
+    metrics: Metrics | None
+    """None on all processes but the first."""
+    on_event: OnEvent
+    monitor: Monitor
+    preview: Callable[[int], None]
+    """Called on processes that sample, with the number of steps taken."""
+    stop_reason: Callable[[], str | None] = lambda: None
+    """Why no further step may be taken, besides a signal; None while any may."""
+    trace: Path | None = None
+    """File to write a torch.profiler trace to; None for no trace."""
 
 
 class TrainingLoop:
@@ -91,7 +121,15 @@ class TrainingLoop:
             self.monitor.load_gradient_state(known["gradients"])
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
         self.validation = Validation(
-            meter, job, self.num_steps, self.optimizer, context, self._warn, known.get("validation")
+            meter,
+            job,
+            self.num_steps,
+            self.optimizer,
+            context.processes,
+            context.checkpoints,
+            context.monitor,
+            self._warn,
+            known.get("validation"),
         )
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""

@@ -17,23 +17,32 @@ import ipaddress
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar, cast
 
 import psutil
 import torch
+import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.errors import AutotuneError, InvalidInput, Preempted, first_line
+from autotune.events import Event, OnEvent, event_line, parse_event
 from autotune.machine.probing import probe
-from autotune.plan.hardware import HardwareProfile
+from autotune.models.family import Family
 from autotune.plan.plan import PlannedHardware, TrainingPlan
-from autotune.system.process import MAX_JOIN_SECONDS, current_launch
-from autotune.train.fit import memory_misfits
-from autotune.train.sharding import num_shards_of
+from autotune.plan.plan_file import read_plan, write_plan
+from autotune.plan.run import RunReport
+from autotune.system.failures import error_from, error_line, explain_error
+from autotune.system.files import make_scratch_folder
+from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, silence_progress_bars
+from autotune.train.folder import checkpoints_of
+from autotune.weights.stream import Transform
 
 MAX_STEP_WAIT = timedelta(minutes=10)
 """How long a process waits in a step for the others' gradients: the timeout of torch's process
@@ -280,42 +289,173 @@ def _cause(text: str) -> str:
     return re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", text.strip().partition("\n")[0])
 
 
-def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why so many processes cannot have one GPU each; empty when they can. On a CPU they share
-    it."""
-    kind = hardware.device.kind
-    if num_processes == 1 or kind == "cpu":
-        return ()
-    if kind != "cuda":
-        return (f"processes: {num_processes} need a GPU each, {kind} has one",)
-    if hardware.device.count < num_processes:
-        return (
-            f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",
+def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:
+    """A transform for loading that shards each block of an empty `transformer` as soon as it is
+    complete.
+
+    What belongs to no block is sharded at the end. Needs torch's process group,
+    and frozen weights of one dtype in each block.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    transformer.requires_grad_(False)
+    # No name for the mesh: peft takes a weight on a mesh with names as one of tensor parallelism
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+    waiting: dict[nn.Module, set[nn.Module]] = {}
+    owner: dict[nn.Module, nn.Module] = {}
+    for part in (*family.blocks(transformer), transformer):
+        own = [module for module in part.modules() if module not in owner and _has_tensors(module)]
+        owner |= dict.fromkeys(own, part)
+        waiting[part] = set(own)
+
+    def arrived(name: str, module: nn.Module) -> None:
+        part = owner[module]
+        waiting[part].discard(module)
+        if part is not transformer and not waiting[part]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            del waiting[part]
+        if waiting.keys() == {transformer} and not waiting[transformer]:
+            fully_shard(
+                transformer, mesh=mesh, reshard_after_forward=True
+            )  # last: it takes what no block has
+
+    return arrived
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether any tensor of the module itself, not of its children, comes from the files."""
+    buffers = (
+        value
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    )
+    return any(value is not None for value in (*module._parameters.values(), *buffers))
+
+
+def num_shards_of(transformer: nn.Module) -> int:
+    """Over how many processes every frozen weight is sharded, as a DTensor, which has a device
+    mesh; else 1."""
+    meshes = [
+        getattr(weight, "device_mesh", None)
+        for weight in transformer.parameters()
+        if not weight.requires_grad
+    ]
+    sizes = {1 if mesh is None else mesh.size() for mesh in meshes}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+REPORT = '{"report": '
+"""How the last line in the pipe begins when the run has ended well."""
+
+
+CHILD = """
+from autotune.system.process import prepare_process
+prepare_process()  # before torch is loaded
+from autotune.train.processes import train_as_child
+from autotune.train.run import train
+train_as_child(train)
+"""
+
+
+class ProcessFailed(AutotuneError):
+    """One of several training processes ended without saying why."""
+
+    def __init__(self, message: str, *, hint: str, exit_status: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_status = exit_status
+
+
+def train_in_processes(
+    plan: TrainingPlan, cache_folder: Path, on_event: OnEvent, *, resume: bool, trace: bool
+) -> RunReport:
+    """Train in as many processes of this machine as the plan says.
+
+    Raises:
+        AutotuneError: as `train`; or a process died, whose exit status the error then has.
+    """
+    output = Path(plan.job.output)
+    with make_scratch_folder("run") as folder:
+        plan_file, pipe = Path(folder) / "plan.yaml", Path(folder) / "events"
+        write_plan(plan_file, plan)
+        os.mkfifo(pipe)
+        failures: list[AutotuneError] = []
+        reports: list[RunReport] = []
+        reader = threading.Thread(
+            target=_pass_on, args=(pipe, on_event, failures.append, reports.append), daemon=True
         )
-    cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
-    kinds = {(card.name, card.total_memory // 2**30) for card in cards}
-    names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
-    return (
-        (f"processes: they need equal GPUs, the first {num_processes} are {names}",)
-        if len(kinds) > 1
-        else ()
-    )
+        reader.start()
+        flags = (*(["--resume"] if resume else []), *(["--trace"] if trace else []))
+        arguments = ("-c", CHILD, str(plan_file), str(pipe), str(cache_folder), *flags)
+        try:
+            number = plan.frozen.hardware.num_processes
+            status = launch(number, arguments, lambda: checkpoints_of(output))
+        finally:
+            with contextlib.suppress(
+                OSError
+            ):  # so that a reader whom nobody wrote to comes to its end
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            reader.join()
+    if failures:
+        raise failures[0]
+    if status or not reports:
+        raise ProcessFailed(
+            f"a training process ended with status {status}",
+            hint="what it printed is above; go on from the last checkpoint with --resume",
+            exit_status=status or 1,
+        )
+    return reports[0]
 
 
-def card_misfits(
-    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
-) -> tuple[str, ...]:
-    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory
-    each here; `memory_misfits` checks the first one's."""
-    planned = plan.frozen.hardware
-    num_processes = num_processes or planned.num_processes
-    if misfits := device_misfits(num_processes, hardware):
-        return misfits
-    others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
-    own = hardware.device.index  # which `memory_misfits` has looked at
-    return tuple(
-        misfit
-        for index in others
-        if index != own
-        for misfit in memory_misfits(plan, probe(index=index))
-    )
+def _pass_on(
+    pipe: Path,
+    on_event: OnEvent,
+    on_failure: Callable[[AutotuneError], None],
+    on_report: Callable[[RunReport], None],
+) -> None:
+    with pipe.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(REPORT):
+                on_report(RunReport.model_validate_json(line.strip()[len(REPORT) : -1]))
+            elif error := error_from(line):
+                on_failure(error)
+            else:
+                on_event(parse_event(line))
+
+
+def train_as_child(train: Callable[..., RunReport]) -> None:
+    """Train as one of the processes that `train_in_processes` started; exits with the status of the
+    error, if there is one.
+
+    The first one of the machine writes its events as JSON lines, then its report, or the error it
+    ends with, to the pipe of the starting process.
+    """
+    plan_file, pipe, cache_folder, *flags = sys.argv[1:]
+    silence_progress_bars()
+    own = current_launch()
+    is_first = own is None or own.local_rank == 0
+
+    def write_event(event: Event) -> None:
+        lines.write(event_line(event) + "\n")
+
+    with Path(pipe if is_first else os.devnull).open("w", encoding="utf-8", buffering=1) as lines:
+        try:
+            report = train(
+                read_plan(Path(plan_file)),
+                probe(index=0),
+                Path(cache_folder),
+                write_event,
+                resume="--resume" in flags,
+                trace="--trace" in flags,
+            )
+            lines.write(f"{REPORT}{report.model_dump_json()}}}\n")
+        except Exception as error:
+            if os.environ.get("AUTOTUNE_TRACEBACK"):
+                raise
+            failure = explain_error(error)
+            lines.write(error_line(failure) + "\n")
+            if not is_first and not isinstance(
+                failure, Preempted
+            ):  # the first one says that for all
+                sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
+            sys.exit(failure.exit_status)

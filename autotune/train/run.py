@@ -27,20 +27,21 @@ from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
 from autotune.train.adapter_file import export_trained, judge_adapter, save_trained, start_from
 from autotune.train.checkpoint import Checkpoints, require_same_run
-from autotune.train.context import RunContext
-from autotune.train.files import (
+from autotune.train.folder import (
     ADAPTER_FILE,
     CHECKPOINTS,
     REPORT_FILE,
     comparison_file,
+    compute_run_key,
+    finished_report,
+    list_fixed_fields,
     preview_file,
 )
-from autotune.train.folder import compute_run_key, finished_report, list_fixed_fields
-from autotune.train.loop import TrainingLoop
+from autotune.train.loop import RunContext, TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, eager_eval, load_model
 from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
-from autotune.train.preparation import PreparedRun, RunInputs, prepare
+from autotune.train.prepare import PreparedRun, RunInputs, prepare
 from autotune.train.preview import (
     ComparedPictures,
     Preview,

@@ -2,17 +2,27 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
 
-from autotune.models.family import Batch, Family, denoising_loss
+from autotune.data.batches import BatchOrder, Draw
+from autotune.data.encode import EncodedDataset
+from autotune.errors import AutotuneError
+from autotune.knobs.attention import ATTENTION_BACKENDS
+from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
+from autotune.models.family import Batch, Family, denoising_loss, unwrap_model
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
+from autotune.plan.workload import Bucket
+from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
+from autotune.train.processes import Processes
 from autotune.weights.stream import attribute_tensors
 
 TINY = 1e-9
@@ -207,3 +217,174 @@ def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Te
         *attributes,
         *optimizer.live_tensors(),
     ]
+
+
+LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
+CHECK_WEIGHTS = (
+    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights "
+    "that are not "
+    "finite"
+)
+TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
+MIN_LOSS_SCALE = 1.0
+"""Losses that need a smaller one have gradients that fp16 has no numbers for."""
+LOW_LOSS_SCALE = 2.0**8
+"""Gradients that still overflow after eight halvings are more likely wrong than large."""
+
+SURE_ATTENTION = ("_native_efficient", "_native_math")
+"""Backends that a step is taken again with when a gradient is not finite, the first that the
+machine has. Both take any mask; what they make not finite, no other would."""
+
+
+class GradientNotFinite(AutotuneError):
+    """A gradient is not finite although the loss is. The adapter is as it was before the step."""
+
+
+def sure_attention(device_kind: str) -> str:
+    """The first of `SURE_ATTENTION` that devices of a kind have."""
+    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SURE_ATTENTION}
+    return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
+
+
+def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:
+    """Raise what the numbers of a run's step, counted from 1, leave no way around.
+
+    Raises:
+        GradientNotFinite: another attention backend may help, unless the step had one of
+            `SURE_ATTENTION`.
+        AutotuneError: nothing would.
+    """
+    scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
+    if scale is not None:
+        hint = f"{TRAIN_IN_FP32}; else {hint}"
+    if not math.isfinite(outcome.loss):
+        why = "" if scale is None else ": probably activations overflow fp16"
+        raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
+    if scale is not None and outcome.overflowed:
+        if scale < MIN_LOSS_SCALE:
+            raise AutotuneError(
+                f"gradients overflow fp16 at step {number}, unscaled ones too", hint=hint
+            )
+        if scale > LOW_LOSS_SCALE or not can_change_attention:
+            return
+    if not math.isfinite(outcome.gradient_norm):
+        message = f"the norm of the gradient is {outcome.gradient_norm} at step {number}"
+        raise GradientNotFinite(message, hint=hint)
+
+
+@dataclass(frozen=True)
+class ConditionedImage:
+    """What decides the modulation of one image of a step, besides its noise level."""
+
+    latents_shape: Sequence[int]
+    """(channels, frames, height, width)"""
+    inputs: Batch
+    """The tensors that the family's modulation depends on, without a batch dimension."""
+
+
+@dataclass
+class ModulationWindows:
+    """Has the modulations of every step ready before it is taken."""
+
+    model: TrainingModel
+    ahead: ModulationAhead
+    noising: Noising
+    images: Callable[[int], Sequence[ConditionedImage]]
+    """What this process sees in a step, in order."""
+    images_per_step: int
+    first_position: int
+    """Position of the first of them in the effective batch."""
+    place: Callable[[Batch], Batch]
+    """Brings a batch to the device as steps get it."""
+    share_seconds: float = 0.0
+    """A step's share of the time that computing the newest window took."""
+    _held: int = -1
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of a window."""
+        return window_steps(self.ahead.row_bytes, self.images_per_step)
+
+    def prepare(self, step: int) -> None:
+        """Compute the window that the step lies in, unless it is the one held."""
+        window = step // self.num_steps
+        if window == self._held:
+            return
+        started = time.perf_counter()
+        steps = range(window * self.num_steps, (window + 1) * self.num_steps)
+        draws = [
+            (
+                image,
+                self.noising.level_at(step, self.first_position + position, image.latents_shape),
+            )
+            for step in steps
+            for position, image in enumerate(self.images(step))
+        ]
+        self._held = -1  # an error may leave half a window
+        inputs, levels = [image.inputs for image, _ in draws], [level for _, level in draws]
+        collected = collect_conditionings(self.model, self.ahead, inputs, levels, self.place)
+        self.ahead.hold(collected, self.num_steps * self.images_per_step)
+        self._held, self.share_seconds = window, (time.perf_counter() - started) / self.num_steps
+
+
+def make_windows(
+    model: TrainingModel,
+    encoded: EncodedDataset,
+    order: BatchOrder,
+    noising: Noising,
+    processes: Processes,
+    place: Callable[[Batch], Batch],
+) -> ModulationWindows | None:
+    """The windows of what this process sees in a run; None if the modulation layers are
+    resident."""
+    ahead = find_modulation_ahead(model.transformer)
+    if ahead is None:
+        return None
+    known: dict[Draw, ConditionedImage] = {}
+    rank, world_size = processes.rank, processes.world_size
+    share = order.effective_batch_size // world_size
+
+    def condition(draw: Draw) -> ConditionedImage:
+        if draw not in known:  # so that each is read once in a run, and its prompt not kept
+            sample = encoded.sample(*draw)
+            known[draw] = ConditionedImage(
+                tuple(sample["latents"].shape), pick_inputs(model, sample)
+            )
+        return known[draw]
+
+    def images(step: int) -> list[ConditionedImage]:
+        planned = order.micro_batches(step, share, rank=rank, world_size=world_size)
+        return [condition(draw) for part in planned for draw in part.draws]
+
+    return ModulationWindows(model, ahead, noising, images, share, rank * share, place)
+
+
+def collect_conditionings(
+    model: TrainingModel,
+    ahead: ModulationAhead,
+    inputs: Sequence[Batch],
+    levels: Sequence[float],
+    place: Callable[[Batch], Batch],
+) -> dict[bytes, Tensor]:
+    """What the transformer is conditioned on for images with these `ConditionedImage.inputs` at
+    these noise levels.
+
+    From calls of the transformer without its blocks, for the smallest image and one token of text
+    each.
+    """
+    family, transformer, device = model.family, model.transformer, model.device
+    side = family.size_multiple_px
+    smallest = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
+    shapes = family.sample_shapes(unwrap_model(transformer).config, smallest, 1, 0)
+    blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    batch = place(family.collate([{**blank, **each} for each in inputs]))
+    noise_levels = torch.tensor(levels, device=device)
+    with ahead.collecting(family, transformer) as collected:
+        family.predict(transformer, torch.zeros_like(batch["latents"]), noise_levels, batch)
+    return collected
+
+
+def pick_inputs(model: TrainingModel, sample: Batch) -> dict[str, Tensor]:
+    """The part of a sample that the modulation of the model's family depends on."""
+    layers = model.family.modulation
+    return {name: sample[name] for name in layers.inputs} if layers else {}

@@ -7,8 +7,9 @@ take no gradients, at the micro-batch of a step, so they need less memory than a
 
 import contextlib
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -24,12 +25,12 @@ from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.run import ValidationResult
 from autotune.system.failures import is_out_of_memory
-from autotune.train.context import RunContext
+from autotune.train.checkpoint import Checkpoints
 from autotune.train.model import TrainingModel, eager_eval
-from autotune.train.modulation import collect_conditionings, pick_inputs
+from autotune.train.monitor import Monitor
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.overfitting import ValidationHistory
-from autotune.train.step import Noising
+from autotune.train.processes import Processes
+from autotune.train.step import Noising, collect_conditionings, pick_inputs
 
 NOISE_STEP = 10**12
 """The step whose noise is taken, after the last of any run."""
@@ -151,12 +152,15 @@ class Validation:
         job: Job,
         num_steps: int,
         optimizer: AdapterOptimizer,
-        context: RunContext,
+        processes: Processes,
+        checkpoints: Checkpoints,
+        monitor: Monitor,
         on_warning: Callable[[str], None],
         state: dict[str, Any] | None,
     ) -> None:
         self.meter, self.job, self.num_steps, self.optimizer = meter, job, num_steps, optimizer
-        self.context, self.on_warning = context, on_warning
+        self.processes, self.checkpoints, self.monitor = processes, checkpoints, monitor
+        self.on_warning = on_warning
         self.history: ValidationHistory | None = None
         self._told = False
         """Whether the user has been told that a loss is not finite."""
@@ -184,10 +188,8 @@ class Validation:
             if meter and self.history:
                 with self.optimizer.averaged():
                     is_best = self.history.add(event.step, meter.measure(micro_batch_size))
-                    if is_best and self.job.keep_best and self.context.processes.is_first:
-                        self.context.checkpoints.save_best(
-                            event.step, self.optimizer.master_state()
-                        )
+                    if is_best and self.job.keep_best and self.processes.is_first:
+                        self.checkpoints.save_best(event.step, self.optimizer.master_state())
                 if warning := self.history.warning:
                     self.on_warning(warning)
                 if self.history.known_final_loss is None and not self._told:
@@ -204,12 +206,12 @@ class Validation:
     def _measuring(self) -> Iterator[HeldOutLoss | None]:
         """Processes that don't sample wait. If memory runs out, the run goes on without
         measurements."""
-        processes = self.context.processes
+        processes = self.processes
         if self.meter is None:
             yield None
             return
         try:
-            with self.context.monitor.phase("validation"):
+            with self.monitor.phase("validation"):
                 yield self.meter if processes.is_sampler else None
         except Exception as error:
             if processes.num_shards > 1 or not is_out_of_memory(error):
@@ -224,10 +226,10 @@ class Validation:
     def keep_best(self) -> int:
         """Turn to the adapter that was best, if the job wants it; returns after how many steps
         it was as it is then."""
-        history = self.history if self.job.keep_best and self.context.processes.is_first else None
+        history = self.history if self.job.keep_best and self.processes.is_first else None
         if history is None or history.best_step in (0, self.num_steps):
             return self.num_steps
-        best = self.context.checkpoints.read_best()
+        best = self.checkpoints.read_best()
         if best is None or best.step != history.best_step:
             self.on_warning("the best adapter cannot be read back: the last one is kept")
             return self.num_steps
@@ -254,3 +256,97 @@ class Validation:
             overfitting_from=self.history.overfitting_from,
             kept_step=kept_step,
         )
+
+
+CERTAINTY = 2.0
+"""Standard errors by which a loss must be above the lowest to count as risen."""
+NUM_RISES = 2
+"""Measurements in a row that must have risen until overfitting is named."""
+
+
+@dataclass
+class ValidationHistory:
+    """The measurements of a run, one after another."""
+
+    base: list[float]
+    """Loss of each draw without the adapter."""
+    lowest: list[float] = field(default_factory=list)
+    """Loss of each draw when their mean was lowest, which may be without the adapter."""
+    lowest_step: int = 0
+    """How many steps had been taken then; 0 without the adapter."""
+    best_loss: float = math.inf
+    """Lowest mean with the adapter."""
+    best_step: int = 0
+    final_loss: float = math.nan
+    """Mean of the last measurement."""
+    num_rises: int = 0
+    overfitting_from: int | None = None
+
+    def __post_init__(self) -> None:
+        self.lowest = self.lowest or self.base
+
+    def add(self, step: int, losses: Sequence[float]) -> bool:
+        """Count the measurement after `step`; returns whether the adapter is the best so far.
+
+        One that is not finite is unknown: it says nothing of overfitting.
+        """
+        self.final_loss = loss = statistics.fmean(losses)
+        if not math.isfinite(loss):
+            return False
+        is_best = loss < self.best_loss
+        if is_best:
+            self.best_loss, self.best_step = loss, step
+        if loss < statistics.fmean(self.lowest):
+            self.lowest, self.lowest_step, self.num_rises, self.overfitting_from = (
+                list(losses),
+                step,
+                0,
+                None,
+            )
+        else:
+            self.num_rises = self.num_rises + 1 if _has_risen(self.lowest, losses) else 0
+            if self.num_rises == NUM_RISES:
+                self.overfitting_from = self.lowest_step
+        return is_best
+
+    @property
+    def base_loss(self) -> float:
+        """Mean loss without the adapter."""
+        return statistics.fmean(self.base)
+
+    @property
+    def warning(self) -> str | None:
+        """That overfitting has begun, if the last measurement tells so for the first time."""
+        if (
+            self.overfitting_from is None
+            or self.num_rises != NUM_RISES
+            or not math.isfinite(self.final_loss)
+        ):
+            return None
+        losses = f"now {self.final_loss:.4f}, lowest {statistics.fmean(self.lowest):.4f}"
+        if self.overfitting_from == 0:
+            return (
+                f"the loss on held-out images is above the model's own and rises: {losses} "
+                "without "
+                "the adapter"
+            )
+        return (
+            f"overfitting began after step {self.overfitting_from}: on held-out images the "
+            "loss "
+            f"rises, {losses} there"
+        )
+
+    @property
+    def known_final_loss(self) -> float | None:
+        """Mean of the last measurement; None if it is not finite."""
+        return self.final_loss if math.isfinite(self.final_loss) else None
+
+    def state(self) -> dict[str, Any]:
+        """All that the constructor needs to go on, as JSON; only after a measurement."""
+        return asdict(self)
+
+
+def _has_risen(before: Sequence[float], after: Sequence[float]) -> bool:
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) > CERTAINTY * error

@@ -24,10 +24,10 @@ from autotune.demo.lesson import (
 from autotune.demo.world import Scene
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
-from autotune.train.describe import WorkloadOverrides, describe_workload
 from autotune.train.model import load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import Noising, optimizer_step, to_device
+from autotune.train.workload import WorkloadOverrides, describe_workload
 
 CPU = torch.device("cpu")
 PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")

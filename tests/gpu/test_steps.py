@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotune.models.resolve import resolve_model
 from autotune.search.worker import longest_captions, synthetic_samples
-from autotune.train import sharding
+from autotune.train import processes as sharding
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes, make_current

@@ -12,7 +12,7 @@ from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, Sample
 from autotune.models.resolve import resolve_model
 from autotune.plan.workload import Bucket, Workload
-from autotune.train.describe import WorkloadOverrides, describe_workload
+from autotune.train.workload import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")

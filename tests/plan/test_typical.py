@@ -23,7 +23,7 @@ from autotune.plan.typical import (
 from autotune.plan.workload import Bucket, Workload
 from autotune.search.gradient_checks import small_workload
 from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
-from autotune.train.describe import WorkloadOverrides, describe_workload
+from autotune.train.workload import WorkloadOverrides, describe_workload
 from tests import builders
 from tests.train.small import write_model_and_images
 

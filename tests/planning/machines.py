@@ -36,7 +36,7 @@ from autotune.share.warm_start import (
     compare,
     usable_trials,
 )
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests import builders
 
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")

@@ -9,7 +9,7 @@ from autotune.errors import NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate
 from autotune.search.problem import PlanningProblem, drop_beyond_host
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import CAPABILITIES, request, surroundings

@@ -11,7 +11,7 @@ from autotune.plan.plan import Expected
 from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
-from autotune.train.fit import hardware_misfits
+from autotune.train.prepare import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey

@@ -15,8 +15,7 @@ from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlannerBackend
 from autotune.search.study import TrialFunction
 from autotune.search.trials import ProcessTrialRunner
-from autotune.train.fit import hardware_misfits
-from autotune.train.preparation import prepare
+from autotune.train.prepare import hardware_misfits, prepare
 from tests import builders
 from tests.builders import GIB, trial
 from tests.planning.machines import CAPABILITIES, make_plan, request, surroundings

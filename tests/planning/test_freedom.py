@@ -28,7 +28,7 @@ from autotune.search import problem as alternatives
 from autotune.search import request as request_module
 from autotune.search.request import PlanRequest
 from autotune.search.winner import TIE
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests.kinds import KINDS
 from tests.planning.formula import GIB, FormulaCostModel, by_formula
 from tests.planning.machines import make_plan

@@ -20,7 +20,7 @@ from autotune.plan.plan_file import plan_text, read_plan
 from autotune.search.problem import PlanningProblem
 from autotune.search.request import PlanRequest
 from autotune.share.record import Record, shareable_machine
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
 from tests.planning.machines import make_plan, matches_of, replay, surroundings

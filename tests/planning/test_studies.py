@@ -22,7 +22,7 @@ from autotune.search.planner import PlanInterrupted
 from autotune.search.request import PlanRequest
 from autotune.search.study import open_study
 from autotune.system.files import data_path, make_scratch_folder
-from autotune.train.describe import WorkloadOverrides
+from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.planning.machines import (

@@ -18,9 +18,8 @@ from autotune.plan.candidate import CachingSettings
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.train.checkpoint import Checkpoints
-from autotune.train.context import RunContext
 from autotune.train.folder import compute_run_key
-from autotune.train.loop import TrainingLoop
+from autotune.train.loop import RunContext, TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.monitor import Monitor

@@ -14,7 +14,7 @@ from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.plan_file import seal
 from autotune.system.version import __version__
-from autotune.train.describe import WorkloadOverrides, describe_workload
+from autotune.train.workload import WorkloadOverrides, describe_workload
 from tests.small import draw_images, write_small_pipeline
 
 RESOLUTION_PX = 32

@@ -18,9 +18,9 @@ from autotune.models.registry import get_family
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal
 from autotune.train.adapter_file import save_trained, start_from
-from autotune.train.describe import WorkloadOverrides, describe_workload
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
+from autotune.train.workload import WorkloadOverrides, describe_workload
 from autotune.weights.adapters import read_adapter
 from tests.builders import workload
 from tests.cost.tiny_models import TINY

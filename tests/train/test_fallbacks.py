@@ -14,7 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.train import loop as loop_module
-from autotune.train.files import list_checkpoints
+from autotune.train.folder import list_checkpoints
 from autotune.train.model import apply_settings
 from autotune.train.step import StepOutcome, optimizer_step
 from tests.train.conftest import Bench

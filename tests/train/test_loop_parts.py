@@ -18,7 +18,7 @@ from autotune.data.encode import EncodedDataset
 from autotune.models.registry import get_family
 from autotune.plan.plan_file import seal, with_job
 from autotune.train.adapter_file import update_norm
-from autotune.train.files import list_checkpoints
+from autotune.train.folder import list_checkpoints
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.step import Noising, optimizer_step
 from autotune.weights.names import LoraLayer

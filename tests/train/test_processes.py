@@ -22,9 +22,9 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal, write_plan
 from autotune.plan.run import RunReport
 from autotune.train.adapter_file import save_trained
-from autotune.train.files import ADAPTER_FILE
+from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
-from autotune.train.preparation import _require_machine, prepare
+from autotune.train.prepare import _require_machine, prepare
 from autotune.train.processes import join_processes
 from tests import builders
 from tests.conftest import autotune_here

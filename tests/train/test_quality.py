@@ -9,9 +9,15 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.plan.trial import QuantizationError
 from autotune.report.run import error_lines
-from autotune.train import quality
-from autotune.train.model import load_model, load_transformer
-from autotune.train.quality import MAX_BLOCK_ERROR, ErrorMeter, QualityMissed, require_quality
+from autotune.train import model as quality
+from autotune.train.model import (
+    MAX_BLOCK_ERROR,
+    ErrorMeter,
+    QualityMissed,
+    load_model,
+    load_transformer,
+    require_quality,
+)
 from tests.builders import BITSANDBYTES
 from tests.train.conftest import CPU, Bench
 from tests.train.small import SETTINGS

@@ -20,11 +20,10 @@ from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan.plan_file import read_plan, write_plan
 from autotune.train.adapter_file import save_trained
 from autotune.train.checkpoint import Checkpoints
-from autotune.train.files import ADAPTER_FILE, list_checkpoints
-from autotune.train.folder import claim_folder
+from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
-from autotune.train.preparation import prepare
+from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
 from tests.planning.machines import wait_until

@@ -28,12 +28,18 @@ from autotune.plan.plan_file import write_plan
 from autotune.plan.run import RunReport
 from autotune.report.run import report_lines
 from autotune.search.request import PlanRequest, ResolvedRequest
-from autotune.train.describe import WorkloadOverrides
-from autotune.train.files import ADAPTER_FILE
-from autotune.train.preparation import prepare
-from autotune.train.preview import MIN_LINE_PX, Preview, PreviewSampler
+from autotune.train.folder import ADAPTER_FILE
+from autotune.train.prepare import prepare
+from autotune.train.preview import (
+    MIN_LINE_PX,
+    Preview,
+    PreviewSampler,
+    SampleRequest,
+    read_sample_inputs,
+    sample_run,
+)
 from autotune.train.run import train
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.workload import WorkloadOverrides
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.planning.machines import make_plan

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from autotune.events import StepFinished
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal
-from autotune.train.files import ADAPTER_FILE
+from autotune.train.folder import ADAPTER_FILE
+from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.run import train
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.builders import storages
 from tests.events import steps_to
 from tests.train.conftest import Bench, Killed

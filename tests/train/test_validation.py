@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from autotune.events import StepFinished
 from autotune.report.run import validation_lines
 from autotune.train import validation
-from autotune.train.files import ADAPTER_FILE
-from autotune.train.folder import read_report
+from autotune.train.folder import ADAPTER_FILE, read_report
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
 from autotune.train.monitor import MIN_SPIKE_STEPS, Monitor
-from autotune.train.overfitting import ValidationHistory
 from autotune.train.run import train
 from autotune.train.step import Noising
-from autotune.train.validation import HeldOutLoss
+from autotune.train.validation import HeldOutLoss, ValidationHistory
 from autotune.weights.adapters import read_adapter
 from autotune.weights.tensors import load_file
 from tests.events import steps_to

@@ -12,7 +12,7 @@ import pytest
 
 from autotune.events import Event, StepFinished
 from autotune.train import watchdog
-from autotune.train.files import checkpoints_of
+from autotune.train.folder import checkpoints_of
 from autotune.train.run import train
 from autotune.train.watchdog import HostMemoryShort, Watchdog
 from tests.train.conftest import Bench

@@ -26,7 +26,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, TrialRequest, run_trial
-from autotune.train.describe import WorkloadOverrides, describe_workload
+from autotune.train.workload import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30

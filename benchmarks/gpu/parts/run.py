@@ -17,7 +17,7 @@ from pipeline import FAMILY, write_pipeline
 from search import plan, plan_command
 
 from autotune.machine.store import cached_profile
-from autotune.train.files import REPORT_FILE
+from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE, read_metrics
 
 CHECKPOINT_EVERY = 5
