@@ -8,12 +8,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.interop.documents import ConfigValue
-from autotune.interop.files import write_files
+from autotune.interop.files import FILL_IN, ConfigValue, write_files
 from autotune.interop.importing import ImportResult, read_settings
-from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
-from autotune.interop.targets import layers_of
-from autotune.interop.trainer import FILL_IN, KnownModel, Trainer
+from autotune.interop.rules import (
+    CannotExpress,
+    Context,
+    Rule,
+    Values,
+    count_blocks,
+    is_knob,
+    layers_of,
+)
+from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, describe_caching
 from autotune.models.family import Family
 from autotune.models.registry import FAMILIES, find_published
@@ -145,7 +151,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         raise InvalidInput(
             f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {hint}"
         )
-    own, usual = known.prefix or ("", "")
+    own, usual = known.prefix
     renamed = {
         own + key.removeprefix(usual) if own and key.startswith(usual) else key: value
         for key, value in written.items()
@@ -154,7 +160,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     return ExportedConfig(
         trainer=trainer.name,
         plan_digest=plan.digest,
-        files=dict(write_files(trainer, renamed, head)),
+        files=dict(write_files(trainer.name, trainer.title, renamed, head)),
         differences=differences,
         remarks=tuple(remarks),
     )

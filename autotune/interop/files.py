@@ -1,17 +1,45 @@
-"""Settings by a trainer's keys as its files: the inverse of `documents`, and what only each trainer
-has."""
+"""Files of other trainers' configurations: read as flat settings, bounded, and written from them.
+
+YAML, TOML, JSON or a command line. Nothing that a file names is executed; a file that it refers to
+is read by the same rules. Keys are dotted, the first item of a list is `[]`, later ones `[1]`,
+`[2]`: `config.process[].datasets[1].resolution`.
+"""
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from autotune.errors import InvalidInput, first_line
 from autotune.interop.rules import Values
-from autotune.interop.trainer import FILL_IN, Trainer
+from autotune.plan.plan_file import BoundedLoader
+from autotune.system.files import read_bounded
 
+MAX_BYTES = 1 << 18
+"""Far above any real configuration; parsers take time that grows with the square of it."""
+MAX_SETTINGS = 5_000
+FORMATS = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
+KEY_PATTERNS = {
+    "yaml": re.compile(
+        r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"
+    ),
+    "json": re.compile(r"\"(?:--)?([^\"\n]*)\"\s*:"),
+    "toml": re.compile(r"(?m)(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]"),
+    "shell": re.compile(r"(?:^|[\s\"'])(?:--)?([^\s\"'=]+)"),
+}
+"""What stands where a key can; whether it is one, the parser has decided."""
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
+FILL_IN = "FILL-IN"
+"""Written for a path that a plan does not hold."""
 TRAINER = "$TRAINER"
 """In a command, stands for the folder that the trainer is installed in."""
 SCRIPT_HEAD = """\
@@ -21,18 +49,214 @@ set -e
 """
 
 
-def write_files(trainer: Trainer, values: Values, head: str) -> Mapping[str, str]:
-    """Name and text of each file, from settings by key; `head` is a text in comments for one."""
-    return WRITERS[trainer.name](trainer.title, values, head)
+@dataclass(frozen=True)
+class ConfigValue:
+    """One value of a configuration, and where it is written."""
+
+    key: str
+    value: Any
+    """A boolean, number or text, a list of them, or None."""
+    line: int = 0
+    """From 1; 0 for a trainer's default, which is written nowhere."""
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A configuration as written, in its order."""
+
+    path: Path
+    settings: tuple[ConfigValue, ...]
+
+    def below(self, root: str) -> "Document":
+        """Return the same settings, with `root` taken from the keys that begin with it."""
+        own = (replace(one, key=one.key.removeprefix(root)) for one in self.settings)
+        return replace(self, settings=tuple(own))
+
+
+def read_document(path: Path) -> Document:
+    """Read a configuration file.
+
+    Raises:
+        InvalidInput: there is no such file, or it is too large, or not of its format.
+    """
+    try:
+        text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"cannot read {path}: {reason}", hint=HINT) from error
+    is_json = text.lstrip().startswith(("{", "["))
+    kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
+    try:
+        pairs = tuple(_flatten(_parse(kind, text)))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
+        message = f"{path} is not {kind} that can be read: {reason}"
+        raise InvalidInput(message, hint="correct what is named") from error
+    if len(pairs) > MAX_SETTINGS:
+        message = f"{path} has {len(pairs)} settings, too many for a configuration"
+        raise InvalidInput(message, hint=HINT)
+    searched = [value if key == "script" else key for key, value in pairs]
+    numbered = zip(pairs, _line_numbers(text, searched, kind), strict=True)
+    own = (ConfigValue(key, value, line, path.name) for (key, value), line in numbered)
+    return Document(path, tuple(own))
+
+
+def with_references(
+    document: Document, references: Mapping[str, str], depth: int = 2
+) -> tuple[Document, tuple[ConfigValue, ...]]:
+    """Return the document with the settings of the files that it names, and the settings whose file
+    is not there.
+
+    Its own settings come last: they win.
+
+    Args:
+        document: what names the files.
+        references: for each key that names a file, the prefix for the keys of that file.
+        depth: how many files may stand between.
+    """
+    found: list[ConfigValue] = []
+    missing: list[ConfigValue] = []
+    for setting in document.settings if depth else ():
+        if setting.key not in references or not isinstance(setting.value, str):
+            continue
+        named, folder = Path(setting.value), document.path.parent
+        paths = (folder / named, named, folder / named.name)
+        there = next((path for path in paths if path.is_file()), None)
+        if there is None:
+            missing.append(setting)
+            continue
+        inner, lost = with_references(read_document(there), references, depth - 1)
+        found += [replace(one, key=references[setting.key] + one.key) for one in inner.settings]
+        missing += lost
+    return replace(document, settings=(*found, *document.settings)), tuple(missing)
+
+
+def _parse(kind: str, text: str) -> Any:
+    if kind == "yaml":
+        return yaml.load(text, Loader=BoundedLoader)
+    if kind == "toml":
+        return tomllib.loads(text)
+    if kind == "shell":
+        return _parse_command(text)
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        return data
+    return {str(key).removeprefix("--"): value for key, value in data.items()}
+
+
+def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _flatten(item, f"{key}[{number or ''}]")
+    else:
+        yield key, value
+
+
+def _parse_command(text: str) -> dict[str, Any]:
+    """Options of the last command with any, its `script` and its variables (`env.NAME`); earlier
+    options are kept.
+
+    Raises ValueError for an open quote, and for variables that double and double again.
+    """
+    env: dict[str, str] = {}
+    options: dict[str, Any] = {}
+    room = 4 * MAX_BYTES
+
+    def expanded(match: re.Match[str]) -> str:
+        nonlocal room
+        value = env.get(match[1] or match[2], match[0])
+        room -= len(value)
+        if room < 0:
+            raise ValueError("its variables grow beyond any configuration")
+        return value
+
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        words = [VARIABLE.sub(expanded, word) for word in shlex.split(line, comments=True)]
+        while words and (words[0] == "export" or (assigned := ASSIGNMENT.fullmatch(words[0]))):
+            if words[0] != "export" and assigned:
+                env[assigned[1]] = assigned[2]
+            words = words[1:]
+        if any(word.startswith("--") for word in words):
+            options |= _options(words)
+    return {**{f"env.{name}": value for name, value in env.items()}, **options}
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """Options before the script belong to its launcher: their names get `launch.` before them."""
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    options: dict[str, Any] = {}
+    if script is not None:
+        options["script"] = words[script].replace("\\", "/").split("/")[-1]
+    name = None
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name if script is None or index > script else f"launch.{name}"
+            options[name] = _typed(value) if equals else True
+        elif name is None or index == script:
+            name = None
+        elif isinstance(before := options[name], list):
+            before.append(_typed(word))
+        else:
+            options[name] = _typed(word) if before is True else [before, _typed(word)]
+    return options
+
+
+def _typed(word: str) -> Any:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
+    """The line that each key is on; keys come in the order of the text, so each is searched from
+    the one before."""
+    ends: dict[str, list[int]] = {}
+    for match in KEY_PATTERNS[kind].finditer(text):
+        ends.setdefault(match[1], []).append(match.end())
+    breaks = [match.start() for match in re.finditer("\n", text)]
+    lines, start, seen = [], 0, [""]
+    for key in keys:
+        plain = [key.removeprefix("env.").removeprefix("launch.")]
+        parts = plain if kind == "shell" else key.split(".")
+        fresh = [part for at, part in enumerate(parts, 1) if parts[:at] != seen[:at]]
+        for part in fresh or parts[-1:]:
+            if found := ends.get(re.sub(r"\[\d*\]$", "", part)):
+                start = found[bisect_right(found, start) % len(found)]  # the first, if none follows
+        lines.append(bisect_left(breaks, start) + 1)
+        seen = key.split(".")
+    return lines
+
+
+def write_files(name: str, title: str, values: Values, head: str) -> Mapping[str, str]:
+    """Write the files of a trainer.
+
+    Args:
+        name: the trainer's.
+        title: what people call it.
+        values: settings by its keys.
+        head: a text in comments, for one of the files.
+
+    Returns: the text of each file, by its name.
+    """
+    return WRITERS[name](title, values, head)
 
 
 def _ai_toolkit(title: str, values: Values, head: str) -> Mapping[str, str]:
-    root = "config.process[]."
     own = _in_file(values)
     prompts = own.pop("sample.prompts", ())
-    inside = {root + key: value for key, value in own.items()}
-    inside |= {f"{root}sample.samples[{i}].prompt": one for i, one in enumerate(prompts)}
-    config = nest({"job": "extension", "config.name": "lora", **inside})
+    own |= {f"sample.samples[{i}].prompt": one for i, one in enumerate(prompts)}
+    inside = {f"config.process[].{key}": value for key, value in own.items()}
+    config = _nest({"job": "extension", "config.name": "lora", **inside})
     run = _launcher(values) if "launch.num_processes" in values else ["python"]
     return {
         "train.yaml": head + yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110),
@@ -40,7 +264,7 @@ def _ai_toolkit(title: str, values: Values, head: str) -> Mapping[str, str]:
     }
 
 
-MUSUBI_SCRIPTS: Mapping[str, tuple[str, str, str]] = {
+MUSUBI_SCRIPTS = {
     "qwen_image": ("qwen_image", "text_encoder", "fp8_vl"),
     "kandinsky": ("kandinsky5", "text_encoder_qwen text_encoder_clip", "quantized_qwen"),
     "zimage": ("zimage", "text_encoder", "fp8_llm"),
@@ -59,24 +283,23 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     if "datasets[].target_frames" in data:
         data["datasets[].video_directory"] = data.pop("datasets[].image_directory")
     data["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
-    train = _in_file(values, lambda key: not _is_data(key) and key != flag)
+    own = _in_file(values, lambda key: not _is_data(key) and key != flag)
     if values["blocks_to_swap"]:
-        train |= {"block_swap_h2d_only": True, "block_swap_ring_size": 2}
-    train = {key: value for key, value in train.items() if value is not False}
-    place = f"{TRAINER}/src/musubi_tuner/{name}"
-    sets, version = ["--dataset_config", "data.toml"], values.get("model_version")
+        own |= {"block_swap_h2d_only": True, "block_swap_ring_size": 2}
+    version = values.get("model_version")
     model = ["--model_version", version] if version else []
-    cache = ["python", f"{place}_cache_latents.py", *sets, "--vae", FILL_IN, *model]
     paths = [word for encoder in encoders.split() for word in (f"--{encoder}", FILL_IN)]
     stored = [f"--{flag}"] * bool(values.get(flag))
-    encode = ["python", f"{place}_cache_text_encoder_outputs.py", *sets, *paths, *stored, *model]
-    run = [*_kohya_launcher(values), f"{place}_train_network.py", "--config_file", "train.toml"]
-    weights = dict.fromkeys(("dit", "vae", *encoders.split()), FILL_IN)
-    return {
-        "train.toml": head + toml_text({**weights, **train}),
-        "data.toml": toml_text(data),
-        "run.sh": _shell(title, values, cache, encode, run),
-    }
+
+    def cache(what: str, *words: str) -> list[str]:
+        script = f"{TRAINER}/src/musubi_tuner/{name}_cache_{what}.py"
+        return ["python", script, "--dataset_config", "data.toml", *words, *model]
+
+    train = dict.fromkeys(("dit", "vae", *encoders.split()), FILL_IN) | own
+    encode = cache("text_encoder_outputs", *paths, *stored)
+    before = [cache("latents", "--vae", FILL_IN), encode]
+    script = f"src/musubi_tuner/{name}_train_network.py"
+    return _kohya(title, values, head, script, train, data, *before)
 
 
 def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
@@ -84,23 +307,38 @@ def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
     script = "flux_train_network.py" if is_flux else "sdxl_train_network.py"
     files = ("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae") if is_flux else ()
     own = _in_file(values, lambda key: not _is_data(key) and key not in files)
-    train = {key: value for key, value in own.items() if value is not False}
-    run = [*_kohya_launcher(values), f"{TRAINER}/{script}", "--config_file", "train.toml"]
+    train = dict.fromkeys(files, FILL_IN) | own
+    return _kohya(title, values, head, script, train, _in_file(values, _is_data))
+
+
+def _kohya(
+    title: str,
+    values: Values,
+    head: str,
+    script: str,
+    train: Values,
+    data: Values,
+    *before: list[str],
+) -> Mapping[str, str]:
+    words = ["--num_cpu_threads_per_process", "1", "--mixed_precision"]
+    run = _launcher(values, *words, str(values["mixed_precision"]))
+    run += [f"{TRAINER}/{script}", "--config_file", "train.toml"]
+    given = {key: value for key, value in train.items() if value is not False}
     return {
-        "train.toml": head + toml_text({**dict.fromkeys(files, FILL_IN), **train}),
-        "data.toml": toml_text(_in_file(values, _is_data)),
-        "run.sh": _shell(title, values, run),
+        "train.toml": head + _toml_text(given),
+        "data.toml": _toml_text(data),
+        "run.sh": _shell(title, values, *before, run),
     }
 
 
 def _simpletuner(title: str, values: Values, head: str) -> Mapping[str, str]:
-    is_section = "backends[".__eq__
-    sections = nest(_in_file(values, lambda key: is_section(key[:9])))["backends"]
+    is_section = lambda key: key.startswith("backends[")  # noqa: E731
+    sections = _nest(_in_file(values, is_section))["backends"]
     sections[0]["resolution"] = values["resolution"]
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {
-        "config.json": json_text(_in_file(values, lambda key: not is_section(key[:9]))),
-        "multidatabackend.json": json_text(sections),
+        "config.json": _json_text(_in_file(values, lambda key: not is_section(key))),
+        "multidatabackend.json": _json_text(sections),
         "run.sh": _shell(title, variables, ["simpletuner", "train"], head=head),
     }
 
@@ -116,7 +354,7 @@ def _diffusers(title: str, values: Values, head: str) -> Mapping[str, str]:
     flags = ["--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"] * compiled
     script = f"{TRAINER}/examples/dreambooth/{values['script']}"
     run = _shell(title, values, [*_launcher(values, *flags), script, *words], head=head)
-    return {"run.sh": run, **({"quantization.json": json_text(stored)} if stored else {})}
+    return {"run.sh": run, **({"quantization.json": _json_text(stored)} if stored else {})}
 
 
 def _onetrainer(title: str, values: Values, head: str) -> Mapping[str, str]:
@@ -124,26 +362,19 @@ def _onetrainer(title: str, values: Values, head: str) -> Mapping[str, str]:
     own |= {key: str(own[key]) for key in ("resolution", "frames") if key in own}
     run = ["python", f"{TRAINER}/scripts/train.py", "--config-path", "config.json"]
     script = _shell(title, values, run, head=head)
-    return {"config.json": json_text(nest(own)), "run.sh": script}
+    return {"config.json": _json_text(_nest(own)), "run.sh": script}
 
 
 WRITERS: Mapping[str, Callable[[str, Values, str], Mapping[str, str]]] = {
-    "ai-toolkit": _ai_toolkit,
-    "musubi": _musubi,
-    "simpletuner": _simpletuner,
-    "diffusers": _diffusers,
-    "sd-scripts": _sd_scripts,
-    "onetrainer": _onetrainer,
+    **{"ai-toolkit": _ai_toolkit, "musubi": _musubi, "simpletuner": _simpletuner},
+    **{"diffusers": _diffusers, "sd-scripts": _sd_scripts, "onetrainer": _onetrainer},
 }
 
 
 def _in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
     """The settings that are not given by the command that starts the trainer."""
-    return {
-        key: value
-        for key, value in values.items()
-        if not key.startswith(("env.", "launch.")) and wanted(key)
-    }
+    of_command = ("env.", "launch.")
+    return {k: v for k, v in values.items() if not k.startswith(of_command) and wanted(k)}
 
 
 def _is_data(key: str) -> bool:
@@ -151,33 +382,32 @@ def _is_data(key: str) -> bool:
     return key.startswith(("general.", "datasets["))
 
 
-def nest(values: Values) -> dict[str, Any]:
+def _nest(values: Values) -> dict[str, Any]:
     """`{"a.b[].c": 1}` as `{"a": {"b": [{"c": 1}]}}`, without what is None."""
     root: dict[str, Any] = {}
     for key, value in values.items():
         if value is None:
             continue
-        place: Any = root
+        inner: Any = root
         *parents, last = key.split(".")
         for part in parents:
             name, bracket, index = part.partition("[")
             if not bracket:
-                place = place.setdefault(name, {})
+                inner = inner.setdefault(name, {})
                 continue
-            items = place.setdefault(name, [])
+            items = inner.setdefault(name, [])
             position = int(index.rstrip("]") or 0)
             items += [{} for _ in range(position + 1 - len(items))]
-            place = items[position]
-        place[last] = value
+            inner = items[position]
+        inner[last] = value
     return root
 
 
-def json_text(values: Any) -> str:
-    """A JSON file; JSON has no comments."""
+def _json_text(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def toml_text(values: Values) -> str:
+def _toml_text(values: Values) -> str:
     """A TOML file of plain values, tables and lists of tables."""
     lines: list[str] = []
 
@@ -194,7 +424,7 @@ def toml_text(values: Values) -> str:
             lines.extend(["", title])
             add(one, f"{path}{name}.")
 
-    add(nest(values), "")
+    add(_nest(values), "")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -216,8 +446,8 @@ def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "")
     for command in commands:
         lines: list[str] = []
         for word in command:
-            is_place = re.fullmatch(r"\$TRAINER/[\w./]+", word)
-            quoted = f'"{word}"' if is_place else shlex.quote(word)
+            is_path = re.fullmatch(r"\$TRAINER/[\w./]+", word)
+            quoted = f'"{word}"' if is_path else shlex.quote(word)
             if not lines or word.startswith("--"):
                 lines.append(quoted)
             else:
@@ -231,8 +461,3 @@ def _launcher(values: Values, *words: str) -> list[str]:
     processes = values.get("launch.num_processes")
     several = ["--multi_gpu", "--num_processes", str(processes)] if processes else []
     return ["accelerate", "launch", *several, *words]
-
-
-def _kohya_launcher(values: Values) -> list[str]:
-    precision = str(values["mixed_precision"])
-    return _launcher(values, "--num_cpu_threads_per_process", "1", "--mixed_precision", precision)

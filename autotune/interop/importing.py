@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.interop.documents import ConfigValue, Document, read_document, with_references
+from autotune.interop.files import FILL_IN, ConfigValue, Document, read_document, with_references
 from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
-from autotune.interop.trainer import FILL_IN, KnownModel, Trainer, get_trainer, trainers
+from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.base import Frozen
 from autotune.plan.overheads import Overheads
@@ -67,14 +67,15 @@ class ImportedConfig(Frozen):
 
 Line = tuple[str, ConfigLine]
 """An account of a setting, with its list: carried, pinned, decided or not_carried."""
+WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re.error)
+"""What rules raise for a value that makes no sense."""
 
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What rules make of settings."""
+    """What rules make of settings: values by autotune's names, and an account of each setting."""
 
     values: Values
-    """By autotune's names."""
     lines: tuple[Line, ...]
 
 
@@ -90,10 +91,9 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     found = (one for one in trainers().values() if one.detects(document))
     table = next(found, None) if trainer is None else get_trainer(trainer)
     if table is None:
+        message = f"{path} is not a configuration of a known trainer"
         names = ", ".join(one.title for one in trainers().values())
-        raise InvalidInput(
-            f"{path} is not a configuration of a known trainer", hint=f"known: {names}"
-        )
+        raise InvalidInput(message, hint=f"known: {names}")
     document, missing = with_references(document.below(table.root), table.references)
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(document, table)}
     known = _find_model(table, settings, path)
@@ -102,9 +102,8 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     result = read_settings(table, settings, Context(known.family))
     model, lines = _model_of(table, known, settings)
     lines += [*result.lines, *_other_lines(table, known, settings, missing)]
-    lines += [
-        line_for("decided", one, f"{table.title} ignores it with this model") for one in pointless
-    ]
+    words = f"{table.title} ignores it with this model"
+    lines += [line_for("decided", one, words) for one in pointless]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     values = dict(result.values)
     data = values.pop("data", None)
@@ -146,18 +145,11 @@ def read_settings(
             continue
         try:
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
-        except (
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            re.error,
-        ) as error:
-            where = next((one for one in present if one.line), present[0])
+        except WRONG as error:
+            one = next((one for one in present if one.line), present[0])
             raise InvalidInput(
-                f"{where.file}, line {where.line}: {trainer.title}'s {where.key} cannot be "
-                f"{_value_text(where.value)}: {error}",
+                f"{one.file}, line {one.line}: {trainer.title}'s {one.key} cannot be "
+                f"{_value_text(one.value)}: {error}",
                 hint="correct it in that file",
             ) from error
         lost = found.pop(LOST, None)
@@ -166,17 +158,16 @@ def read_settings(
             del found["timestep_shift"]
             lost = "the shift follows the resolution there; autotune takes the family's usual"
         values |= found
-        told = [one for one in present if one.line] or list(present[:1])
+        reported = [one for one in present if one.line] or list(present[:1])
         if lost:
-            lines.append(line_for("not_carried", told[-1], lost))
+            lines.append(line_for("not_carried", reported[-1], lost))
         elif not rule.names:
-            lines += [line_for("carried", one, "as in autotune") for one in told if one.line]
+            lines += [line_for("carried", one, "as in autotune") for one in reported if one.line]
         for kind, is_wanted in (("carried", False), ("pinned", True)):
             own = [(name, value) for name, value in found.items() if is_knob(name) is is_wanted]
             meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
-            lines += [
-                line_for(kind, one, meaning) for one in told if meaning and one.value is not None
-            ]
+            given = [one for one in reported if meaning and one.value is not None]
+            lines += [line_for(kind, one, meaning) for one in given]
     return ImportResult(values, tuple(lines))
 
 
@@ -191,21 +182,17 @@ def _with_defaults(
 
 
 def line_for(kind: str, setting: ConfigValue, meaning: str) -> Line:
-    """The account of one setting."""
-    value = _value_text(setting.value)
-    return kind, ConfigLine(
-        key=setting.key, value=value, line=setting.line, file=setting.file, meaning=meaning
-    )
+    """Account for one setting."""
+    value, line, file = _value_text(setting.value), setting.line, setting.file
+    return kind, ConfigLine(key=setting.key, value=value, line=line, file=file, meaning=meaning)
 
 
 def _value_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, float):
-        return f"{value:g}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value_text, value))}]"
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
@@ -233,16 +220,16 @@ def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Pat
         if all(written.get(key) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
-    told = [f"{key} {_value_text(written[key])}, line {settings[key].line}" for key in keys]
+    given = [f"{key} {_value_text(written[key])}, line {settings[key].line}" for key in keys]
+    is_named = f"trains a model that autotune does not know ({'; '.join(given)})"
+    what = is_named if given else "names no known model"
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
-    is_named = f"trains a model that autotune does not know ({'; '.join(told)})"
-    what = is_named if told else "names no known model"
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
 
 
 def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
     """Take from the settings what does nothing for a model, and call the others as the rules do."""
-    own, usual = known.prefix or ("", "")
+    own, usual = known.prefix
     of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
     found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
     for key in (*settings,):
@@ -288,13 +275,12 @@ def _other_lines(
     for key, setting in settings.items():
         if key in read or setting.value in (None, ""):
             continue
-        if account := trainer.account(setting.key, setting.value):
-            lines.append(line_for(account[0], setting, account[1]))
-        elif trainer.fixed.get(key) == setting.value or key in trainer.references:
-            lines.append(line_for("decided", setting, "as autotune does it"))
-        elif "[" in key and "[]" not in key:
+        account = trainer.account(setting.key, setting.value)
+        if account is None:
+            is_further = "[" in key and "[]" not in key
             words = "of several sections autotune reads the first"
-            lines.append(line_for("not_carried", setting, words))
-        else:
-            lines.append(line_for("not_carried", setting, "not understood"))
+            account = "not_carried", words if is_further else "not understood"
+            if trainer.fixed.get(key) == setting.value or key in trainer.references:
+                account = "decided", "as autotune does it"
+        lines.append(line_for(account[0], setting, account[1]))
     return lines

@@ -2,29 +2,38 @@
 
 They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules` of
 the kinds in `KINDS`. A name is an option of `autotune.plan` (of the workload or the job), a field
-of `Candidate`, or `caching.FIELD`.
+of `Candidate`, or `caching.FIELD`. Adapted layers are compared by name: a trainer's way of choosing
+them is applied to the names of all layers of the model, and related to the nearest target set.
 """
 
+import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import yaml
+
+from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
 from autotune.plan.candidate import Candidate
+from autotune.weights.names import LAYOUTS
 
 Values = Mapping[str, Any]
 """Values by the trainer's keys, or by autotune's names."""
 LOST = "lost"
-"""Name under which `read` tells, in a sentence's words, what autotune would do differently."""
-
-
-def is_knob(name: str) -> bool:
-    """Whether a name is one of the settings that autotune tunes, so that a value for it is a
-    pin."""
-    return name in Candidate.model_fields or name.startswith("caching.")
+"""Name under which `read` reports, in a sentence's words, what autotune would do differently."""
+MAX_STRIDE = 8
+MAX_BLOCKS = 64
+"""More than any list of a known model has."""
+LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
+"""Numbers of blocks in a layer's name."""
+MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
+NO_ARGUMENT = "autotune has no such argument"
 
 
 class CannotExpress(Exception):
@@ -33,16 +42,19 @@ class CannotExpress(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What conversions depend on."""
+    """What conversions depend on; the number of blocks is None if the model is not built."""
 
     family: Family
     num_blocks: int | None = None
-    """Number of blocks of the model; None when a file is read without building it."""
 
     @property
     def is_discrete(self) -> bool:
         """Whether the model learns noise on a discrete schedule."""
         return isinstance(self.family.noise, DiscreteDiffusion)
+
+    def blocks(self, value: str | int) -> int:
+        """Count the blocks that are meant, of one if nobody knows how many there are."""
+        return count_blocks(value, self.num_blocks or 1)
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,20 @@ class Rule:
     default beside another."""
 
 
+def is_knob(name: str) -> bool:
+    """Tell if a name is one of the settings that autotune tunes, so that a value for it is a pin."""
+    return name in Candidate.model_fields or name.startswith("caching.")
+
+
+@cache
+def read_data(name: str) -> Any:
+    """Read a file of the package's own data."""
+    text = (files("autotune.interop") / "data" / f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def whole(value: Any) -> int:
-    """A whole number, also if it is written as text or as a float."""
+    """Convert to a whole number, also if it is written as text or as a float."""
     number = float(value)
     if isinstance(value, bool) or number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
@@ -70,51 +94,41 @@ def whole(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
+    """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
 
 
 def text(value: Any) -> str:
-    """A text."""
+    """Refuse anything but a text."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text")
     return value
 
 
 def boolean(value: Any) -> bool:
-    """A truth value."""
+    """Refuse anything but a truth value."""
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
 
 
-def block_number(value: Any) -> str:
-    """A number of blocks, as pins name it."""
-    return str(whole(value))
-
-
-def texts(value: Any) -> tuple[str, ...]:
-    """Several texts, or one."""
-    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
-
-
 VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
-    **dict.fromkeys(
-        ("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number
-    ),
-    **dict.fromkeys(("guidance_scale", "caption_dropout"), number),
-    "swapped_blocks": block_number,
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "learning_rate", "weight_decay"), number),
+    **dict.fromkeys(("max_grad_norm", "guidance_scale", "caption_dropout"), number),
     **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
-    "preview_prompts": texts,
+    "swapped_blocks": lambda value: str(whole(value)),
+    "preview_prompts": lambda value: tuple(
+        map(str, value if isinstance(value, list | tuple) else [value])
+    ),
 }
 """What kind of value a name takes; a whole number unless it is here."""
 
 
 def count_blocks(value: str | int, num_blocks: int) -> int:
-    """How many blocks are meant: a number, `all`, `25%` of them, or `2/4`, the first two of
+    """Count the blocks that are meant by a number, `all`, `25%` of them, or `2/4`, the first two of
     every four."""
     written = str(value)
     if written == "all":
@@ -129,13 +143,13 @@ def count_blocks(value: str | int, num_blocks: int) -> int:
 
 
 def parse_settings(written: str) -> dict[str, Any]:
-    """`a=1 b.c="x" d=["y","z"]` as keys and values, the values in JSON without spaces."""
+    """Read `a=1 b.c="x" d=["y","z"]` as keys and values, the values in JSON without spaces."""
     pairs = (one.partition("=") for one in written.split())
     return {key: json.loads(value) for key, _, value in pairs}
 
 
 def value_table(keys_and_names: str, rows: str) -> Rule:
-    """Values of several keys that belong together: `keys -> names`, and a row in each line.
+    """Relate values of several keys that belong together: `keys -> names`, and a row in each line.
 
     A row has their values, one of `=`, `>` (only read) and `<` (only written), our values, and
     after a bar how they differ. Values are JSON or words, with alternatives between bars; `*` is
@@ -150,8 +164,13 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
         assert found, line
         table.append((found[1].split(), found[2], (found[3] or "").split(), found[4]))
 
+    def value_of(values: Values, key: str, context: Context) -> Any:
+        return (
+            context.family.name if key == "@family" else ANY if key[0] == "!" else values.get(key)
+        )
+
     def read(values: Values, context: Context) -> Values:
-        theirs = [_value_of(values, key, context) for key in keys]
+        theirs = [value_of(values, key, context) for key in keys]
         for patterns, way, own, difference in table:
             if way != "<" and (bound := _fit(patterns, theirs)) is not None:
                 found = {n: _fill(v, bound) for n, v in zip(names, own, strict=False) if v != "-"}
@@ -160,12 +179,9 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
 
     def write(ours: Values, context: Context) -> Values:
         wanted = [ours.get(name) for name in names]
+        given = [context.family.name if key == "@family" else ANY for key in keys]
         for theirs, way, patterns, difference in table:
-            is_possible = all(
-                key != "@family" or _fit([one], [context.family.name]) is not None
-                for key, one in zip(keys, theirs, strict=True)
-            )
-            if way == ">" or difference or not is_possible:
+            if way == ">" or difference or _fit(theirs, given) is None:
                 continue
             if (bound := _fit(patterns, wanted)) is not None:
                 found = zip(keys, theirs, strict=True)
@@ -177,10 +193,6 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
 
 
 ANY: Any = object()
-
-
-def _value_of(values: Values, key: str, context: Context) -> Any:
-    return context.family.name if key == "@family" else ANY if key[0] == "!" else values.get(key)
 
 
 def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
@@ -221,32 +233,25 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
     return None if value == "*" else value.rstrip("*") if isinstance(value, str) else value
 
 
-def same(written: str) -> tuple[Rule, ...]:
-    """Names whose values are the same in both: words `ours=theirs|another`, the first key being
-    written."""
+def same(word: str) -> Rule:
+    """Relate a name to keys with the same values: `ours=theirs|another`, the first being written."""
+    name, _, written = word.partition("=")
+    keys, kind = tuple(written.split("|")), VALUE_KINDS.get(name, whole)
 
-    def rule(name: str, keys: tuple[str, ...]) -> Rule:
-        kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
+    def read(values: Values, context: Context) -> Values:
+        value = next((values[one] for one in keys if values.get(one) is not None), None)
+        return {} if value is None else {name: kind(value)}
 
-        def read(values: Values, context: Context) -> Values:
-            value = next((values[one] for one in keys if values.get(one) is not None), None)
-            return {} if value is None else {name: kind(value)}
-
-        return Rule(keys, (name,), read, lambda ours, _: {keys[0]: ours.get(name)}, synonyms=keys)
-
-    words = (word.partition("=") for word in written.split())
-    return tuple(rule(name, tuple(keys.split("|"))) for name, _, keys in words)
+    return Rule(keys, (name,), read, lambda ours, _: {keys[0]: ours.get(name)}, synonyms=keys)
 
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
-    """A value, or a list of which autotune takes the largest number, or the first text, and says
-    `otherwise`."""
-    kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
+    """Relate a value, or a list of which autotune takes the largest number, or the first text, and
+    says `otherwise`."""
+    kind = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
-        items = [
-            kind(one) for one in (values[key] if isinstance(values[key], list) else [values[key]])
-        ]
+        items = [*map(kind, values[key] if isinstance(values[key], list) else [values[key]])]
         lost = {LOST: otherwise} if otherwise and len(set(items)) > 1 else {}
         return {name: items[0] if kind is text else max(items), **lost}
 
@@ -258,7 +263,7 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
 
 
 def first_prompt(key: str) -> Rule:
-    """The prompt of previews, if a trainer samples a single one."""
+    """Relate the prompt of previews, if a trainer samples a single one."""
     return Rule(
         (key,),
         ("preview_prompts",),
@@ -268,7 +273,7 @@ def first_prompt(key: str) -> Rule:
 
 
 def resolution(written: str, *others: str) -> Rule:
-    """One side of images, or two, in a list or with a comma between; two are written."""
+    """Relate one side of images, or two, in a list or with a comma between; two are written."""
     keys = (*others, written)
 
     def read(values: Values, context: Context) -> Values:
@@ -277,20 +282,18 @@ def resolution(written: str, *others: str) -> Rule:
         sides = [whole(part) for part in parts]
         return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
-    def write(ours: Values, context: Context) -> Values:
-        return {written: [ours["resolution"], ours["resolution"]]}
-
+    write = lambda ours, _: {written: [ours["resolution"]] * 2}  # noqa: E731
     return Rule(keys, ("resolution",), read, write, synonyms=keys)
 
 
 def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
-    """Micro-batch size (the first of `sizes` that is present), accumulated steps and processes:
-    together they are the effective batch size."""
+    """Relate the micro-batch size (the first of `sizes` that is present), accumulated steps and
+    processes: together they are the effective batch size."""
     keys = tuple(sizes.split())
 
     def read(values: Values, context: Context) -> Values:
         micro = whole(next(values[key] for key in keys if values.get(key) is not None))
-        steps, gpus = whole(values.get(accumulation) or 1), whole(values.get(processes) or 1)
+        steps, gpus = (whole(values.get(key) or 1) for key in (accumulation, processes))
         several = {"num_gpus": gpus} if gpus > 1 else {}
         return {"micro_batch_size": micro, "effective_batch_size": micro * steps * gpus, **several}
 
@@ -307,8 +310,8 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs` is
-    written."""
+    """Relate optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs`
+    is written."""
 
     def read(values: Values, context: Context) -> Values:
         num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
@@ -325,7 +328,7 @@ def duration(
 
 
 def epochs_only(key: str) -> Rule:
-    """Epochs, if a trainer has no other measure: as many as the steps take."""
+    """Relate epochs, if a trainer has no other measure: as many as the steps take."""
 
     def write(ours: Values, context: Context) -> Values:
         images = max(1, ours.get("num_images", 1))
@@ -337,14 +340,13 @@ def epochs_only(key: str) -> Rule:
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
-    """The schedule of the learning rate, by name, and its warm-up in steps.
+    """Relate the schedule of the learning rate, by name, and its warm-up in steps.
 
     Args:
         key: their key for the schedule.
         warmup: their key for the warm-up.
         names: `theirs=ours`, or words that are the same, the first being `constant`.
-        always: whether every schedule of theirs has a warm-up; else only those that have the word
-            in their name.
+        always: whether every schedule of theirs has a warm-up, not only those named so.
     """
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
@@ -372,15 +374,14 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
 
 
 def min_snr(key: str, off: float | None = None) -> Rule:
-    """The weights of a discrete schedule's loss: the limit of the signal-to-noise ratio, under
-    one key that is `off` without it. Noise levels are drawn alike."""
+    """Relate the weights of a discrete schedule's loss: the limit of the signal-to-noise ratio,
+    under one key that is `off` without it. Noise levels are drawn alike."""
 
     def read(values: Values, context: Context) -> Values:
         limit = number(values.get(key) or 0)
-        lost = (
-            {} if limit in (0, MIN_SNR_GAMMA) else {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"}
-        )
         found = ("uniform", 1.0, "min_snr" if limit else "none")
+        is_ours = limit in (0, MIN_SNR_GAMMA)
+        lost = {} if is_ours else {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"}
         return {**dict(zip(MIN_SNR_NAMES, found, strict=True)), **lost}
 
     def write(ours: Values, context: Context) -> Values:
@@ -389,16 +390,13 @@ def min_snr(key: str, off: float | None = None) -> Rule:
     return Rule((key,), MIN_SNR_NAMES, read, write)
 
 
-MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
-
-
 def weight_decay_among(key: str, is_list: bool) -> Rule:
-    """The weight decay among arguments `name=value` of an optimizer, in a list or in one text."""
+    """Relate the weight decay among arguments of an optimizer, in a list or in one text."""
 
     def read(values: Values, context: Context) -> Values:
         found = named_arguments(values.get(key))
         rest = ", ".join(name for name in found if name != "weight_decay")
-        lost = {LOST: f"{rest}: autotune has no such argument"} if rest else {}
+        lost = {LOST: f"{rest}: {NO_ARGUMENT}"} if rest else {}
         return {"weight_decay": number(found.get("weight_decay", 0.01)), **lost}
 
     def write(ours: Values, context: Context) -> Values:
@@ -409,105 +407,396 @@ def weight_decay_among(key: str, is_list: bool) -> Rule:
 
 
 def named_arguments(value: Any) -> dict[str, str]:
-    """`["a=1", "b=2"]`, or the same in one text with commas between, as a dictionary."""
+    """Read `["a=1", "b=2"]`, or the same in one text with commas between, as a dictionary."""
     parts = value if isinstance(value, list) else (value or "").split(",")
     pairs = (str(part).partition("=") for part in parts)
     return {name.strip(): given.strip() for name, _, given in pairs if name}
 
 
-def checkpointing(key: str, on: str = "", off: str = "") -> Rule:
-    """All blocks or none: a part of them becomes all, which needs less memory. The words are read,
-    too."""
+def checkpointing(
+    key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
+) -> Rule:
+    """Relate checkpointing of all blocks or none, or of those whose index modulo the stride is below
+    the interval, without a stride every `interval`th. A part that a trainer lacks becomes all, which
+    needs less memory.
+
+    Args:
+        key: their key that switches it; the words `on` and `off` are read, too.
+        on: words that mean true.
+        off: words that mean false.
+        interval: their key for the interval, if they have one.
+        stride: their key for the stride.
+        families: beginnings of families with such patterns; of others an interval makes several
+            blocks one that is recomputed.
+    """
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
+    has_patterns = lambda context: context.family.name.startswith(tuple(families.split()))  # noqa: E731
 
     def read(values: Values, context: Context) -> Values:
-        is_on = boolean(words.get(values[key], values[key]))
-        return {"checkpointed_blocks": "all" if is_on else "0"}
-
-    def write(ours: Values, context: Context) -> Values:
-        return {key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0}
-
-    return Rule((key,), ("checkpointed_blocks",), read, write)
-
-
-MAX_STRIDE = 8
-
-
-def patterned_checkpointing(key: str, interval: str, stride: str, families: str) -> Rule:
-    """All blocks, none, or those whose index modulo the stride is below the interval; without a
-    stride every `interval`th block. Of other than these `families` an interval makes several
-    blocks one that is recomputed."""
-    beginnings = tuple(families.split())
-
-    def read(values: Values, context: Context) -> Values:
-        if not boolean(values[key]):
+        if not boolean(words.get(str(values[key]), values[key])):
             return {"checkpointed_blocks": "0"}
         every, of = (whole(values[name]) if values.get(name) else 0 for name in (interval, stride))
         if every <= 1 or 0 < of <= every:
             return {"checkpointed_blocks": "all"}
-        if not context.family.name.startswith(beginnings):
+        if not has_patterns(context):
             lost = "several blocks are recomputed as one; autotune recomputes each by itself"
             return {"checkpointed_blocks": "all", LOST: lost}
         return {"checkpointed_blocks": f"{every}/{of}" if of else f"1/{every}"}
 
     def write(ours: Values, context: Context) -> Values:
-        total = context.num_blocks or 1
-        blocks = count_blocks(ours["checkpointed_blocks"], total)
+        total, blocks = context.num_blocks or 1, context.blocks(ours["checkpointed_blocks"])
+        if not interval:
+            return {key: blocks > 0}
         enough = {
             (every, of): count
             for of in range(2, MAX_STRIDE + 1)
             for every in range(1, of)
             if (count := count_blocks(f"{every}/{of}", total)) >= blocks
         }
-        is_whole = blocks in (0, total, total - 1) or not enough
-        if is_whole or not context.family.name.startswith(beginnings):
+        if blocks in (0, total, total - 1) or not enough or not has_patterns(context):
             return {key: blocks > 0, interval: None, stride: None}
         every, of = min(enough, key=lambda one: (enough[one], one[1]))
-        has_stride = every > 1
-        return {
-            key: True,
-            interval: every if has_stride else of,
-            stride: of if has_stride else None,
-        }
+        pattern = (every, of) if every > 1 else (of, None)
+        return {key: True, interval: pattern[0], stride: pattern[1]}
 
-    return Rule((key, interval, stride), ("checkpointed_blocks",), read, write)
+    keys = (key, *filter(None, (interval, stride)))
+    return Rule(keys, ("checkpointed_blocks",), read, write)
 
 
 def swapping(key: str, limits: Mapping[str, int]) -> Rule:
-    """Swapped blocks by number, of some families no more than a limit: more is refused."""
+    """Relate swapped blocks by number, of some families no more than a limit: more is refused."""
 
     def write(ours: Values, context: Context) -> Values:
-        blocks = count_blocks(ours["swapped_blocks"], context.num_blocks or 1)
+        blocks = context.blocks(ours["swapped_blocks"])
         if blocks > (limit := limits.get(context.family.name, blocks)):
             raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
         return {key: blocks}
 
-    def read(values: Values, context: Context) -> Values:
-        return {"swapped_blocks": str(whole(values[key]))}
-
+    read = lambda values, _: {"swapped_blocks": str(whole(values[key]))}  # noqa: E731
     return Rule((key,), ("swapped_blocks",), read, write)
 
 
 def share_of_blocks(key: str, switch: str = "") -> Rule:
-    """Swapped blocks as a share of all, which a second key may switch off."""
+    """Relate swapped blocks as a share of all, which a second key may switch off."""
 
     def read(values: Values, context: Context) -> Values:
         share = number(values[key]) if not switch or boolean(values[switch]) else 0
         return {"swapped_blocks": f"{100 * share:g}%" if share else "0"}
 
     def write(ours: Values, context: Context) -> Values:
-        total = context.num_blocks or 1
-        share = round(count_blocks(ours["swapped_blocks"], total) / total, 5)
+        share = round(context.blocks(ours["swapped_blocks"]) / (context.num_blocks or 1), 5)
         return {switch: share > 0, key: share or None} if switch else {key: share}
 
     return Rule((key, *filter(None, [switch])), ("swapped_blocks",), read, write)
+
+
+@cache
+def _layers(kind: str, transformer: str) -> frozenset[str]:
+    data = read_data("layers")
+    written = " ".join(data[kind].get(transformer, ()))
+    for name, part in data["parts"].items():
+        written = written.replace(name, part)
+    return frozenset(layer for one in written.split() for layer in _expand(one))
+
+
+def _expand(text: str) -> list[str]:
+    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
+    inner = re.search(r"\{([^{}]*)\}", text)
+    if inner is None:
+        return [text]
+    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
+    return [name for part in parts for name in _expand(part)]
+
+
+def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
+    """Return names of the Linear layers of a family's transformer, one block of each kind standing
+    for all. A UNet's blocks are not apart from the rest."""
+    is_apart = in_blocks and family.block_lists
+    blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
+    names = _layers("linear", family.transformer_class)
+    return frozenset(name for name in names if name.startswith(blocks))
+
+
+def convolutions(family: Family) -> frozenset[str]:
+    """Return names of the convolutions of a family's model."""
+    return _layers("convolutions", family.transformer_class)
+
+
+def layers_of(family: Family, targets: str) -> frozenset[str]:
+    """Return the layers that a target set, or patterns, adapt."""
+    return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
+
+
+def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
+    """Return the target set that differs least from these layers, by kinds of layers first, and how
+    it differs."""
+    sets = {name: layers_of(family, name) for name in family.target_sets}
+    kinds = set(map(_in_block, layers))
+    by_kind = {name: len(kinds ^ set(map(_in_block, own))) for name, own in sets.items()}
+    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
+    texts = []
+    for verb, names in (
+        ("also adapts", sets[name] - layers),
+        ("does not adapt", layers - sets[name]),
+    ):
+        inside = ((one, _in_block(one)) for one in sorted(names))
+        shown = (short + " outside the blocks" * (short == one) for one, short in inside)
+        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] * bool(names)
+    return name, " and ".join(texts)
+
+
+def _in_block(name: str) -> str:
+    """A layer's name within its block."""
+    return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
+
+
+def _original_name(family: Family, layer: str) -> str:
+    """A layer's name in the code of the model's authors, if the model has another one there:
+    several layers may be one there."""
+    layout = LAYOUTS.get(family.transformer_class)
+    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
+
+
+Selects = Callable[[str], bool]
+"""Whether a trainer adapts the layer of this name."""
+
+
+def _by_ends(ends: Sequence[str]) -> Selects:
+    return lambda name: any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
+    has_any = lambda name, parts: any(part in name for part in parts)  # noqa: E731
+    return lambda name: has_any(name, only) and not has_any(name, ignored)
+
+
+def _targets(
+    keys: Sequence[str],
+    selects: Callable[[Values, Context], Selects],
+    write: Callable[[Values, Context], Values],
+    arguments: Sequence[str] | None = None,
+) -> Rule:
+    """The rule for adapted layers. `selects` makes of the keys what the trainer matches names
+    with; `arguments` are those of `network_args` that it understands."""
+
+    def read(values: Values, context: Context) -> Values:
+        layers = linear_layers(context.family) | convolutions(context.family)
+        chosen = frozenset(filter(selects(values, context), layers))
+        name, difference = find_target_set(context.family, chosen)
+        lost = [f"the nearest set of layers {difference}"] if difference else []
+        given = _network_arguments(values) if arguments else {}
+        if others := ", ".join(one for one in given if one not in (arguments or ())):
+            lost.append(f"{others}: {NO_ARGUMENT}")
+        return {"targets": name, **({LOST: "; ".join(lost)} if lost else {})}
+
+    return Rule(tuple(keys), ("targets",), read, write)
+
+
+def targets_by_parts(
+    only: str,
+    ignored: str,
+    inside: str,
+    convolution_rank: str,
+    blocks: Mapping[str, list[str]],
+    authors_code: str,
+) -> Rule:
+    """Relate lists of parts of names, as ai-toolkit has them.
+
+    Args:
+        only: key for parts of which a name must hold one.
+        ignored: key for parts of which it must hold none.
+        inside: key for whether layers outside the blocks are left out; true if it is absent.
+        convolution_rank: key for the rank of convolutions of more than a pixel; smaller ones are
+            adapted as linear layers are.
+        blocks: by class, what the names of layers hold that are in blocks; `transformer_blocks` by
+            default.
+        authors_code: classes that it trains in the code of their authors, by whose names it goes.
+    """
+
+    def name_of(family: Family, layer: str) -> str:
+        is_authors = family.transformer_class in authors_code.split()
+        return _original_name(family, layer) if is_authors else layer
+
+    def selects(values: Values, context: Context) -> Selects:
+        family = context.family
+        is_chosen = _by_parts(values.get(only) or ("",), values.get(ignored) or ())
+        is_inside = _by_parts(blocks.get(family.transformer_class, ["transformer_blocks"]))
+        everywhere, others = values.get(inside) is False, convolutions(family)
+
+        def is_adapted(layer: str) -> bool:
+            name = name_of(family, layer)
+            is_kind = layer not in others or values.get(convolution_rank) or "shortcut" in layer
+            return bool(is_kind) and is_chosen(name) and (everywhere or is_inside(name))
+
+        return is_adapted
+
+    def write(ours: Values, context: Context) -> Values:
+        """The first of four ways that adapts what is wanted, the shortest first."""
+        family, wanted = context.family, layers_of(context.family, ours["targets"])
+        every = linear_layers(family) | convolutions(family)
+        by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
+        unwanted = filter(selects(by_name, context), every - wanted)
+        roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
+        ways = ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
+        exact = (way for way in ways if set(filter(selects(way, context), every)) == wanted)
+        return next(exact, by_name)
+
+    return _targets([only, ignored, inside, convolution_rank], selects, write)
+
+
+def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
+    """Relate ends of names as peft takes them: a list, or with `joined` one text with commas; both
+    are read. `usual`: by how families' names begin, what is adapted if the key is not there."""
+
+    def selects(values: Values, context: Context) -> Selects:
+        given = values.get(key)
+        if isinstance(given, str):
+            is_json = given.startswith("[")
+            given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
+        own = next(names for of, names in usual.items() if context.family.name.startswith(of))
+        return _by_ends(given or own.split())
+
+    def write(ours: Values, context: Context) -> Values:
+        """A layer whose short name another also has, or a module around layers, is named for each
+        block."""
+        wanted, every = layers_of(context.family, ours["targets"]), linear_layers(context.family)
+        found: list[str] = []
+        for name in sorted(wanted):
+            end = _in_block(name)
+            is_shared = any(_by_ends([end])(other) for other in every - wanted)
+            if is_shared or any(f".{end}." in other for other in every):
+                found += [name.replace(".0.", f".{number}.", 1) for number in range(MAX_BLOCKS)]
+            else:
+                found.append(end)
+        names = list(dict.fromkeys(found))
+        return {key: ",".join(names) if joined else names}
+
+    return _targets([key], selects, write)
+
+
+def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
+    """Relate parts of names with commas between, or patterns if another key says so, as in
+    OneTrainer."""
+
+    def by(text: str, patterned: bool) -> Selects:
+        parts = [part.strip() for part in text.split(",")]
+        if not patterned:
+            return _by_parts(parts)
+        patterns = [re.compile(part) for part in parts]
+        return lambda name: any(pattern.search(name) for pattern in patterns)
+
+    def selects(values: Values, context: Context) -> Selects:
+        return by(str(values.get(key) or ""), bool(values.get(is_pattern)))
+
+    def write(ours: Values, context: Context) -> Values:
+        family, wanted = context.family, layers_of(context.family, ours["targets"])
+        parts = ",".join(sorted(set(map(_in_block, wanted))))
+        every = linear_layers(family) | convolutions(family)
+        is_exact = set(filter(by(parts, False), every)) == wanted
+        patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
+        return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
+
+    def in_any_block(layer: str) -> str:
+        if layer.startswith("mid_block.resnets."):  # its two are unlike each other
+            return re.escape(layer)
+        return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
+
+    return _targets([key, is_pattern], selects, write)
+
+
+def _network_arguments(values: Values) -> dict[str, Any]:
+    """The patterns and numbers in kohya's `network_args`."""
+    found: dict[str, Any] = {}
+    for name, value in named_arguments(values.get("network_args") or []).items():
+        try:
+            found[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            found[name] = value
+    return found
+
+
+def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
+    """Relate patterns in `network_args`: excluded by any and included by none is left out (musubi's
+    networks/lora.py, `create_modules`).
+
+    Args:
+        usual: by how families' names begin, what is always excluded, and what is included unless
+            the file says otherwise.
+        everywhere: the family of which layers outside the blocks are adapted, too.
+    """
+
+    def any_of(given: list[str], name: str) -> bool:
+        return any(re.fullmatch(str(pattern), name) for pattern in given)
+
+    def selects(values: Values, context: Context) -> Selects:
+        family, given = context.family, _network_arguments(values)
+        exclude, include = next(own for of, own in usual.items() if family.name.startswith(of))
+        excluded = [exclude, *given.get("exclude_patterns", ())]
+        included = given.get("include_patterns", [include])
+        layers = linear_layers(family, in_blocks=family.name != everywhere)
+        names = {layer: _original_name(family, layer) for layer in layers}
+        is_left = lambda name: any_of(excluded, name) and not any_of(included, name)  # noqa: E731
+        return lambda layer: layer in names and not is_left(names[layer])
+
+    def write(ours: Values, context: Context) -> Values:
+        wanted = layers_of(context.family, ours["targets"])
+        every = linear_layers(context.family)
+        names = {layer: _original_name(context.family, layer) for layer in every}
+        others = {name for layer, name in names.items() if layer not in wanted}
+        found = set()
+        for name in (names[layer] for layer in wanted):
+            end = r".*\." + re.escape(_in_block(name))
+            exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
+            found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
+        included = "', r'".join(sorted(found))
+        return {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
+
+    return _targets(["network_args"], selects, write, ("exclude_patterns", "include_patterns"))
+
+
+def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
+    """Relate ranks of parts in `network_args`, and the layers of each, as sd-scripts has them for
+    FLUX.1; 0 adapts none of them. In single blocks query, key, value and the first half of the MLP
+    are one layer there. Of a UNet it adapts the transformers."""
+    layers = {name: written.split() for name, written in parts.items()}
+
+    def selects(values: Values, context: Context) -> Selects:
+        given = _network_arguments(values)
+        if context.is_discrete:
+            others = (".resnets.", "samplers.") if given.get("conv_dim") else ()
+            return _by_parts((".attentions.", *others))
+        on = [name for name in layers if given.get(name) != 0]
+
+        def is_adapted(layer: str) -> bool:
+            kind, name = layer.startswith("single_"), _in_block(layer)
+            own = (part for part in on if part.startswith("single_") == kind)
+            return name != layer and any(name in layers[part] for part in own)
+
+        return is_adapted
+
+    def write(ours: Values, context: Context) -> Values:
+        family, targets = context.family, ours["targets"]
+        if context.is_discrete:
+            own = {layer for layer in linear_layers(family) if ".attentions." in layer}
+            if layers_of(family, targets) != own:
+                what = "it adapts all layers of the UNet's transformers"
+                raise CannotExpress(f"{what}; use --targets attention+mlp+proj")
+            return {"network_args": None}
+        if targets == "attention":
+            what = "in its single blocks attention and MLP are one layer"
+            raise CannotExpress(f"{what}; use --targets attention+mlp")
+        off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]
+        return {"network_args": off if targets == "attention+mlp" else None}
+
+    return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
 
 
 KINDS: Mapping[str, Callable[..., Rule]] = {
     one.__name__: one
     for one in (
         *(one_of_list, first_prompt, resolution, batch, duration, epochs_only, schedule, min_snr),
-        *(weight_decay_among, checkpointing, patterned_checkpointing, swapping, share_of_blocks),
+        *(weight_decay_among, checkpointing, swapping, share_of_blocks, targets_by_parts),
+        *(targets_by_ends, targets_by_filter, targets_by_patterns, targets_by_ranks),
     )
 }
-"""What key rules are made with, by the name that data has for it; `same` makes several."""
+"""What key rules are made with, by the name that data has for it."""

@@ -9,16 +9,14 @@ from functools import cache
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.interop import rules, targets
-from autotune.interop.documents import Document
-from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings
+from autotune.interop import rules
+from autotune.interop.files import Document
+from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
 from autotune.models.family import Family, PublishedModel
 from autotune.models.registry import find_published
-from autotune.plan.overheads import AdapterPractice, KeptPart, Overheads, ProductPractice
+from autotune.plan.overheads import Overheads
 
 NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onetrainer")
-FILL_IN = "FILL-IN"
-"""Written for a path that a plan does not hold."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class KnownModel:
     """What is learned with it by our names, whatever a file says."""
     lacks: tuple[str, ...] = ()
     """Keys that do nothing for it, or that its script refuses."""
-    prefix: tuple[str, str] | None = None
+    prefix: tuple[str, str] = ("", "")
     """How its keys begin that begin otherwise for other models, and how those do."""
     kept: str = ""
     """What this trainer keeps on the device with this model, as in the trainer's `kept`."""
@@ -104,34 +102,28 @@ class Trainer:
     """What is learned by our names, whatever a file says."""
 
     def detects(self, document: Document) -> bool:
-        """Whether a file is this trainer's."""
-        return any(
-            all(
-                any(
-                    name in (one.key, one.key.rpartition(".")[2])
-                    and one.value is not None
-                    and re.fullmatch(pattern, str(one.value))
-                    for one in document.settings
-                )
-                for name, pattern in alternative.items()
+        """Tell if a file is this trainer's."""
+
+        def has(name: str, pattern: str) -> bool:
+            own = (
+                one for one in document.settings if name in (one.key, one.key.rpartition(".")[2])
             )
-            for alternative in self.detect
-        )
+            return any(v.value is not None and re.fullmatch(pattern, str(v.value)) for v in own)
+
+        return any(all(has(*one) for one in keys.items()) for keys in self.detect)
 
     def for_model(self, known: KnownModel) -> "Trainer":
-        """This table as it is for one model."""
-        is_discrete = Context(known.family).is_discrete
+        """Return this table as it is for one model."""
         noise = [rule for rule in self.rules if "timestep_sampling" in rule.names]
         if len(noise) > 1:  # one for models of flow matching, and one for discrete schedules
+            is_discrete = Context(known.family).is_discrete
             noise = [one for one in noise if (one.names == MIN_SNR_NAMES) == is_discrete]
-        lacks = set(known.lacks)
-        usual = {k: v for k, v in self.defaults.items() if v is None or k not in lacks}
-        fixed = {key: value for key, value in self.fixed.items() if key not in lacks}
+        own = (one for one in self.rules if one in noise or "timestep_sampling" not in one.names)
+        usual = {k: v for k, v in self.defaults.items() if v is None or k not in known.lacks}
+        fixed = {key: value for key, value in self.fixed.items() if key not in known.lacks}
         return replace(
             self,
-            rules=tuple(
-                one for one in self.rules if one in noise or "timestep_sampling" not in one.names
-            ),
+            rules=tuple(own),
             defaults={**usual, **known.defaults},
             fixed={**fixed, **known.fixed},
             constants={**self.constants, **known.constants},
@@ -139,8 +131,8 @@ class Trainer:
         )
 
     def account(self, key: str, value: Any) -> tuple[str, str] | None:
-        """What becomes of a key that no rule reads, as `ImportedConfig` lists it, and in words;
-        None if it is not known."""
+        """Return what becomes of a key that no rule reads, as `ImportedConfig` lists it, and in
+        words; None if it is not known."""
         found = [one for one in self.accounts if one[0].fullmatch(key)]
         learned = [one for one in found if one[3]]
         if learned:
@@ -151,9 +143,9 @@ class Trainer:
         return ("decided", found[0][1]) if found else None
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """What it takes of a device with settings by its keys; its defaults count for what these
-        lack. A condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
-        `KEY=VALUE` asks for a value."""
+        """Return what it takes of a device with settings by its keys; its defaults count for what
+        these lack. A condition is `if KEY` or `unless KEY`, of which several may stand with bars
+        between; `KEY=VALUE` asks for a value."""
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -161,95 +153,81 @@ class Trainer:
             own = values.get(name)
             return str(own).lower() == value.lower() if value else bool(own)
 
-        def rows(text: str, count: int) -> list[list[str]]:
+        def rows(text: str) -> list[list[str]]:
             """Words of the rows whose condition, after a bar, holds."""
             found = []
             for line in filter(str.strip, text.splitlines()):
                 words, _, condition = line.partition("|")
                 word, _, keys = condition.strip().partition(" ")
                 if not word or any(map(is_on, keys.strip().split("|"))) == (word == "if"):
-                    found.append(words.split()[:count])
+                    found.append(words.split())
             return found
 
+        def adapter(words: list[str]) -> dict[str, Any]:
+            """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter."""
+            sizes = {"optimizer_bytes": int(words[2]), "step_bytes": int(words[3])}
+            return {"precision": words[0], "autocasts": words[1] == "autocast", **sizes}
+
         kept: dict[tuple[str, str], dict[str, Any]] = {}
-        for phase, part, precision in rows(f"{data.get('kept', '')}\n{known.kept}".strip(), 3):
+        for phase, part, precision in rows(f"{data.get('kept', '')}\n{known.kept}"):
             if precision == "fp32" or (phase, part) not in kept:
                 kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
-        return Overheads(
-            program=self.name,
-            version=self.version,
-            source=data["source"],
-            adapter=_adapter(rows(data["adapter"], 4)[0]),
-            adapter_by_format={
-                name: _adapter(text.split()) for name, text in data.get("by_format", {}).items()
-            },
-            products={
-                name: ProductPractice.model_validate(
-                    {"keeps": text.split()[0], "everywhere": "everywhere" in text}
-                )
-                for name, text in data.get("products", {}).items()
-            },
-            kept=tuple(map(KeptPart.model_validate, kept.values())),
+        formats, products = data.get("by_format", {}), data.get("products", {})
+        return Overheads.model_validate(
+            {
+                "program": self.name,
+                "version": self.version,
+                "source": data["source"],
+                "adapter": adapter(rows(data["adapter"])[0]),
+                "adapter_by_format": {name: adapter(row.split()) for name, row in formats.items()},
+                "products": {
+                    name: {"keeps": row.split()[0], "everywhere": "everywhere" in row}
+                    for name, row in products.items()
+                },
+                "kept": tuple(kept.values()),
+            }
         )
-
-
-def _adapter(words: list[str]) -> AdapterPractice:
-    """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, the bytes for each parameter."""
-    precision, how, optimizer, step = words
-    return AdapterPractice.model_validate(
-        {
-            **{"precision": precision, "autocasts": how == "autocast"},
-            **{"optimizer_bytes": int(optimizer), "step_bytes": int(step)},
-        }
-    )
 
 
 @cache
 def trainers() -> Mapping[str, Trainer]:
-    """All trainers by name."""
+    """Return all trainers by name."""
     return {name: _load(name) for name in NAMES}
 
 
 def get_trainer(name: str) -> Trainer:
-    """The trainer called `name`. Raises InvalidInput if there is none."""
+    """Return the trainer called `name`. Raises InvalidInput if there is none."""
     if name not in trainers():
-        raise InvalidInput(
-            f"there is no trainer called {name!r}", hint=suggest_nearest(name, trainers())
-        )
+        message = f"there is no trainer called {name!r}"
+        raise InvalidInput(message, hint=suggest_nearest(name, trainers()))
     return trainers()[name]
 
 
 def _load(name: str) -> Trainer:
-    data = _merged(targets.read_data("shared"), targets.read_data(name))
+    data = _merged(read_data("shared"), read_data(name))
     if base := data.get("extends"):
-        data = _merged(targets.read_data(base), data)
-    shared = data["words"]
+        data = _merged(read_data(base), data)
+    words = data["words"]
     accounts = [
-        (
-            re.compile(re.escape(key).replace(r"\*", ".*")),
-            shared.get(words, words),
-            off.lower(),
-            learned,
-        )
+        (re.compile(re.escape(key).replace(r"\*", ".*")), words.get(why, why), off.lower(), learned)
         for kind, learned in (("changes_learning", True), ("ignored_keys", False))
-        for words, keys in data[kind].items()
+        for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
     ]
     made = [rules.value_table(keys, rows) for keys, rows in data["value_tables"].items()]
     for kind, arguments in data["key_rules"].items():
-        make = {**rules.KINDS, **targets.KINDS}[kind]
         several = isinstance(arguments, list) and isinstance(arguments[0], list)
         for one in arguments if several else [arguments]:
-            is_text = isinstance(one, str)
-            made.append(
-                make(one) if is_text else make(**one) if isinstance(one, dict) else make(*one)
-            )
-    plain = {one.name for one in fields(Trainer)} & data.keys()
-    read = {key: _as_read(key, data[key]) for key in plain}
-    same = rules.same(data["same"])
+            named = one if isinstance(one, dict) else {}
+            listed = one if isinstance(one, list) else [one]
+            made.append(rules.KINDS[kind](*([] if named else listed), **named))
+    read = {
+        key: _as_read(key, data[key]) for key in data.keys() & {f.name for f in fields(Trainer)}
+    }
+    made += map(rules.same, data["same"].split())
+    models = tuple(_known_models(data))
     return Trainer(
-        **{**read, "name": name, "models": _models(data), "rules": (*made, *same)},
-        accounts=tuple(accounts),
+        **{**read, "name": name, "models": models, "rules": tuple(made)}, accounts=tuple(accounts)
     )
 
 
@@ -269,20 +247,16 @@ def _as_read(key: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _models(data: Mapping[str, Any]) -> tuple[KnownModel, ...]:
+def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
     """Under each set of keys words `name=value,value`, a value for each key; none if it is
     empty."""
     found = []
     for keys, words in data["models"].items():
         for name, _, values in (word.partition("=") for word in words.split()):
-            written = [_value(one) for one in values.split(",")]
+            written = [{"": None, "true": True}.get(one, one) for one in values.split(",")]
             special: dict[str, Any] = {}
             for names, more in data.get("special", {}).items():
                 if any(fnmatchcase(name, pattern) for pattern in names.split()):
                     special |= {key: _as_read(key, value) for key, value in more.items()}
             found.append(KnownModel(name, dict(zip(keys.split(), written, strict=True)), **special))
-    return tuple(found)
-
-
-def _value(word: str) -> Any:
-    return {"": None, "true": True}.get(word, word)
+    return found

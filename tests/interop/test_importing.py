@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.interop.documents import ConfigValue, read_document
+from autotune.interop.files import ConfigValue, read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, read_config, read_settings
 from autotune.interop.rules import Context
 from autotune.interop.trainer import Trainer, get_trainer, trainers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune.interop.targets import LISTS, convolutions, find_target_set, layers_of, linear_layers
+from autotune.interop.rules import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.interop.trainer import trainers
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
