@@ -2,7 +2,7 @@
 is written."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -89,7 +89,7 @@ class ExportedConfig(Frozen):
 
 
 def values_of(plan: TrainingPlan) -> dict[str, Any]:
-    """Everything that a plan says, by the names that rules use."""
+    """Return everything that a plan says, by the names that rules use."""
     frozen, workload = plan.frozen, plan.frozen.workload
     return {
         **{name: value for name, value in plan.job if name not in ("model", "revision")},
@@ -102,13 +102,13 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:
-    sizes = (workload.resolution_px, workload.largest_bucket.num_frames)
     own = {name: getattr(workload, name) for name in OF_WORKLOAD}
-    return {**own, "resolution": sizes[0], "num_frames": sizes[1]}
+    frames = workload.largest_bucket.num_frames
+    return {**own, "resolution": workload.resolution_px, "num_frames": frames}
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
-    """The files of another trainer that do what the plan says, as nearly as it can.
+    """Write the files of another trainer that do what the plan says, as nearly as it can.
 
     Raises:
         InvalidInput: the trainer does not know the model, or has no neighbor of a setting that
@@ -133,75 +133,63 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         for need in _find_needs(needed, reading.values, workload.model.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
-        raise InvalidInput(
-            f"{trainer.title} cannot do what the plan says: {error}", hint=hint
-        ) from error
+        message = f"{trainer.title} cannot do what the plan says: {error}"
+        raise InvalidInput(message, hint=hint) from error
     differences = compare(planned, reading.values, context)
-    overheads = trainer.overheads_of(written, known)
     lost = (line for kind, line in reading.lines if kind == "not_carried" and line.line)
-    remarks = dict.fromkeys(f"{one.key}: {one.meaning}" for one in lost)
-    remarks |= dict.fromkeys((*trainer.notes, overheads.text))
+    meanings = [f"{one.key}: {one.meaning}" for one in lost]
+    overheads = trainer.overheads_of(written, known).text
+    remarks = tuple(dict.fromkeys((*meanings, *trainer.notes, overheads)))
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
-        first = binding[0]
-        message = (
-            f"{trainer.title} would differ: {first.name} is {first.planned} in the plan, "
-            f"{first.written} there"
-        )
-        raise InvalidInput(
-            f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {hint}"
-        )
+        first = f"{binding[0].name} is {binding[0].planned} in the plan, {binding[0].written} there"
+        message = f"{trainer.title} would differ: {first} ({len(binding)} in all)"
+        raise InvalidInput(message, hint=f"leave --strict out, or {hint}")
     own, usual = known.prefix
     renamed = {
         own + key.removeprefix(usual) if own and key.startswith(usual) else key: value
         for key, value in written.items()
     }
-    head = _head(plan, trainer, differences, tuple(remarks))
+    head = "".join(f"# {line}\n" for line in _head_lines(plan, trainer, differences, remarks))
     return ExportedConfig(
         trainer=trainer.name,
         plan_digest=plan.digest,
         files=dict(write_files(trainer.name, trainer.title, renamed, head)),
         differences=differences,
-        remarks=tuple(remarks),
+        remarks=remarks,
     )
 
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
     """What takes more memory as it is read back than as it was planned."""
+
+    def caching(values: Values) -> CachingSettings:
+        own = {name[len(PIN) :]: v for name, v in values.items() if name.startswith(PIN)}
+        return CachingSettings.model_validate(own)
+
+    def encoder_bytes(values: Values) -> int:
+        """What text encoders of a usual size take of the device."""
+        return EncoderSize(7 << 30, element_bytes=2, vae_bytes=0).device_bytes(caching(values))
+
+    def weight_bits(values: Values) -> int:
+        return {"none": 16, "bnb-nf4": 4}.get(str(values.get("quantization", "none")), 8)
+
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
             yield f"{name} would be {there}, not {own}: more memory"
-    if _stored_bits(read) > _stored_bits(planned):
+    if weight_bits(read) > weight_bits(planned):
         yield f"with this model it has no weight format like quantization {planned['quantization']}"
-    if _encoder_bytes(read) > _encoder_bytes(planned):
-        yield (
-            f"it encodes captions otherwise than {describe_caching(_caching(planned))}: more memory"
-        )
+    if encoder_bytes(read) > encoder_bytes(planned):
+        yield f"it encodes captions otherwise than {describe_caching(caching(planned))}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"
 
 
-def _caching(values: Values) -> CachingSettings:
-    return CachingSettings.model_validate(
-        {name[len(PIN) :]: value for name, value in values.items() if name.startswith(PIN)}
-    )
-
-
-def _encoder_bytes(values: Values) -> int:
-    """What text encoders of a usual size take of the device."""
-    return EncoderSize(7 << 30, element_bytes=2, vae_bytes=0).device_bytes(_caching(values))
-
-
-def _stored_bits(values: Values) -> int:
-    """About how many bits each weight takes."""
-    return {"none": 16, "bnb-nf4": 4}.get(str(values.get("quantization", "none")), 8)
-
-
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
-    """How a trainer calls a model: by its name, else another of the family that is as large, else
-    the first of it.
+    """Find out how a trainer calls a model: by its name, else another of the family that is as
+    large, else the first of it.
 
     Raises InvalidInput if the trainer does not train the family.
     """
@@ -212,34 +200,32 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
         raise InvalidInput(message, hint=f"it has {names}")
     if model is None:
         return of_family[0]
-    name = model.name.rpartition("/")[2].lower()
-    hub_names = {id(one): one.published.hub_id.rpartition("/")[2].lower() for one in of_family}
-    named = [one for one in of_family if name in (one.name, hub_names[id(one)])]
-    as_large = [one for one in of_family if one.published.num_parameters == model.num_parameters]
+    name, size = model.name.rpartition("/")[2].lower(), model.num_parameters
+    short = lambda one: one.published.hub_id.rpartition("/")[2].lower()  # noqa: E731
+    named = [one for one in of_family if name in (one.name, short(one))]
+    as_large = [one for one in of_family if one.published.num_parameters == size]
     return (named or as_large or of_family)[0]
 
 
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Values by the trainer's keys, with what is always written. If not `is_whole`, what cannot be
-    expressed is left out; else it raises CannotExpress."""
+    """Return values by the trainer's keys, with what is always written. If not `is_whole`, what
+    cannot be expressed is left out; else it raises CannotExpress."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
         with suppress(*[] if is_whole else [CannotExpress]):
             written |= _write(rule, values, context)
-    return {
-        key: value for key, value in written.items() if value is not None and key not in known.lacks
-    }
+    return {k: value for k, value in written.items() if value is not None and k not in known.lacks}
 
 
 def _write(rule: Rule, values: Values, context: Context) -> Values:
     """What a rule writes; some parsers take no alpha with a point, and one frame makes no clip."""
-    alpha = values.get("lora_alpha")
-    plain = {"lora_alpha": int(alpha) if alpha is not None and alpha % 1 == 0 else alpha}
-    frames = values.get("num_frames")
-    return rule.write({**values, **plain, "num_frames": None if frames == 1 else frames}, context)
+    alpha, frames = values.get("lora_alpha"), values.get("num_frames")
+    alpha = int(alpha) if alpha is not None and alpha % 1 == 0 else alpha
+    frames = None if frames == 1 else frames
+    return rule.write({**values, "lora_alpha": alpha, "num_frames": frames}, context)
 
 
 def _read_back(trainer: Trainer, written: Values, context: Context) -> ImportResult:
@@ -248,7 +234,7 @@ def _read_back(trainer: Trainer, written: Values, context: Context) -> ImportRes
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
-    """Where what is read back differs from the plan, learning first."""
+    """Find where what is read back differs from the plan, learning first."""
     assumed, family = _assumed(context.family), context.family
     found = []
     for name in dict.fromkeys((*LEARNING, *filter(is_knob, planned))):
@@ -257,7 +243,7 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
             other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
         if name == "targets" and own is not None and other is not None:
             other = own if layers_of(family, own) == layers_of(family, other) else other
-        if not is_equal(name, own, other, context.num_blocks or 1):
+        if not is_equal(name, own, other, context):
             ours: Kind = "loading" if name in LOADING else "settings"
             kind: Kind = "learning" if name in LEARNING else ours
             found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
@@ -275,13 +261,12 @@ def _assumed(family: Family) -> dict[str, Any]:
     }
 
 
-def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
-    """Whether two values of a name mean the same; checkpointing the last block, too, is no
+def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
+    """Tell if two values of a name mean the same; checkpointing the last block, too, is no
     difference."""
     if name in BLOCKS and other is not None:
-        counts = [count_blocks(value, num_blocks) for value in (own, other)]
-        top = num_blocks - 1 if name == "checkpointed_blocks" else num_blocks
-        return min(counts[0], top) == min(counts[1], top)
+        top = (context.num_blocks or 1) - (name == "checkpointed_blocks")
+        return min(context.blocks(own), top) == min(context.blocks(other), top)
     are_numbers = isinstance(own, float | int) and isinstance(other, float | int)
     if are_numbers and not isinstance(own, bool):
         return math.isclose(own, other, rel_tol=1e-6)
@@ -292,36 +277,33 @@ def _text(value: Any) -> str:
     return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _head(
-    plan: TrainingPlan,
-    trainer: Trainer,
-    differences: tuple[Difference, ...],
-    remarks: tuple[str, ...],
-) -> str:
-    """Comments that say where the files come from and where they differ."""
+def _head_lines(
+    plan: TrainingPlan, trainer: Trainer, differences: Iterable[Difference], remarks: Iterable[str]
+) -> Iterator[str]:
+    """Where the files come from and where they differ."""
     expected, assumed = plan.frozen.expected, plan.frozen.overheads
     is_planned_for = assumed is not None and assumed.program == trainer.name
     whose = f"As {trainer.title} takes memory, it" if is_planned_for else "autotune's own executor"
-    lines = [
-        f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from "
-        "the plan",
-        plan.digest,
-        f"{whose} is expected to take {expected.step_seconds:.3f} s a step and "
-        f"{expected.run_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
-    ]
+    seconds, gib = f"{expected.step_seconds:.3f} s", f"{expected.run_memory_bytes / 2**30:.2f} GiB"
+    read = f"whose keys were read at {trainer.version}"
+    yield f"Written by autotune for {trainer.title}, {read}, from the plan"
+    yield plan.digest
+    yield f"{whose} is expected to take {seconds} a step and {gib} ({expected.evidence})."
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in differences if one.kind == kind]
-        lines += [f"{title[0].upper()}{title[1:]}:"] if these else []
-        lines += [f"  {one.name}: {one.planned} in the plan, {one.written} here" for one in these]
-    lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)]
-    return "".join(f"# {line}\n" for line in lines)
+        yield from [f"{title[0].upper()}{title[1:]}:"] if these else []
+        yield from (f"  {one.name}: {one.planned} in the plan, {one.written} here" for one in these)
+    yield "It computes differently:"
+    yield from (f"  {remark}" for remark in remarks)
 
 
-def overheads_for(
-    trainer: Trainer, job: Job, workload: Workload, choices: Mapping[str, tuple[Any, ...]]
-) -> Overheads:
-    """What a trainer takes of a device beside autotune's ways, with the files that it would get for
-    a job; which of the `choices` of knobs is taken makes no difference.
+Choices = Mapping[str, tuple[Any, ...]]
+"""The values of each knob that a search may take."""
+
+
+def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choices) -> Overheads:
+    """Return what a trainer takes of a device beside autotune's ways, with the files that it would
+    get for a job; which of the `choices` is taken makes no difference.
 
     Raises:
         InvalidInput: the trainer does not know the model.
@@ -335,9 +317,9 @@ def overheads_for(
 
 
 def inexpressible(
-    trainer: Trainer, family: str, num_blocks: int, choices: Mapping[str, tuple[Any, ...]]
+    trainer: Trainer, family: str, num_blocks: int, choices: Choices
 ) -> tuple[tuple[str, str], ...]:
-    """The values of each knob that a trainer cannot express: exclusions for a search that is to
+    """Find the values of each knob that a trainer cannot express: exclusions for a search that is to
     suit it.
 
     Raises:
@@ -354,13 +336,13 @@ def inexpressible(
             values = {**JOB, **usual, **first, name: value}
             read = [_reread(trainer, known, rule, values, context) for rule in rules] or [{}]
             there = [None if one is None else one.get(name, usual.get(name)) for one in read]
-            if any(one is None or not is_equal(name, value, one, num_blocks) for one in there):
+            if any(one is None or not is_equal(name, value, one, context) for one in there):
                 missing.append((name, str(value)))
     return tuple(missing)
 
 
 def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
-    """Names of the sets of adapted layers of a family that a trainer can adapt, exactly.
+    """Return names of the sets of adapted layers of a family that a trainer can adapt, exactly.
 
     Raises:
         InvalidInput: the trainer does not know the model.
@@ -372,16 +354,15 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     def is_possible(name: str) -> bool:
         values = {**_assumed(context.family), "targets": name}
         read = _reread(trainer, known, rule, values, context)
-        layers = [
-            layers_of(context.family, one)
-            for one in (name, (read or {}).get("targets", "attention"))
-        ]
-        return read is not None and layers[0] == layers[1]
+        there = (read or {}).get("targets", "attention")
+        own, other = (layers_of(context.family, one) for one in (name, there))
+        return read is not None and own == other
 
     return tuple(name for name in context.family.target_sets if is_possible(name))
 
 
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
+"""A job that every micro-batch size divides."""
 
 
 def _reread(
