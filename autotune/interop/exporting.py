@@ -201,8 +201,9 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
     if model is None:
         return of_family[0]
     name, size = model.name.rpartition("/")[2].lower(), model.num_parameters
-    short = lambda one: one.published.hub_id.rpartition("/")[2].lower()  # noqa: E731
-    named = [one for one in of_family if name in (one.name, short(one))]
+    hub_names = (one.published.hub_id.rpartition("/")[2].lower() for one in of_family)
+    pairs = zip(of_family, hub_names, strict=True)
+    named = [one for one, hub_name in pairs if name in (one.name, hub_name)]
     as_large = [one for one in of_family if one.published.num_parameters == size]
     return (named or as_large or of_family)[0]
 

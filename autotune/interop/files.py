@@ -332,12 +332,11 @@ def _kohya(
 
 
 def _simpletuner(title: str, values: Values, head: str) -> Mapping[str, str]:
-    is_section = lambda key: key.startswith("backends[")  # noqa: E731
-    sections = _nest(_in_file(values, is_section))["backends"]
+    sections = _nest(_in_file(values, lambda key: key.startswith("backends[")))["backends"]
     sections[0]["resolution"] = values["resolution"]
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {
-        "config.json": _json_text(_in_file(values, lambda key: not is_section(key))),
+        "config.json": _json_text(_in_file(values, lambda key: not key.startswith("backends["))),
         "multidatabackend.json": _json_text(sections),
         "run.sh": _shell(title, variables, ["simpletuner", "train"], head=head),
     }

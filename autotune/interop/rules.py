@@ -282,7 +282,9 @@ def resolution(written: str, *others: str) -> Rule:
         sides = [whole(part) for part in parts]
         return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
-    write = lambda ours, _: {written: [ours["resolution"]] * 2}  # noqa: E731
+    def write(ours: Values, context: Context) -> Values:
+        return {written: [ours["resolution"]] * 2}
+
     return Rule(keys, ("resolution",), read, write, synonyms=keys)
 
 
@@ -430,7 +432,7 @@ def checkpointing(
             blocks one that is recomputed.
     """
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
-    has_patterns = lambda context: context.family.name.startswith(tuple(families.split()))  # noqa: E731
+    beginnings = tuple(families.split())
 
     def read(values: Values, context: Context) -> Values:
         if not boolean(words.get(str(values[key]), values[key])):
@@ -438,7 +440,7 @@ def checkpointing(
         every, of = (whole(values[name]) if values.get(name) else 0 for name in (interval, stride))
         if every <= 1 or 0 < of <= every:
             return {"checkpointed_blocks": "all"}
-        if not has_patterns(context):
+        if not context.family.name.startswith(beginnings):
             lost = "several blocks are recomputed as one; autotune recomputes each by itself"
             return {"checkpointed_blocks": "all", LOST: lost}
         return {"checkpointed_blocks": f"{every}/{of}" if of else f"1/{every}"}
@@ -453,7 +455,8 @@ def checkpointing(
             for every in range(1, of)
             if (count := count_blocks(f"{every}/{of}", total)) >= blocks
         }
-        if blocks in (0, total, total - 1) or not enough or not has_patterns(context):
+        has_patterns = context.family.name.startswith(beginnings)
+        if blocks in (0, total, total - 1) or not enough or not has_patterns:
             return {key: blocks > 0, interval: None, stride: None}
         every, of = min(enough, key=lambda one: (enough[one], one[1]))
         pattern = (every, of) if every > 1 else (of, None)
@@ -472,7 +475,9 @@ def swapping(key: str, limits: Mapping[str, int]) -> Rule:
             raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
         return {key: blocks}
 
-    read = lambda values, _: {"swapped_blocks": str(whole(values[key]))}  # noqa: E731
+    def read(values: Values, context: Context) -> Values:
+        return {"swapped_blocks": str(whole(values[key]))}
+
     return Rule((key,), ("swapped_blocks",), read, write)
 
 
@@ -566,8 +571,9 @@ def _by_ends(ends: Sequence[str]) -> Selects:
 
 
 def _by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
-    has_any = lambda name, parts: any(part in name for part in parts)  # noqa: E731
-    return lambda name: has_any(name, only) and not has_any(name, ignored)
+    return lambda name: (
+        any(part in name for part in only) and not any(part in name for part in ignored)
+    )
 
 
 def _targets(
@@ -735,8 +741,10 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
         included = given.get("include_patterns", [include])
         layers = linear_layers(family, in_blocks=family.name != everywhere)
         names = {layer: _original_name(family, layer) for layer in layers}
-        is_left = lambda name: any_of(excluded, name) and not any_of(included, name)  # noqa: E731
-        return lambda layer: layer in names and not is_left(names[layer])
+        return lambda layer: (
+            layer in names
+            and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
+        )
 
     def write(ours: Values, context: Context) -> Values:
         wanted = layers_of(context.family, ours["targets"])
