@@ -236,7 +236,8 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 def same(word: str) -> Rule:
     """Relate a name to keys with the same values: `ours=theirs|another`, the first being written."""
     name, _, written = word.partition("=")
-    keys, kind = tuple(written.split("|")), VALUE_KINDS.get(name, whole)
+    keys = tuple(written.split("|"))
+    kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
         value = next((values[one] for one in keys if values.get(one) is not None), None)
@@ -248,7 +249,7 @@ def same(word: str) -> Rule:
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
     """Relate a value, or a list of which autotune takes the largest number, or the first text, and
     says `otherwise`."""
-    kind = VALUE_KINDS.get(name, whole)
+    kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
         items = [*map(kind, values[key] if isinstance(values[key], list) else [values[key]])]
