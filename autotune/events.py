@@ -200,8 +200,6 @@ class StepFinished(Event):
     """Mean loss on held-out images after the step; None if it was not measured."""
     base_validation_loss: float | None = None
     """The same without the adapter."""
-    overfitting_from: int | None = None
-    """Number of steps after which overfitting began; None if held-out images show none."""
     remaining_seconds: float | None = None
     """Time until the last step, with previews and checkpoints on the way; None after the first
     step of a start."""

@@ -49,15 +49,10 @@ class TrainOptions:
     push_to_hub: str | None = option(
         "Upload adapter, samples and a model card, privately, at the end.", metavar="OWNER/NAME"
     )
-    gate: bool = option(
-        "Exit with 1 if the adapter never moved or does not lower the loss; for schedulers.",
-        "--gate",
-        default=False,
-    )
     as_json: Json = False
 
 
-NOT_OF_TRAIN = ("plan_file", "as_json", "gate", "push_to_hub")
+NOT_OF_TRAIN = ("plan_file", "as_json", "push_to_hub")
 
 
 @takes(TrainOptions, JobOptions)
@@ -85,25 +80,10 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     has_page = (output / PAGE_FILE).is_file()
     after = after_training_lines(report, output, planned.report_to, has_page=has_page)
     print_result(report, options.as_json, lambda _: [*report_lines(report), *after])
-    if options.gate:  # what it refuses is not uploaded
-        _require_success(report)
     if options.push_to_hub is not None:
         from autotune.api.publishing import push_to_hub
 
         print_remark(f"uploaded to {push_to_hub(output, options.push_to_hub)}")
-
-
-def _require_success(report: "autotune.RunReport") -> None:
-    """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the
-    answer is printed."""
-    if report.failures:
-        for failure in report.failures:
-            print_remark(f"error: {failure}")
-        print_remark(
-            "hint: look at the run: autotune report FOLDER; a lower --learning-rate or more "
-            "--steps often help"
-        )
-        raise typer.Exit(1)
 
 
 def sample(

@@ -25,18 +25,6 @@ class AdapterVerdict(Frozen):
     adapter_loss: float | None
     """Mean loss with the adapter, on the same images and noise."""
 
-    @property
-    def layer_failures(self) -> tuple[str, ...]:
-        """What is wrong with its layers, one sentence each."""
-        found = []
-        if self.num_not_finite:
-            found.append(
-                f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite"
-            )
-        if not any(self.layer_norms.values()):
-            found.append("the adapter never moved: no gradient reached any of its layers")
-        return tuple(found)
-
 
 class ValidationResult(Frozen):
     """The loss on images that were held out of training, always at the same noise levels and
@@ -50,16 +38,8 @@ class ValidationResult(Frozen):
     lowest_loss: float
     lowest_step: int = PositiveInt
     """Number of steps after which it was lowest."""
-    overfitting_from: int | None = Field(default=None, ge=0)
-    """Number of steps after which it began to rise for good, 0 if it never fell; None if it did
-    not rise."""
     kept_step: int = PositiveInt
     """Number of steps after which the adapter was kept."""
-
-    @property
-    def kept_loss(self) -> float | None:
-        """Loss with the adapter that was kept."""
-        return self.lowest_loss if self.kept_step == self.lowest_step else self.final_loss
 
 
 class RunReport(Frozen):
@@ -108,27 +88,3 @@ class RunReport(Frozen):
     verdict: AdapterVerdict | None = None
     adapter: str = Field(pattern=r"^[\w.-]+$")
     """File name of the adapter inside the output folder."""
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Why nobody should use the adapter, one sentence each; empty if nothing speaks against it.
-
-        Its loss is compared on held-out images if there are any, else on fresh noise.
-        """
-        if (verdict := self.verdict) is None:
-            return ("there is no verdict on the adapter",)
-        held_out = self.validation
-        what = (
-            "images that it was not trained on" if held_out else "noise that it was not trained on"
-        )
-        loss = held_out.kept_loss if held_out else verdict.adapter_loss
-        base = held_out.base_loss if held_out else verdict.base_loss
-        if loss is None or base is None:
-            return (
-                *verdict.layer_failures,
-                "the loss with the adapter could not be compared with the model's own",
-            )
-        if loss < base:
-            return verdict.layer_failures
-        losses = f"{loss:.4f} with the adapter, {base:.4f} without it"
-        return (*verdict.layer_failures, f"the adapter does not lower the loss on {what}: {losses}")

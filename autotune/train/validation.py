@@ -9,7 +9,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -137,13 +137,36 @@ def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@dataclass
+class ValidationHistory:
+    """Mean losses that a run has measured so far."""
+
+    base_loss: float
+    """Without the adapter."""
+    best_loss: float = math.inf
+    """Lowest with the adapter."""
+    best_step: int = 0
+    """How many steps had been taken then."""
+    final_loss: float | None = None
+    """Of the last measurement; None if it was not finite."""
+
+    def add(self, step: int, losses: Sequence[float]) -> bool:
+        """Count the measurement after `step`; returns whether the adapter is the best so far."""
+        loss = statistics.fmean(losses)
+        self.final_loss = loss if math.isfinite(loss) else None
+        is_best = math.isfinite(loss) and loss < self.best_loss
+        if is_best:
+            self.best_loss, self.best_step = loss, step
+        return is_best
+
+
 class Validation:
     """When a run measures the loss on its held-out images, what that has told so far, and which
     adapter was best.
 
     `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what
-    an earlier start of the run got from `state`. `on_warning` is told that overfitting has begun,
-    or why there are no more measurements.
+    an earlier start of the run got from `state`. `on_warning` is told why there are no more
+    measurements.
     """
 
     def __init__(
@@ -171,8 +194,8 @@ class Validation:
         """Measure without the adapter, unless an earlier start of the run has."""
         with self._measuring() as meter:
             if meter and self.history is None:
-                base = meter.measure_base(micro_batch_size)
-                if all(map(math.isfinite, base)):
+                base = statistics.fmean(meter.measure_base(micro_batch_size))
+                if math.isfinite(base):
                     self.history = ValidationHistory(base)
                 else:
                     self.on_warning(
@@ -190,15 +213,12 @@ class Validation:
                     is_best = self.history.add(event.step, meter.measure(micro_batch_size))
                     if is_best and self.job.keep_best and self.processes.is_first:
                         self.checkpoints.save_best(event.step, self.optimizer.master_state())
-                if warning := self.history.warning:
-                    self.on_warning(warning)
-                if self.history.known_final_loss is None and not self._told:
+                if self.history.final_loss is None and not self._told:
                     self._told = True
                     self.on_warning(f"{NOT_FINITE} after step {event.step}")
                 return event.changed(
-                    validation_loss=self.history.known_final_loss,
+                    validation_loss=self.history.final_loss,
                     base_validation_loss=self.history.base_loss,
-                    overfitting_from=self.history.overfitting_from,
                 )
         return event
 
@@ -240,7 +260,7 @@ class Validation:
         """What the constructor needs to go on, as JSON; None before the first measurement."""
         if self.meter is None or self.history is None:
             return None
-        return {"images": self.meter.digest, "history": self.history.state()}
+        return {"images": self.meter.digest, "history": asdict(self.history)}
 
     def result(self, kept_step: int) -> ValidationResult | None:
         """For the report of a run that keeps the adapter of that step; None without any
@@ -250,103 +270,8 @@ class Validation:
         return ValidationResult(
             num_images=len(self.meter.encoded.items),
             base_loss=self.history.base_loss,
-            final_loss=self.history.known_final_loss,
+            final_loss=self.history.final_loss,
             lowest_loss=self.history.best_loss,
             lowest_step=self.history.best_step,
-            overfitting_from=self.history.overfitting_from,
             kept_step=kept_step,
         )
-
-
-CERTAINTY = 2.0
-"""Standard errors by which a loss must be above the lowest to count as risen."""
-NUM_RISES = 2
-"""Measurements in a row that must have risen until overfitting is named."""
-
-
-@dataclass
-class ValidationHistory:
-    """The measurements of a run, one after another."""
-
-    base: list[float]
-    """Loss of each draw without the adapter."""
-    lowest: list[float] = field(default_factory=list)
-    """Loss of each draw when their mean was lowest, which may be without the adapter."""
-    lowest_step: int = 0
-    """How many steps had been taken then; 0 without the adapter."""
-    best_loss: float = math.inf
-    """Lowest mean with the adapter."""
-    best_step: int = 0
-    final_loss: float = math.nan
-    """Mean of the last measurement."""
-    num_rises: int = 0
-    overfitting_from: int | None = None
-
-    def __post_init__(self) -> None:
-        self.lowest = self.lowest or self.base
-
-    def add(self, step: int, losses: Sequence[float]) -> bool:
-        """Count the measurement after `step`; returns whether the adapter is the best so far.
-
-        One that is not finite is unknown: it says nothing of overfitting.
-        """
-        self.final_loss = loss = statistics.fmean(losses)
-        if not math.isfinite(loss):
-            return False
-        is_best = loss < self.best_loss
-        if is_best:
-            self.best_loss, self.best_step = loss, step
-        if loss < statistics.fmean(self.lowest):
-            self.lowest, self.lowest_step, self.num_rises, self.overfitting_from = (
-                list(losses),
-                step,
-                0,
-                None,
-            )
-        else:
-            self.num_rises = self.num_rises + 1 if _has_risen(self.lowest, losses) else 0
-            if self.num_rises == NUM_RISES:
-                self.overfitting_from = self.lowest_step
-        return is_best
-
-    @property
-    def base_loss(self) -> float:
-        """Mean loss without the adapter."""
-        return statistics.fmean(self.base)
-
-    @property
-    def warning(self) -> str | None:
-        """That overfitting has begun, if the last measurement tells so for the first time."""
-        if (
-            self.overfitting_from is None
-            or self.num_rises != NUM_RISES
-            or not math.isfinite(self.final_loss)
-        ):
-            return None
-        losses = f"now {self.final_loss:.4f}, lowest {statistics.fmean(self.lowest):.4f}"
-        if self.overfitting_from == 0:
-            return (
-                f"the loss on held-out images is above the model's own and rises: {losses} "
-                "without "
-                "the adapter"
-            )
-        return (
-            f"overfitting began after step {self.overfitting_from}: on held-out images the "
-            "loss "
-            f"rises, {losses} there"
-        )
-
-    @property
-    def known_final_loss(self) -> float | None:
-        """Mean of the last measurement; None if it is not finite."""
-        return self.final_loss if math.isfinite(self.final_loss) else None
-
-    def state(self) -> dict[str, Any]:
-        """All that the constructor needs to go on, as JSON; only after a measurement."""
-        return asdict(self)
-
-
-def _has_risen(before: Sequence[float], after: Sequence[float]) -> bool:
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences) > CERTAINTY * error

@@ -3,6 +3,7 @@ is used for."""
 
 import json
 import math
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from autotune.train.metrics import read_metrics
 from autotune.train.monitor import MIN_SPIKE_STEPS, Monitor
 from autotune.train.run import train
 from autotune.train.step import Noising
-from autotune.train.validation import HeldOutLoss, ValidationHistory
+from autotune.train.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
 from autotune.weights.tensors import load_file
 from tests.events import steps_to
@@ -38,44 +39,6 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", DRAWS)
 
 
-def history_of(
-    *losses: tuple[float, ...], base: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)
-) -> ValidationHistory:
-    history = ValidationHistory(list(base))
-    for number, each in enumerate(losses, start=1):
-        history.add(10 * number, each)
-    return history
-
-
-def shifted(by: float) -> tuple[float, ...]:
-    """The base's losses, all of them moved by about as much."""
-    return tuple(
-        loss + by * (1 + 0.1 * (-1) ** number) for number, loss in enumerate((1.0, 2.0, 3.0, 4.0))
-    )
-
-
-def test_overfitting_begins_where_the_loss_was_lowest_once_it_has_risen_twice() -> None:
-    assert history_of(shifted(-0.2), shifted(-0.3), shifted(-0.2)).overfitting_from is None
-    history = history_of(shifted(-0.2), shifted(-0.3), shifted(-0.2), shifted(-0.1))
-    assert (history.overfitting_from, history.best_step) == (20, 20)
-    assert history.warning == (
-        "overfitting began after step 20: on held-out images the loss rises, now 2.4000, lowest "
-        "2.2000 there"
-    )
-    history.add(50, shifted(-0.05))
-    assert history.warning is None, "it is named once"
-    history.add(60, shifted(-0.4))
-    assert history.overfitting_from is None, "a new low ends it"
-
-
-def test_chance_is_no_overfitting() -> None:
-    """Draws that go up and down by more than their mean does."""
-    uneven = ((0.9, 1.9, 2.9, 3.9), (0.5, 2.4, 2.5, 4.3), (1.4, 1.5, 3.4, 3.4))
-    history = history_of(*uneven, *uneven[1:])
-    assert history.final_loss > history.best_loss
-    assert history.overfitting_from is None
-
-
 def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench) -> None:
     """As it starts, and whatever is in it later; then it trains on."""
     loop = bench.loop(
@@ -85,7 +48,7 @@ def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench) -> None:
     assert meter
     assert loop.validation.history
     trained, base = meter.measure(2), meter.measure_base(2)
-    assert loop.validation.history.base == base
+    assert loop.validation.history.base_loss == statistics.fmean(base)
     for parameter, value in zip(bench.trained.adapter, bench.initial, strict=True):
         parameter.data.copy_(value)
     assert meter.measure(2) == base != trained
@@ -147,7 +110,7 @@ def test_any_row_of_kills_ends_with_the_same_bits_and_the_same_measurements(
             ended = bench.loop(plan, Path(name), held_out=2)
             assert same(ended, whole)
             assert ended.validation.history == whole.validation.history
-            assert ended.gradients.state() == whole.gradients.state()
+            assert ended.monitor.gradient_state() == whole.monitor.gradient_state()
             measured = [
                 (e.validation_loss, e.gradient_spikes)
                 for e in read_metrics(Path(name) / "metrics.jsonl")
@@ -228,7 +191,6 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
         assert "not finite after the last step" in validation_lines(report.validation)[0]
     assert report.verdict
     assert report.verdict.adapter_loss is None
-    assert any("could not be compared" in failure for failure in report.failures)
 
 
 @pytest.mark.quick("qwen-image")
@@ -241,9 +203,8 @@ def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) ->
     assert found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_path: Path) -> None:
-    """At a rate at which the first steps help and later ones do not: which is named when it
-    begins."""
+def test_the_best_adapter_is_kept(bench: Bench, tmp_path: Path) -> None:
+    """At a rate at which the first steps help and later ones do not."""
     job: dict[str, Any] = {
         "num_steps": 6,
         "validation": "40%",
@@ -258,7 +219,7 @@ def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_pat
     assert best.num_images == 2
     losses = {event.step: event.validation_loss or math.inf for event in steps}
     assert best.kept_step == best.lowest_step == min(losses, key=lambda step: losses[step]) < 6
-    assert best.kept_loss == best.lowest_loss == losses[best.kept_step]
+    assert best.lowest_loss == losses[best.kept_step]
     kept = read_adapter(tmp_path / ADAPTER_FILE)
     assert kept.info.training_steps == best.kept_step
     last = load_file(next(iter((tmp_path / "checkpoints").glob("checkpoint-*6.safetensors"))))[0]
@@ -267,8 +228,6 @@ def test_a_run_keeps_the_best_adapter_and_says_when_it_was(bench: Bench, tmp_pat
     stored = load_file(tmp_path / "checkpoints" / "best.safetensors")[0]
     assert any(torch.equal(pair.up, tensor) for tensor in stored.values())
     assert "validation" in [phase.name for phase in report.phases]
-    assert best.overfitting_from == best.lowest_step == steps[-1].overfitting_from
-    assert sum(text.startswith("overfitting began after step") for text in report.warnings) == 1
 
 
 def test_spikes_of_the_gradient_are_counted() -> None:
