@@ -232,10 +232,3 @@ def event_line(event: Event) -> str:
         >>> autotune.probe(on_event=lambda event: print(autotune.event_line(event)))
     """
     return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})
-
-
-def parse_event(line: str) -> Event:
-    """The event that `event_line` wrote. Raises ValueError if the line is not an event."""
-    data = json.loads(line)
-    kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
-    return kinds[data.pop("event")].model_validate_json(json.dumps(data))

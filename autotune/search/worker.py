@@ -44,7 +44,7 @@ from autotune.system.memory import (
 from autotune.train.model import QualityMissed, TrainingModel, apply_settings, load_model
 from autotune.train.monitor import allocator_retries
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.processes import make_current
+from autotune.train.processes import set_device
 from autotune.train.step import (
     ConditionedImage,
     ModulationWindows,
@@ -495,7 +495,7 @@ def cap_memory(limits: MemoryLimits) -> None:
     """
     device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
-        make_current(device)
+        set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
             # the free memory leaves out what the kernel would give back; the parent has looked at

@@ -3,7 +3,6 @@ possible."""
 
 import contextlib
 import errno
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,24 +118,3 @@ def explain_error(error: Exception) -> AutotuneError:
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
         hint="this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
     )
-
-
-def error_line(error: AutotuneError) -> str:
-    """The error as one line of JSON, without a line break."""
-    return json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint})
-
-
-def error_from(line: str) -> AutotuneError | None:
-    """The error that `error_line` wrote, of its own class; None if the line holds none."""
-    data = json.loads(line)
-    if "error" not in data:
-        return None
-    kind = next(
-        (kind for kind in _subclasses(AutotuneError) if kind.__name__ == data["error"]),
-        AutotuneError,
-    )
-    return kind(data["message"], hint=data["hint"])
-
-
-def _subclasses(kind: type[AutotuneError]) -> list[type[AutotuneError]]:
-    return [kind, *(below for one in kind.__subclasses__() for below in _subclasses(one))]

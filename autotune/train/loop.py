@@ -30,15 +30,15 @@ from autotune.train.monitor import Monitor, profile_steps
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.processes import Processes
 from autotune.train.step import (
-    SURE_ATTENTION,
+    SAFE_ATTENTION,
     GradientNotFinite,
     Noising,
     StepOutcome,
+    find_safe_attention,
     live_tensors,
     make_windows,
     optimizer_step,
     require_finite,
-    sure_attention,
     to_device,
 )
 from autotune.train.validation import HeldOutLoss, Validation
@@ -175,7 +175,7 @@ class TrainingLoop:
                     has_bad_gradient = isinstance(error, GradientNotFinite)
                     if not is_single or not (has_bad_gradient or is_out_of_memory(error)):
                         raise
-                    if has_bad_gradient and self.settings.attention in SURE_ATTENTION:
+                    if has_bad_gradient and self.settings.attention in SAFE_ATTENTION:
                         raise
                     safer = self._change_attention if has_bad_gradient else self._fall_back
                 safer()  # outside of the handler: the error references what the step had saved
@@ -250,7 +250,7 @@ class TrainingLoop:
         """Take the step again with another attention backend: cuDNN's has returned such
         gradients at some lengths."""
         self.monitor.num_nonfinite += 1
-        sure = self.settings.changed(attention=sure_attention(self.model.device.type))
+        sure = self.settings.changed(attention=find_safe_attention(self.model.device.type))
         self._change_settings(sure, "a gradient was not finite")
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
@@ -298,7 +298,7 @@ class TrainingLoop:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
         can_change = (
-            self.settings.attention not in SURE_ATTENTION and self.context.processes.world_size == 1
+            self.settings.attention not in SAFE_ATTENTION and self.context.processes.world_size == 1
         )
         # Before anything is written: the newest checkpoint is a good one.
         require_finite(outcome, step + 1, can_change_attention=can_change)

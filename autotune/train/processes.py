@@ -1,5 +1,4 @@
-"""Several processes that train together, one per device: synchronized here, started in
-`runtime.launching`.
+"""Several processes that train together, one per device.
 
 accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own,
 since accelerate wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen
@@ -15,6 +14,7 @@ told to all others.
 import contextlib
 import ipaddress
 import os
+import pickle
 import re
 import socket
 import sys
@@ -32,13 +32,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, first_line
-from autotune.events import Event, OnEvent, event_line, parse_event
+from autotune.events import Event, OnEvent
 from autotune.machine.probing import probe
 from autotune.models.family import Family
 from autotune.plan.plan import PlannedHardware, TrainingPlan
 from autotune.plan.plan_file import read_plan, write_plan
 from autotune.plan.run import RunReport
-from autotune.system.failures import error_from, error_line, explain_error
+from autotune.system.failures import explain_error
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, silence_progress_bars
 from autotune.train.folder import checkpoints_of
@@ -181,7 +181,7 @@ class Processes:
         )
 
 
-def make_current(device: torch.device) -> None:
+def set_device(device: torch.device) -> None:
     """Initialize CUDA on `device`: memory counters need it, and libraries launch on the current
     device."""
     if device.type == "cuda":
@@ -189,7 +189,7 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
+def init_distributed(planned: PlannedHardware, device: torch.device) -> Processes:
     """Join the process group of the plan's processes; `device` is this process's if it is the only
     one.
 
@@ -212,7 +212,7 @@ def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
             ),
         )
     own = state.device if has_several and device.type != "cpu" else device
-    make_current(own)
+    set_device(own)
     group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
     local_rank = launch.local_rank if launch else 0
     return Processes(
@@ -345,10 +345,6 @@ def num_shards_of(transformer: nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-REPORT = '{"report": '
-"""How the last line in the pipe begins when the run has ended well."""
-
-
 CHILD = """
 from autotune.system.process import prepare_process
 prepare_process()  # before torch is loaded
@@ -379,11 +375,8 @@ def train_in_processes(
         plan_file, pipe = Path(folder) / "plan.yaml", Path(folder) / "events"
         write_plan(plan_file, plan)
         os.mkfifo(pipe)
-        failures: list[AutotuneError] = []
-        reports: list[RunReport] = []
-        reader = threading.Thread(
-            target=_pass_on, args=(pipe, on_event, failures.append, reports.append), daemon=True
-        )
+        ended: list[RunReport | AutotuneError] = []
+        reader = threading.Thread(target=_pass_on, args=(pipe, on_event, ended), daemon=True)
         reader.start()
         flags = (*(["--resume"] if resume else []), *(["--trace"] if trace else []))
         arguments = ("-c", CHILD, str(plan_file), str(pipe), str(cache_folder), *flags)
@@ -391,71 +384,65 @@ def train_in_processes(
             number = plan.frozen.hardware.num_processes
             status = launch(number, arguments, lambda: checkpoints_of(output))
         finally:
-            with contextlib.suppress(
-                OSError
-            ):  # so that a reader whom nobody wrote to comes to its end
+            with contextlib.suppress(OSError):  # a reader whom nobody wrote to comes to its end
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             reader.join()
-    if failures:
-        raise failures[0]
-    if status or not reports:
+    result = ended[0] if ended else None
+    if isinstance(result, AutotuneError):
+        raise result
+    if status or result is None:
         raise ProcessFailed(
             f"a training process ended with status {status}",
             hint="what it printed is above; go on from the last checkpoint with --resume",
             exit_status=status or 1,
         )
-    return reports[0]
+    return result
 
 
-def _pass_on(
-    pipe: Path,
-    on_event: OnEvent,
-    on_failure: Callable[[AutotuneError], None],
-    on_report: Callable[[RunReport], None],
-) -> None:
-    with pipe.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith(REPORT):
-                on_report(RunReport.model_validate_json(line.strip()[len(REPORT) : -1]))
-            elif error := error_from(line):
-                on_failure(error)
+def _pass_on(pipe: Path, on_event: OnEvent, ended: list[RunReport | AutotuneError]) -> None:
+    # A process that dies may leave half an object.
+    with pipe.open("rb") as sent, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            found = pickle.load(sent)
+            if isinstance(found, Event):
+                on_event(found)
             else:
-                on_event(parse_event(line))
+                ended.append(found)
 
 
 def train_as_child(train: Callable[..., RunReport]) -> None:
     """Train as one of the processes that `train_in_processes` started; exits with the status of the
     error, if there is one.
 
-    The first one of the machine writes its events as JSON lines, then its report, or the error it
-    ends with, to the pipe of the starting process.
+    The first one of the machine pickles its events, then its report, or the error it ends with,
+    into the pipe of the starting process.
     """
     plan_file, pipe, cache_folder, *flags = sys.argv[1:]
     silence_progress_bars()
     own = current_launch()
     is_first = own is None or own.local_rank == 0
+    with Path(pipe if is_first else os.devnull).open("wb") as sent:
 
-    def write_event(event: Event) -> None:
-        lines.write(event_line(event) + "\n")
+        def send(found: Event | RunReport | AutotuneError) -> None:
+            pickle.dump(found, sent)
+            sent.flush()
 
-    with Path(pipe if is_first else os.devnull).open("w", encoding="utf-8", buffering=1) as lines:
         try:
             report = train(
                 read_plan(Path(plan_file)),
                 probe(index=0),
                 Path(cache_folder),
-                write_event,
+                send,
                 resume="--resume" in flags,
                 trace="--trace" in flags,
             )
-            lines.write(f"{REPORT}{report.model_dump_json()}}}\n")
+            send(report)
         except Exception as error:
             if os.environ.get("AUTOTUNE_TRACEBACK"):
                 raise
             failure = explain_error(error)
-            lines.write(error_line(failure) + "\n")
-            if not is_first and not isinstance(
-                failure, Preempted
-            ):  # the first one says that for all
+            send(failure)
+            # of what stops all of them the first one tells
+            if not is_first and not isinstance(failure, Preempted):
                 sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
             sys.exit(failure.exit_status)

@@ -51,7 +51,7 @@ from autotune.train.preview import (
     save_frames,
     save_image,
 )
-from autotune.train.processes import Processes, explain_lost_peer, join_processes
+from autotune.train.processes import Processes, explain_lost_peer, init_distributed
 from autotune.train.watchdog import Watchdog
 
 TRACE_FILE = "trace.json"
@@ -88,7 +88,7 @@ def train(
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
         with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
-            processes = join_processes(
+            processes = init_distributed(
                 plan.frozen.hardware, torch.device(hardware.device.torch_name)
             )
             with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:

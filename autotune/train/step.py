@@ -231,7 +231,7 @@ MIN_LOSS_SCALE = 1.0
 LOW_LOSS_SCALE = 2.0**8
 """Gradients that still overflow after eight halvings are more likely wrong than large."""
 
-SURE_ATTENTION = ("_native_efficient", "_native_math")
+SAFE_ATTENTION = ("_native_efficient", "_native_math")
 """Backends that a step is taken again with when a gradient is not finite, the first that the
 machine has. Both take any mask; what they make not finite, no other would."""
 
@@ -240,9 +240,9 @@ class GradientNotFinite(AutotuneError):
     """A gradient is not finite although the loss is. The adapter is as it was before the step."""
 
 
-def sure_attention(device_kind: str) -> str:
-    """The first of `SURE_ATTENTION` that devices of a kind have."""
-    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SURE_ATTENTION}
+def find_safe_attention(device_kind: str) -> str:
+    """The first of `SAFE_ATTENTION` that devices of a kind have."""
+    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
     return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
 
 
@@ -251,7 +251,7 @@ def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: b
 
     Raises:
         GradientNotFinite: another attention backend may help, unless the step had one of
-            `SURE_ATTENTION`.
+            `SAFE_ATTENTION`.
         AutotuneError: nothing would.
     """
     scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS

@@ -16,7 +16,7 @@ from autotune.search.worker import longest_captions, synthetic_samples
 from autotune.train import processes as sharding
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.processes import Processes, make_current
+from autotune.train.processes import Processes, set_device
 from autotune.train.step import StepOutcome, optimizer_step, to_device
 from tests.gpu.conftest import candidate, work
 
@@ -25,7 +25,7 @@ from tests.gpu.conftest import candidate, work
 def processes(device: str) -> Iterator[Processes]:
     """As if there were two, or nothing would be wrapped."""
     own = torch.device(device)
-    make_current(own)
+    set_device(own)
     backend = "nccl" if own.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     yield Processes(0, 2, own)

@@ -25,7 +25,7 @@ from autotune.train.adapter_file import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import _require_machine, prepare
-from autotune.train.processes import join_processes
+from autotune.train.processes import init_distributed
 from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
@@ -226,7 +226,7 @@ def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
 
 def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
-        join_processes(bench.plan(num_processes=2).frozen.hardware, CPU)
+        init_distributed(bench.plan(num_processes=2).frozen.hardware, CPU)
 
 
 def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(
