@@ -172,9 +172,8 @@ def fit(
         covariance[-1][index[name]] = before.sigma(name) ** 2
     for candidate, residual in zip(candidates, residuals, strict=True):
         terms = [index[name] for name in features_of(candidate)]
-        shared = [
-            math.fsum(row[i] for i in terms) for row in covariance
-        ]  # covariance of each term with this residual
+        # Covariance of each term with this residual.
+        shared = [math.fsum(row[i] for i in terms) for row in covariance]
         variance = math.fsum(shared[i] for i in terms) + noise**2
         surprise = residual - math.fsum(mean[i] for i in terms)
         mean = [

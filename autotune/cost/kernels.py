@@ -158,9 +158,8 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
     ) -> Any:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(
-                mask, dtype=query.dtype
-            )  # torch turns boolean masks into additive ones
+            # torch turns boolean masks into additive ones.
+            mask = torch.zeros_like(mask, dtype=query.dtype)
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         if kernel == "cpu":
             return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -233,9 +232,8 @@ def _norm_rope_backward(
     epsilon: float,
 ) -> "list[torch.Tensor]":
     parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
-    return [
-        part * stream for part, stream in zip(parts, streams, strict=True)
-    ]  # reads both and writes one
+    # Reads both and writes one.
+    return [part * stream for part, stream in zip(parts, streams, strict=True)]
 
 
 def _products_of(rules: DeviceRules) -> "Kernels":
@@ -263,9 +261,8 @@ def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
     """What a CPU takes for a moment to convert operands of a pointwise operation to their common
     dtype, or factors in float8, and to hold the result of one that works in place until it is
     converted back."""
-    if (
-        operation is torch.ops.aten._scaled_mm.default
-    ):  # emulated: copies in fp32, of the second factor two
+    # Emulated: copies in fp32, of the second factor two.
+    if operation is torch.ops.aten._scaled_mm.default:
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
     operands = [tensor for tensor in inputs if tensor.ndim]
     if torch.Tag.pointwise not in operation.tags or len({tensor.dtype for tensor in operands}) < 2:
@@ -443,9 +440,8 @@ class MatMul4Bit(torch.autograd.Function):
             and x.numel() // shape[1] <= FUSED_4_BIT_ROWS
             and shape[1] % NF4_BLOCK == 0
         ):
-            return layer.weight.new_empty(
-                (*x.shape[:-1], shape[0]), dtype=x.dtype
-            )  # reads what is stored
+            # Reads what is stored.
+            return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)
         return nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
 
     @staticmethod

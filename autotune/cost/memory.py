@@ -289,9 +289,8 @@ def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseM
     )
     decoders = r.vae_bytes + r.decoder_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
-    encoding = max(
-        (r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum
-    )  # captions, then images
+    # Captions, then images.
+    encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)
     return (
         _phase(
             r, "load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes
@@ -451,9 +450,8 @@ class Parallel:
             (LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH
         )
         others = (self.num_processes - 1) / self.num_processes
-        seconds = (
-            2 * model_bytes.adapter_bytes * others / within
-        )  # reduce, then gather: an all-reduce
+        # Reduce, then gather: an all-reduce.
+        seconds = 2 * model_bytes.adapter_bytes * others / within
         if self.num_shards > 1:
             gathered = (
                 PASSES

@@ -277,10 +277,8 @@ class TracedModel:
             practice = self._practice(quantization)
             work = self.workload.changed(adapted_blocks=self._traced_blocks)
             not_drawn = diffusers.models.modeling_utils.no_init_weights()
-            with (
-                torch.device("meta"),
-                not_drawn,
-            ):  # peft would draw the adapter's numbers on the host first
+            # peft would draw the adapter's numbers on the host first.
+            with torch.device("meta"), not_drawn:
                 add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
             self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
@@ -323,9 +321,8 @@ class TracedModel:
         if self.family.attention_layouts:
             use_kernels(transformer, self.family.attention_layouts, norm_rope)
         known = self.family, self.config, self.workload
-        multiple = (
-            token_multiple(kernel) if self.overheads is None else 1
-        )  # others do not pad for it
+        # Others do not pad for it.
+        multiple = token_multiple(kernel) if self.overheads is None else 1
         batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
@@ -364,9 +361,8 @@ class TracedModel:
                 .from_config(dict(self.parts.vae_config))
                 .eval()
             )
-            torch.nn.Module.to(
-                vae, dtype
-            )  # diffusers' own warns of parts that stay in fp32, even if there are none
+            # diffusers' own warns of parts that stay in fp32, even if there are none.
+            torch.nn.Module.to(vae, dtype)
             pixels = torch.empty(
                 3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype
             )

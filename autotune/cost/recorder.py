@@ -282,9 +282,8 @@ MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 def kind_of(func: Any) -> str:
     """What `func` gives: something "new", what it wrote into, its first argument ("in place") or
     `out`, or a "view" or another alias."""
-    kind = _kinds.get(
-        id(func)
-    )  # overloads live as long as the process, and hashing one takes a call
+    # Overloads live as long as the process, and hashing one takes a call.
+    kind = _kinds.get(id(func))
     if kind is None:
         kind = _kinds[id(func)] = _find_kind(func)
     return kind

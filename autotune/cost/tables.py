@@ -183,9 +183,8 @@ class PassTables:
         self, choice: PassChoice, recomputed: int, selective: bool, whole: bool
     ) -> BlockTables:
         tables = [self._table(choice, PLAIN, 0)] * 3
-        if (
-            selective or whole
-        ):  # what keeps attention is told by its difference from what keeps nothing
+        # What keeps attention is told by its difference from what keeps nothing.
+        if selective or whole:
             tables[WHOLE] = self._table(choice, WHOLE, recomputed)
         if selective:
             tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
@@ -311,9 +310,8 @@ class PassTables:
             stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
-            if (
-                caching.vae_device != "training" and not self.model.family.max_controls
-            ):  # which previews encode here
+            # Which previews encode here.
+            if caching.vae_device != "training" and not self.model.family.max_controls:
                 alone = replace(alone, encode_transient_bytes=0)
             # Before the transformer comes, by one process of a node for all of them: each counts
             # its share.

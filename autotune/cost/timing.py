@@ -85,9 +85,8 @@ class Rates:
         self.min_kernel_seconds = min_kernel_seconds(hardware)
         self.cached_bytes, self.cache_gain = cached_bytes(hardware), cache_gain(hardware)
         known = measured_products(hardware, precision)
-        on_gpu = (
-            hardware.device.kind == "cuda"
-        )  # on a CPU a slice of what takes too long is measured, for its FLOP/s
+        # On a CPU a slice of what takes too long is measured, for its FLOP/s.
+        on_gpu = hardware.device.kind == "cuda"
         self.products = [each for each in known if not (on_gpu and is_thin(each.shape))]
         self._thin = _thin_products(
             [each for each in known if on_gpu and is_thin(each.shape)], precision

@@ -55,16 +55,14 @@ class HostRegion:
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
         self.num_bytes = num_bytes
         pages = -(-num_bytes // PAGE_BYTES)
-        whole = torch.empty(
-            (pages + 1) * PAGE_BYTES, dtype=torch.uint8
-        )  # no page is shared with another region
+        # No page is shared with another region.
+        whole = torch.empty((pages + 1) * PAGE_BYTES, dtype=torch.uint8)
         start = -whole.data_ptr() % PAGE_BYTES
         self.bytes = whole[start : start + num_bytes]
         if is_locked:
             _lock(self.bytes, pages * PAGE_BYTES)
-            weakref.finalize(
-                self, _unlock, self.bytes
-            ).atexit = False  # the driver does so when the process ends
+            # The driver does so when the process ends.
+            weakref.finalize(self, _unlock, self.bytes).atexit = False
 
 
 def _lock(memory: Tensor, num_bytes: int) -> None:
@@ -128,9 +126,8 @@ class BlockSwap:
             block.register_forward_pre_hook(partial(self._before_forward, number))
 
     def _before_forward(self, number: int, block: nn.Module, *_: Any) -> None:
-        _move_trained(
-            block, self.device
-        )  # adapters are added where the weights are: perhaps on the host, at any time
+        # Adapters are added where the weights are: perhaps on the host, at any time.
+        _move_trained(block, self.device)
         following = self._following(number)
         for other in [other for other in self.arrivals if other not in (number, following)]:
             self._evict(other)
@@ -152,9 +149,8 @@ class BlockSwap:
     def _fetch(self, number: int) -> None:
         if number in self.arrivals:
             return
-        if (
-            self.stream is not None
-        ):  # memory that is taken now may still be read by what was queued before
+        # Memory that is taken now may still be read by what was queued before.
+        if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         visiting = self._copy_to_device(self.blocks[number].region.bytes)
         for weight in self.blocks[number].weights:
@@ -162,9 +158,8 @@ class BlockSwap:
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        copy = torch.empty_like(
-            tensor, device=self.device
-        )  # on the running stream, where it will be freed
+        # On the running stream, where it will be freed.
+        copy = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):  # does nothing for None
             return copy.copy_(tensor, non_blocking=True)
 
@@ -241,9 +236,8 @@ def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
 def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
     """A view of `region` with dtype, shape and, if it has no holes, strides of `like`."""
     flat = region[offset : offset + like.nbytes].view(like.dtype)
-    strides = torch.empty_like(
-        like, device="meta"
-    ).stride()  # those of `like` if it is dense, else contiguous ones
+    # Those of `like` if it is dense, else contiguous ones.
+    strides = torch.empty_like(like, device="meta").stride()
     return flat.as_strided(like.shape, strides)
 
 

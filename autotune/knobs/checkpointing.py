@@ -25,9 +25,8 @@ def apply_recomputation(
     if not whole + selective:
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
-    has_dropout = bool(
-        find_dropout_layers(transformer)
-    )  # without, no block need save the random state
+    # Without, no block need save the random state.
+    has_dropout = bool(find_dropout_layers(transformer))
     position = {
         id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])
     }

@@ -16,9 +16,8 @@ of plans and records stay comparable."""
 BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
 """bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was
 tried."""
-EIGHT_BITS = Requirements(
-    ("cuda", "cpu"), (7, 5), compiles_on=("cuda",)
-)  # for what surrounds the products
+# For what surrounds the products.
+EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
 SLOW_FP8 = (
     "a CPU has no float8 units: a layer took two to seven times fp32's time, with int8 half of it"
 )

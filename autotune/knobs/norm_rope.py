@@ -343,9 +343,8 @@ def _project_out(attn: nn.Module, names: Stream, out: Tensor) -> Tensor:
 
 
 def _epsilon(norm: Any) -> float:
-    return (
-        torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
-    )  # as torch's RMSNorm of fp32
+    # As torch's RMSNorm of fp32.
+    return torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
 
 
 @cache
@@ -355,9 +354,8 @@ def _processor_class(stock: type) -> type:
     @wraps(stock.__call__)  # modules look at its parameters to see what it takes
     def call(self: Any, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(self, attn, hidden_states, *args, **kwargs).arguments
-        if (
-            arguments.get("sparse_params") is not None
-        ):  # a mask made of rotated queries: the stock way
+        # A mask made of rotated queries: the stock way.
+        if arguments.get("sparse_params") is not None:
             return stock.__call__(self, attn, hidden_states, *args, **kwargs)
         return self.attend(attn, hidden_states, arguments)
 

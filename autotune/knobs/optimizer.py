@@ -147,9 +147,8 @@ def optimizer_bytes(
         InvalidInput: as `optimizer_class`, or it cannot take a step.
     """
     numel = sum(math.prod(shape) * count for shape, count in shapes.items())
-    if (
-        choice == ADAMW
-    ):  # two moments and a counter in one fused kernel: measuring would say the same
+    # Two moments and a counter in one fused kernel: measuring would say the same.
+    if choice == ADAMW:
         return 8 * numel + 4 * sum(shapes.values()), 0
     return _state_bytes(choice, tuple(sorted(shapes.items()))), 4 * numel
 
@@ -179,9 +178,8 @@ def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], i
         for state in held
     ]
     holders = Counter(itertools.chain(*sizes))
-    shared = {
-        at: size for state in sizes for at, size in state.items() if holders[at] > 1
-    }  # such as a table of 8 bits
+    # Such as a table of 8 bits.
+    shared = {at: size for state in sizes for at, size in state.items() if holders[at] > 1}
     own = [sum(size for at, size in state.items() if at not in shared) for state in sizes]
     return sum(shared.values()) + sum(
         own[2 * number] * count for number, (_, count) in enumerate(shapes)

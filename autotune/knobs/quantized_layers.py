@@ -49,9 +49,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each row of `x` in `dtype`, in fp32 (rows, 1)."""
-    largest = torch.maximum(
-        x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_()
-    )  # abs() would take a copy
+    # abs() would take a copy.
+    largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
     return largest.float().div_(LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
 
 
@@ -74,9 +73,8 @@ def store_rows(
         weight.new_empty(len(weight), dtype=torch.float32),
     )
     step = max(1, slice_bytes_of(weight) // (weight.shape[1] * weight.element_size()))
-    for start in range(
-        0, 0 if weight.is_meta else len(weight), step
-    ):  # in slices: a whole takes several times itself
+    # In slices: a whole takes several times itself.
+    for start in range(0, 0 if weight.is_meta else len(weight), step):
         rows = slice(start, start + step)
         scales = row_scales(weight[rows], dtype).to(scales_as).float()
         stored[rows], scale[rows] = _in_scale(weight[rows], scales, dtype), scales.flatten()
@@ -243,9 +241,8 @@ def multiply(
         out = kernels.unscale(torch._int_mm(left, right), rows, columns, bias, dtype)
     else:
         columns = rows.new_ones(right.shape[1]) if columns is None else columns
-        made = (
-            torch.bfloat16 if kernels.has_cuda_limits else dtype
-        )  # all that kernels with scales per row write there
+        # All that kernels with scales per row write there.
+        made = torch.bfloat16 if kernels.has_cuda_limits else dtype
         out = torch._scaled_mm(
             left, right, scale_a=rows, scale_b=columns.unsqueeze(0), out_dtype=made
         ).to(dtype)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost.allocator import MIB, CachingAllocator, replayed, waste_share
+from autotune.cost.allocator import MIB, CachingAllocator, replayed
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size=60)
 
@@ -50,21 +50,3 @@ def test_expandable_segments_join_what_is_free_at_the_end():
     events = [(1, 12 * MIB), (1, -1), (2, 30 * MIB)]
     assert replayed(events, expandable_segments=True).reserved_bytes == 40 * MIB
     assert replayed(events).reserved_bytes == 42 * MIB
-
-
-@pytest.mark.parametrize("expandable", [True, False])
-def test_the_share_of_three_blocks_is_that_of_sixty(expandable):
-    square = 3072 * 3072  # a block of Qwen-Image in 4 bits, which ends at the begin of a page
-    sizes = (
-        *8 * (square // 2, 3072 * 2),
-        *2 * (3 * square, 2 * square, 2 * square, 18432 * 2, 12288 * 2),
-    )
-
-    def blocks(count):
-        return [(number, size) for number, size in enumerate(sizes * count)]
-
-    whole = replayed(blocks(60), expandable_segments=expandable)
-    really = whole.reserved_bytes / whole.peak_allocated_bytes - 1
-    assert waste_share(blocks(3), expandable_segments=expandable) == pytest.approx(
-        really, abs=0.005
-    )

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.cost.memory import GATHERED_BLOCKS, HOST_PROCESS_BYTES, Parallel
+from autotune.cost.memory import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel
-from autotune.models.family import Parts
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import Candidate
 from autotune.plan.job import Job
 from autotune.search.expected import build_expectation
 from autotune.search.winner import Score
@@ -57,24 +56,6 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
     )
     buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
-
-
-def test_encoders_on_the_cpu_are_counted_once_for_all_processes_of_a_node(alone: CostModel) -> None:
-    """The first process of each node encodes; what each does by itself is counted for each."""
-    known = alone.hardware, alone.workload, alone.family, alone.model.config, Parts((2 * 10**9,))
-    encoding = CostModel.build(
-        *known, caching=(CachingSettings(text_encoder_device="cpu"), alone.caching_reason)
-    )
-    size = encoding.tables.encoder_size.bytes_at("cpu", encoding.caching)
-    hosts = [
-        _several(encoding, "ddp", number).host_memory_bytes(CANDIDATE) - HOST_PROCESS_BYTES
-        for number in (2, 4)
-    ]
-    assert [number * host for number, host in zip((2, 4), hosts, strict=True)] == pytest.approx(
-        [size, size], abs=4
-    )
-    own = alone.host_memory_bytes(CANDIDATE)
-    assert _several(encoding, "ddp", 10**5).host_memory_bytes(CANDIDATE) == own
 
 
 def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:

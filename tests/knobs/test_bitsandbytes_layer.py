@@ -9,9 +9,8 @@ from autotune.knobs.quantized_layers import quantize_inside
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from bitsandbytes import functional
-from bitsandbytes import nn as bnb
 
-from autotune.knobs.quantized_layers import pack_nf4, quantize_nf4
+from autotune.knobs.quantized_layers import pack_nf4
 from tests.profiled import peak_allocated_bytes
 
 SLICE_BYTES = 1 << 12
@@ -81,10 +80,3 @@ def test_a_pass_without_gradients_changes_no_later_one(rows: int, dtype: torch.d
         assert torch.equal(found, expected)
     plain = torch.ones(2, 5, rows, dtype=dtype) @ layer.weight
     assert float((before[1] - plain).norm() / plain.norm()) < 0.15
-
-
-def test_a_layer_is_what_peft_knows_in_the_mode_of_what_it_replaces() -> None:
-    made = quantize_nf4(nn.Linear(64, 32))
-    assert type(made) is bnb.Linear4bit
-    assert made.training
-    assert not quantize_nf4(nn.Linear(64, 32).eval()).training

@@ -17,7 +17,6 @@ from autotune.knobs.caching import (
 )
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import CachingSettings
 from autotune.plan.hardware import HardwareProfile, OtherGpu
 from tests import builders
 
@@ -114,13 +113,6 @@ def test_some_way_is_always_found_and_never_below_the_quality_floor(
     assert caching == choose_caching(context, size)[0]
 
 
-def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
-    plain = QWEN.device_bytes(CachingSettings())
-    for change in ({"text_encoder_quantization": "torchao-int8"}, {"text_encoder_streamed": True},
-                   {"text_encoder_device": "cpu"}):  # fmt: skip
-        assert QWEN.device_bytes(CachingSettings.model_validate(change)) < plain
-
-
 def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
     context = on(11, others=(22,))
     assert choose_caching(context, QWEN)[0].text_encoder_device == "cuda:1"
@@ -155,15 +147,6 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
     assert choose_caching(flux, size, {})[0].text_encoder_quantization != "bnb-nf4"
     with pytest.raises(InvalidInput, match="T5 casts"):
         choose_caching(flux, size, {"text_encoder_quantization": "bnb-nf4"})
-
-
-def test_pins_are_taken_over_what_fits() -> None:
-    caching, reason = choose_caching(on(11), QWEN, {"text_encoder_device": "cpu"})
-    assert (describe_caching(caching), reason.why) == ("cpu, as they are", "pinned by the user")
-    kept, _ = choose_caching(on(30), QWEN, {"residency": "keep"})
-    assert describe_caching(kept) == "training device, as they are, kept"
-    streamed, _ = choose_caching(on(30), QWEN, {"text_encoder_streamed": "true"})
-    assert streamed.text_encoder_streamed
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,6 @@ def test_every_family_names_its_layers_or_says_why_not(name: str) -> None:
     assert away > 0.1 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.modulation])
-@pytest.mark.parametrize("targets", ["attention", "attention+mlp", "all-linear"])
-def test_it_is_refused_when_its_layers_are_adapted(name: str, targets: str) -> None:
-    where = context(name, targets)
-    reason = Modulation().conflict(AHEAD, where)
-    assert (reason is not None) == (targets == "all-linear")
-    assert (reason is not None) == ("ahead" in Modulation().choices(where).rejected)
-    assert Modulation().conflict(AHEAD.changed(modulation="resident"), where) is None
-
-
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
 def test_a_window_is_within_its_limits_or_one_step(row_bytes: int, images: int) -> None:
     steps = window_steps(row_bytes, images)

@@ -106,14 +106,6 @@ def test_what_is_not_finite_is_not_hidden(weight_format: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_sides_that_no_kernel_takes_leave_a_layer_as_it_is(weight_format: str) -> None:
-    transform = quantize_inside([layer := nn.Linear(24, 32)], weight_format)
-    assert transform is not None
-    assert transform("", layer) is None
-    assert type(layer) is nn.Linear
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
 def test_only_the_stored_weight_is_kept_and_recomputing_changes_nothing(weight_format: str) -> None:
     layer, kept = layer_of(weight_format, torch.bfloat16), []
     x = torch.randn(2, 5, 64, dtype=torch.bfloat16)

@@ -6,16 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import Attention, Checkpointing, Compile, Quantization, Swapping
+from autotune.knobs.registry import Attention, Quantization, Swapping
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices
-from autotune.machine.catalog import load_catalog, profile_of_gpu, with_assumed_packages
-from autotune.machine.store import hardware_named
+from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.registry import get_family
-from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import Rate
+from autotune.plan.hardware import Capability, HardwareProfile, Rate
+from autotune.search.space import build_search_space
+from tests import builders
 from tests.builders import hardware, workload
 
 
@@ -43,11 +42,6 @@ def test_allocator_and_batch_memory_go_by_how_device_and_host_share_memory():
         assert choices["batch_memory"] == memories
 
 
-def test_data_workers_are_offered_up_to_the_cores():
-    assert plain_choices(context())["data_workers"] == (1, 0, 2)
-    assert plain_choices(context(kind="cpu"))["data_workers"] == (0, 1, 2)
-
-
 @pytest.fixture
 def told(monkeypatch):
     """What the running allocator is told; no variable is set at first, nor after the test."""
@@ -73,21 +67,6 @@ def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_alre
     configure_allocator("expandable")
     assert all(os.environ[name] == "expandable_segments:True" for name in VARIABLES)
     assert told == ["expandable_segments:True"]
-
-
-def test_blocks_may_be_swapped_where_device_and_host_have_memories_of_their_own():
-    card, shared = Swapping().choices(context()), Swapping().choices(integrated())
-    assert card.admitted == Checkpointing().choices(context()).admitted
-    assert (card.admitted[0], card.admitted[-1]) == (59, 0)
-    assert shared.admitted == (0,)
-    assert all("share one memory" in why for why in shared.rejected.values())
-
-
-def test_plain_tensors_of_8_bits_go_with_compiled_blocks_and_other_formats_do_not():
-    compiled = Candidate(micro_batch_size=1, checkpointed_blocks=0, compile="block")
-    for name in WEIGHT_FORMATS:
-        conflict = Compile().conflict(compiled.changed(quantization=name), context("compile"))
-        assert (conflict is None) is not name.startswith("bnb-")
 
 
 def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request():
@@ -132,42 +111,63 @@ def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_p
     assert "native" in choices.admitted
 
 
-def attention_choices(one, padding):
-    return Attention().choices(
-        TuningContext(one, get_family("qwen-image"), workload(text_padding=padding))
-    )
-
-
-@pytest.mark.parametrize(
-    ("card", "package", "name", "says"),
-    [
-        ("h100-sxm", "flash-attn-3", "flash-3", None),
-        (
-            "h100-sxm",
-            "flash-attn-4",
-            "flash-4",
-            "published for its kernel is 0.96 times the speed of native",
-        ),
-        ("b200", "flash-attn-4", "flash-4", None),
-        (
-            "5090",
-            "flash-attn-4",
-            "flash-4",
-            "published for its kernel is 1.00 times the speed of native",
-        ),
-    ],
-)
-def test_later_versions_of_flash_attention_are_tried_where_they_are_published_to_be_faster(
-    card, package, name, says
-):
-    choices = attention_choices(with_assumed_packages(hardware_named(card), [package]), "exact")
-    assert choices.admitted == (("native", name) if says is None else ("native",))
-    assert choices.on_request.get(name) == says
-
-
 def test_dora_has_whole_weights_on_the_device():
     usual = context()
     dora = replace(usual, workload=usual.workload.changed(adapter="dora"))
     assert Quantization().choices(dora).admitted == ("none",)
     assert Swapping().choices(dora).admitted == (0,)
     assert len(Swapping().choices(usual).admitted) > 1
+
+
+GIB = 2**30
+
+
+def machine(
+    cold: dict[str, float],
+    warm: dict[str, float] | None = None,
+    *,
+    budget_bytes: int = 90 * GIB,
+    kind: str = "discrete",
+) -> HardwareProfile:
+    plain = builders.hardware(budget_bytes=budget_bytes)
+    rates = [(f"disk.{name}", value) for name, value in cold.items()]
+    rates += [(f"page_cache.{name}", value) for name, value in (warm or {}).items()]
+    return HardwareProfile.model_validate(
+        {
+            **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
+            "device": plain.device.model_copy(update={"memory_kind": kind}),
+            "rates": tuple(
+                Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates
+            ),
+        }
+    )
+
+
+def chosen(hardware: HardwareProfile) -> str:
+    return str(plain_choices(builders.context(hardware))["loader"][0])
+
+
+def test_the_fastest_from_disk_is_taken_and_the_page_cache_decides_between_equals():
+    assert chosen(machine({})) == "safetensors"
+    cold = {"safetensors": 1.0, "pread": 2.0, "fastsafetensors": 5.0}
+    assert chosen(machine(cold)) == "fastsafetensors"
+    cold = {"safetensors": 1.0, "pread": 1.05, "fastsafetensors": 1.02}
+    warm = {"safetensors": 9.0, "pread": 3.0, "fastsafetensors": 4.0}
+    assert chosen(machine(cold, warm)) == "safetensors"
+
+
+def test_on_shared_memory_a_mapped_file_counts_twice():
+    cold = {"safetensors": 3.0, "pread": 2.0}
+    assert chosen(machine(cold, kind="integrated")) == "safetensors"
+    tight = machine(cold, budget_bytes=50 * GIB, kind="integrated")  # the model takes 38 GiB
+    assert chosen(tight) == "pread"
+    assert chosen(machine({}, budget_bytes=50 * GIB, kind="integrated")) != "safetensors"
+
+
+def test_a_precision_with_wrong_gradients_gives_way_to_the_next():
+    wrong = Capability(name="parity.precision.bf16", available=False, reason="differs")
+    hardware = builders.hardware("precision.bf16", "precision.fp16", "attention.native")
+    where = builders.context(hardware)
+    assert build_search_space(where).choices["precision"] == ("bf16",)
+    hardware = hardware.changed(capabilities=(*hardware.capabilities, wrong))
+    assert build_search_space(builders.context(hardware)).choices["precision"] == ("fp16",)
