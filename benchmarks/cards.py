@@ -17,6 +17,7 @@ silence_libraries()
 
 from autotune.errors import NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.plan.job import ModelRef
 from autotune.search.comparison import FILE
 from autotune.search.planner import make_plan
 from autotune.search.request import PlanRequest
@@ -44,7 +45,7 @@ is assumed to work on each card. `benchmarks/cards.py` writes this page.
 
 def seconds_without(model: str, gpu: CatalogGpu) -> float | None:
     """Predicted seconds of a step without the levers, or None if nothing fits then."""
-    request = PlanRequest(model=model, is_local=False, pins=LEVERS)
+    request = PlanRequest(model=ModelRef.of(model), is_local=False, pins=LEVERS)
     try:
         return make_plan(request, profile_of_gpu(gpu)).plan.frozen.expected.step_seconds
     except NothingFits:

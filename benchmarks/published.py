@@ -64,6 +64,7 @@ from autotune.interop.trainer import get_trainer
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.plan.overheads import Overheads
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Bucket, Workload
@@ -402,7 +403,7 @@ def rows_of(path: Path) -> list[Row]:
 def predicted(row: Row) -> "Reading":
     """Our prediction for a row that breaks no rule."""
     name = NAMES[row["model"]]
-    model = resolve_model(name)
+    model = resolve_model(ModelRef.of(name))
     width, height = resolution_of(row) or (0, 0)
     batch, rank = int(row["batch"]), rank_of(row) or 0
     hardware = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == GPUS[row["gpu"]]))

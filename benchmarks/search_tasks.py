@@ -24,6 +24,7 @@ from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Workload
@@ -237,7 +238,7 @@ def simulated_tasks(prior: Prior, *, development: bool, seeds: range) -> list[Ta
 
 @cache
 def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfile]:
-    hardware, model = hardware_named(gpu), resolve_model(family)
+    hardware, model = hardware_named(gpu), resolve_model(ModelRef.of(family))
     workload = Workload(
         model=model.spec,
         resolution_px=512,

@@ -15,6 +15,7 @@ from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
 from autotune.machine.store import hardware_named
 from autotune.plan.hardware import MemoryBudget
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import read_plan
 from autotune.plan.prediction import Estimate
@@ -29,7 +30,7 @@ SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
     request = PlanRequest(
-        model="kandinsky5-image-lite",
+        model=ModelRef.of("kandinsky5-image-lite"),
         workload_overrides=SMALL,
         pins=(("quantization", "none"),),
         is_local=False,
@@ -71,10 +72,12 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[s
 def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
     card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
     space = ResolvedRequest.build(
-        PlanRequest(model="kandinsky5-image-lite", **overrides), needs_weights=False
+        PlanRequest(model=ModelRef.of("kandinsky5-image-lite"), **overrides), needs_weights=False
     ).space(card)
     assert space.choices["precision"] == ("fp32",)
-    pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
+    pinned = PlanRequest(
+        model=ModelRef.of("kandinsky5-image-lite"), pins=(("precision", "fp16"),), **overrides
+    )
     assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == (
         "fp16",
     )
@@ -153,7 +156,7 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))
     request = PlanRequest(
-        model="kandinsky5-image-lite",
+        model=ModelRef.of("kandinsky5-image-lite"),
         workload_overrides=workload_overrides,
         pins=pins,
         is_local=False,
@@ -176,7 +179,9 @@ def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_els
     workload_overrides = WorkloadOverrides(
         size_px=(512, 512), effective_batch_size=1, quality="compact"
     )
-    request = PlanRequest(model="qwen-image", workload_overrides=workload_overrides, is_local=False)
+    request = PlanRequest(
+        model=ModelRef.of("qwen-image"), workload_overrides=workload_overrides, is_local=False
+    )
     tight = replace(request, memory_budget=MemoryBudget(num_bytes=21 << 29))
     small = make_plan(tight, hardware_named("nvidia-rtx-3060")).frozen.settings
     assert small.swapped_blocks > 0

@@ -106,7 +106,7 @@ def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
     return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
 
 
-def _measured(found: Audit, model: ModelRef | str, cost: CostModel, on_event: OnEvent) -> Audit:
+def _measured(found: Audit, model: ModelRef, cost: CostModel, on_event: OnEvent) -> Audit:
     """The audit with a trial of both on this machine."""
     on_event(StatusChanged(text="running a few steps of both"))
     with PlannerBackend().trials(model, cost) as run:

@@ -13,6 +13,7 @@ from autotune.interop.exporting import BLOCKS
 from autotune.interop.importing import ImportedConfig
 from autotune.interop.rules import count_blocks
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.search.space import SearchSpace
 
@@ -79,7 +80,7 @@ def _possible_pins(
     """The settings of a configuration that can be pinned here, and why the others cannot."""
     limits = ("path", "record", "max_trials", "search_seconds", "pins")
     asked = {name: value for name, value in options.items() if name not in limits}
-    num_blocks = resolve_model(config.model).spec.num_blocks
+    num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
     space = list_choices(config.model, None, **asked)
     pins: dict[str, str] = {}
     impossible: dict[str, tuple[str, str]] = {}

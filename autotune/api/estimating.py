@@ -18,6 +18,7 @@ from autotune.knobs.settings import plain_choices
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Estimate
 from autotune.plan.workload import ADAMW, AdapterKind, OptionValue
 from autotune.system.process import collect_rarely
@@ -77,7 +78,7 @@ def estimate(
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
     """
     on_event(StatusChanged(text="tracing the model"))
-    resolved = resolve_model(model)
+    resolved = resolve_model(ModelRef.of(model))
     if effective_batch_size is None:
         effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(

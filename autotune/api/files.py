@@ -12,7 +12,7 @@ from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
-from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides
+from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides, ModelRef
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.tensors import FileSummary, inspect_file
@@ -112,7 +112,7 @@ def convert_weights(
             f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
         )
     read_header(source)
-    named = resolve_model(model) if model else None
+    named = resolve_model(ModelRef.of(model)) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
     transformer = named.family.transformer_class if named else None
     adapter = read_adapter(source, [name for name, _ in modules], transformer)

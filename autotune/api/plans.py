@@ -203,7 +203,11 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
             "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
         )
     require_named(options.get("hardware"), options.get("host_memory"), options.get("assume") or ())
-    base = PlanRequest(model=str(model)) if earlier is None else request_from(_loaded(earlier))
+    base = (
+        PlanRequest(model=ModelRef.of(model or ""))
+        if earlier is None
+        else request_from(_loaded(earlier))
+    )
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {
         name: value
@@ -211,8 +215,8 @@ def request_for(model: str | None, data: DataPlace | None, options: PlanOptions)
         if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     storage = options.get("storage")
-    earlier_ref = ModelRef.of(base.model)
-    ref = earlier_ref if model is None else ModelRef(name=str(model))
+    earlier_ref = base.model
+    ref = earlier_ref if model is None else ModelRef.of(model)
     added: dict[str, Any] = {name: str(asked[name]) for name in ("base", "vae") if name in asked}
     if asked.get("text_encoders"):
         added["text_encoders"] = tuple(map(str, asked["text_encoders"]))

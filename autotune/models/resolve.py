@@ -165,8 +165,8 @@ class ResolvedModel:
         return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
 
 
-def resolve_model(model: ModelRef | str) -> ResolvedModel:
-    """Find out what `model` is, from what is on this machine, without the network.
+def resolve_model(ref: ModelRef) -> ResolvedModel:
+    """Find out what a model is, from what is on this machine, without the network.
 
     It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with
     `@REVISION` for a certain commit, whose files are then taken from the hub's cache. Or a single
@@ -175,7 +175,6 @@ def resolve_model(model: ModelRef | str) -> ResolvedModel:
     Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known
     family.
     """
-    ref = ModelRef.of(model)
     if is_single_file(ref):
         return _resolve_single_file(ref, lambda base, _: _locate(base))
     if not is_on_hub(ref):
@@ -194,7 +193,7 @@ def resolve_model(model: ModelRef | str) -> ResolvedModel:
     return ResolvedModel(family, published.config, repo, None)
 
 
-def fetch_model(model: ModelRef | str, *, weights: bool = True) -> ResolvedModel:
+def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
     """`resolve_model` after downloading the model's files from the hub, unless it is a folder.
 
     Without `weights`, configurations and tokenizers alone: some megabytes.
@@ -204,7 +203,6 @@ def fetch_model(model: ModelRef | str, *, weights: bool = True) -> ResolvedModel
         HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the
             local cache.
     """
-    ref = ModelRef.of(model)
     if not is_on_hub(ref):
         return resolve_model(ref)
     if is_single_file(ref):
@@ -267,12 +265,13 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
     Example:
         >>> autotune.fetch("qwen-image").folder
     """
-    if not is_on_hub(model):
+    ref = ModelRef.of(model)
+    if not is_on_hub(ref):
         raise InvalidInput(
             f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub"
         )
     on_event(StatusChanged(text=f"fetching {model}"))
-    found = fetch_model(model)
+    found = fetch_model(ref)
     if found.revision is None:  # neither known nor a repository's name
         raise InvalidInput(f"{model} is not on the hub", hint="name a model of the hub: owner/name")
     on_event(StatusChanged(text="comparing checksums"))
@@ -287,12 +286,12 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
     )
 
 
-def is_on_hub(model: ModelRef | str) -> bool:
-    """Whether `model`, or the base of a single file, names something on the hub rather than a
+def is_on_hub(ref: ModelRef) -> bool:
+    """Whether a model, or the base of a single file, names something on the hub rather than a
     folder."""
-    ref = ModelRef.of(model)
     if is_single_file(ref):
-        return ref.base is None or is_on_hub(ref.base)
+        base = _base_of(ref)
+        return base is None or is_on_hub(base)
     return not _expand(ref.name).is_dir()
 
 
@@ -303,9 +302,9 @@ def is_fetchable(model: ModelRef) -> bool:
     return is_on_hub(model) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
 
 
-def is_single_file(model: ModelRef | str) -> bool:
-    """Whether `model` names a file rather than a folder or something on the hub."""
-    path = _expand(ModelRef.of(model).name)
+def is_single_file(ref: ModelRef) -> bool:
+    """Whether a model is a file rather than a folder or something on the hub."""
+    path = _expand(ref.name)
     return path.suffix in SUFFIXES and not path.is_dir()
 
 

@@ -79,9 +79,9 @@ class ModelRef(Frozen):
     expert: str | None = None
 
     @classmethod
-    def of(cls, model: "ModelRef | str") -> "ModelRef":
-        """The model that is named by its name alone, or as it is."""
-        return cls(name=model) if isinstance(model, str) else model
+    def of(cls, name: str | Path) -> "ModelRef":
+        """The model that a user calls by its name alone."""
+        return cls(name=str(name))
 
 
 def each_place(data: DataPlace) -> tuple[str, ...]:

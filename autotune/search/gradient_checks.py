@@ -33,6 +33,7 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, longest_captions, synthetic_samples
@@ -103,7 +104,7 @@ def check_parity(
     missing = [name for name in kinds if name not in verdicts]
     if missing:
         with ProcessTrialRunner(
-            hardware, model.spec.name, context.workload, budget=context.budget
+            hardware, ModelRef.of(model.spec.name), context.workload, budget=context.budget
         ) as runner:
             for name in missing:
                 request = _build_request(

@@ -29,7 +29,6 @@ from autotune.knobs.knob import parity_capability, unavailable_reason
 from autotune.plan.base import SCHEMA_VERSION, digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
-from autotune.plan.job import ModelRef
 from autotune.plan.plan import FrozenPart, TrainingPlan
 from autotune.plan.plan_file import parse_plan, seal
 from autotune.plan.prediction import Prediction
@@ -183,7 +182,7 @@ def _keep_study(
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,  # what another version measured is measured again
-        "model": str(ModelRef.of(request.model)),  # random weights and real ones fail in other ways
+        "model": str(request.model),  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": budget.num_bytes if budget.is_set_by_user else None,
     }

@@ -34,7 +34,7 @@ from autotune.system.version import __version__
 from autotune.train.prepare import device_misfits
 
 
-def _trial_runner(model: ModelRef | str, cost: CostModel) -> ProcessTrialRunner:
+def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
     return ProcessTrialRunner(
         cost.hardware,
         model,
@@ -46,14 +46,14 @@ def _trial_runner(model: ModelRef | str, cost: CostModel) -> ProcessTrialRunner:
 
 
 @contextmanager
-def run_in_child_processes(model: ModelRef | str, cost: CostModel) -> Iterator[TrialFunction]:
+def run_in_child_processes(model: ModelRef, cost: CostModel) -> Iterator[TrialFunction]:
     """Trials in child processes of this machine."""
     with _trial_runner(model, cost) as runner:
         yield runner.run
 
 
 def rehearse_in_child_process(
-    model: ModelRef | str, cost: CostModel, candidate: Candidate, max_seconds: float
+    model: ModelRef, cost: CostModel, candidate: Candidate, max_seconds: float
 ) -> TrialResult:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a
     run."""
@@ -65,7 +65,7 @@ def rehearse_in_child_process(
 class PlannerBackend:
     """The side effects of planning, as functions: a test passes its own."""
 
-    trials: Callable[[ModelRef | str, CostModel], AbstractContextManager[TrialFunction]] = (
+    trials: Callable[[ModelRef, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
     )
     """Starts trials of the model that is named."""
@@ -78,7 +78,7 @@ class PlannerBackend:
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
     ] = check_parity
     """Adds to the machine's profile which choices compute right on it."""
-    rehearse: Callable[[ModelRef | str, CostModel, Candidate, float], TrialResult | None] = (
+    rehearse: Callable[[ModelRef, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
     )
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""
@@ -225,10 +225,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
-        _, published = find_published(ModelRef.of(request.model).name) or (
-            model.family,
-            model.family.models[0],
-        )
+        _, published = find_published(request.model.name) or (model.family, model.family.models[0])
         raise NoGpu.build(model.family, published)
     if not request.is_local:
         return

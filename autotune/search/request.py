@@ -42,7 +42,7 @@ from autotune.weights.files import BadWeights
 class PlanRequest:
     """What the user asks for; None takes the family's default."""
 
-    model: ModelRef | str
+    model: ModelRef
     workload_overrides: WorkloadOverrides = field(default_factory=WorkloadOverrides)
     job_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values of the job, by the names of its fields."""
@@ -183,7 +183,7 @@ def build_job(
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    name = ModelRef.of(request.model).name
+    name = request.model.name
     resolved = {
         "model": name.partition("@")[0] if model.revision and not model.file else name,
         "base": model.base,
@@ -281,7 +281,7 @@ def _with_even_batch(
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown
     architectures."""
-    known = find_published(ModelRef.of(request.model).name) is not None
+    known = find_published(request.model.name) is not None
     if not is_on_hub(request.model) or (known and not (request.is_local and request.data)):
         return resolve_model(request.model), ()
     try:

@@ -82,7 +82,7 @@ class ProcessTrialRunner:
     def __init__(
         self,
         hardware: HardwareProfile,
-        model: ModelRef | str,
+        model: ModelRef,
         workload: Workload,
         *,
         budget: MemoryBudget | None = None,

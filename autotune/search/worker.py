@@ -95,7 +95,7 @@ class TrialRequest:
     """Run one candidate for a few steps on the child's model, which the first request loads.
     Gives a TrialResult."""
 
-    model: ModelRef | str
+    model: ModelRef
     workload: Workload
     candidate: Candidate
     device: str

@@ -24,6 +24,7 @@ from autotune.demo.lesson import (
 from autotune.demo.world import Scene
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.train.model import load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import Noising, optimizer_step, to_device
@@ -63,7 +64,7 @@ class Classroom:
     encoded: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.resolved = resolve_model(str(self.folder))
+        self.resolved = resolve_model(ModelRef.of(self.folder))
         self.family, self.pipeline = self.resolved.family, load_pipeline(self.folder)
         self.own: dict = {}
 

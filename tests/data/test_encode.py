@@ -23,6 +23,7 @@ from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 from tests.small import write_small_pipeline
 from tests.train.small import SETTINGS
@@ -258,7 +259,7 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
             seen.append(alive["text_encoder"]() is not None)
             return super().encode_pixels(pipeline, pixels)
 
-    model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
+    model = dataclasses.replace(resolve_model(ModelRef.of(pipeline_folder)), family=Watching())
     encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
     dataset = read_dataset(data)
     encode_dataset(

@@ -11,6 +11,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from tests.kinds import KINDS
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.models.small import CAPTIONS, Small
@@ -33,7 +34,7 @@ def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:
 
 def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetensors") -> Encoders:
     return Encoders(
-        resolve_model(str(small.folder)),
+        resolve_model(ModelRef.of(small.folder)),
         caching,
         SETTINGS.model_copy(update={"loader": loader}),
         CPU,

@@ -14,6 +14,7 @@ from autotune.machine.probing import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.train.workload import WorkloadOverrides, describe_workload
@@ -61,13 +62,13 @@ def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact"
     wishes = WorkloadOverrides(
         (side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16
     )
-    asked = describe_workload(resolve_model(str(model)), None, wishes)
+    asked = describe_workload(resolve_model(ModelRef.of(model)), None, wishes)
     return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 
 
 @pytest.fixture
 def runner(model: Path, hardware: HardwareProfile) -> Iterator[ProcessTrialRunner]:
-    with ProcessTrialRunner(hardware, str(model), work(model)) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of(model), work(model)) as runner:
         yield runner
 
 

@@ -8,6 +8,7 @@ from autotune.knobs.registry import Attention
 from autotune.machine.rates import Meter
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.search.gradient_checks import check_parity
 from tests.gpu.conftest import CAPTIONS, work
 from tests.small import write_small_pipeline
@@ -22,7 +23,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
     tmp_path, hardware, precision, name, padding
 ):
     write_small_pipeline(name, tmp_path / "model", CAPTIONS)
-    resolved = resolve_model(str(tmp_path / "model"))
+    resolved = resolve_model(ModelRef.of(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.search.worker import longest_captions, synthetic_samples
 from autotune.train import processes as sharding
 from autotune.train.model import TrainingModel, load_model
@@ -33,7 +34,7 @@ def processes(device: str) -> Iterator[Processes]:
 
 
 def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOutcome:
-    workload, resolved = work(model), resolve_model(str(model))
+    workload, resolved = work(model), resolve_model(ModelRef.of(model))
     known = (resolved.family, resolved.config, workload, workload.largest_bucket)
     samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
     batches = [
@@ -57,7 +58,13 @@ def test_a_group_of_one_takes_the_step_of_a_process_alone(
     strategy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = (resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0)
+    known = (
+        resolve_model(ModelRef.of(model)),
+        work(model),
+        candidate(precision),
+        torch.device(device),
+        0,
+    )
     alone = load_model(*known)
     expected = take_step(alone, alone.transformer, model)
     monkeypatch.setattr(sharding, "_mesh_of_shards", lambda kind, _: init_device_mesh(kind, (1,)))
@@ -74,7 +81,11 @@ def test_the_host_waits_for_the_device_once_in_a_step(
     model: Path, device: str, precision: str
 ) -> None:
     loaded = load_model(
-        resolve_model(str(model)), work(model), candidate(precision), torch.device(device), 0
+        resolve_model(ModelRef.of(model)),
+        work(model),
+        candidate(precision),
+        torch.device(device),
+        0,
     )
     take_step(loaded, loaded.transformer, model)  # whatever is made at the first call
     with warnings.catch_warnings(record=True) as waits:

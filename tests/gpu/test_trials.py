@@ -12,6 +12,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import Attention
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
@@ -78,7 +79,9 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
 
 
 def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
-    with ProcessTrialRunner(hardware, str(model), work(model, side_px=1024, batch=8)) as runner:
+    with ProcessTrialRunner(
+        hardware, ModelRef.of(model), work(model, side_px=1024, batch=8)
+    ) as runner:
         runner.memory_cap_bytes = GIB // 8
         large = runner.run(candidate(precision, micro_batch_size=8, checkpointed_blocks=0))
         assert large.outcome == "oom", large.message
@@ -159,7 +162,7 @@ def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, r
     from autotune.cost.predict import CostModel
     from autotune.models.resolve import resolve_model
 
-    resolved, chosen = resolve_model(str(model)), candidate(precision)
+    resolved, chosen = resolve_model(ModelRef.of(model)), candidate(precision)
     prediction = CostModel.build(hardware, work(model), resolved.family, resolved.config).predict(
         chosen
     )

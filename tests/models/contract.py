@@ -11,12 +11,13 @@ from torch import nn
 from autotune.models.adapter import add_adapter
 from autotune.models.family import build_on_meta, denoising_loss
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket
 from tests.models.small import CAPTIONS, Small
 
 
 def resolves_from_its_folder(small: Small) -> None:
-    model = resolve_model(str(small.folder))
+    model = resolve_model(ModelRef.of(small.folder))
     assert model.family.name == small.family.name
     assert model.spec.num_parameters == sum(p.numel() for p in small.transformer.parameters())
     assert model.spec.num_blocks == len(small.family.blocks(small.transformer))
@@ -40,7 +41,7 @@ def is_small_and_stock(small: Small) -> None:
 
 def shapes_are_as_announced(small: Small) -> None:
     sample = small.sample()
-    config = resolve_model(str(small.folder)).config
+    config = resolve_model(ModelRef.of(small.folder)).config
     announced = small.family.sample_shapes(
         config, small.bucket, len(sample["prompt_embeds"]), num_controls=small.family.max_controls
     )

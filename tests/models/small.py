@@ -11,6 +11,7 @@ from torch import nn
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, Sample
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket, Workload
 from autotune.train.workload import WorkloadOverrides, describe_workload
 from tests.small import write_small_pipeline
@@ -75,7 +76,7 @@ class Small:
     def workload(self, targets: str = "attention") -> Workload:
         """For an adapter of rank 4."""
         return describe_workload(
-            resolve_model(str(self.folder)),
+            resolve_model(ModelRef.of(self.folder)),
             None,
             WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets),
         )

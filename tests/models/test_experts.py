@@ -86,10 +86,10 @@ def test_the_job_tells_the_expert_and_the_folder_its_boundary(
     assert (
         len({each.spec for each in found.values()}) == 1
     )  # what one was planned for, the other is
-    assert resolve_model(str(folder)).family.expert == "high-noise"
+    assert resolve_model(ModelRef.of(folder)).family.expert == "high-noise"
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 2.0}))
     with pytest.raises(InvalidInput, match="boundary_ratio"):
-        _ = resolve_model(str(folder)).noise
+        _ = resolve_model(ModelRef.of(folder)).noise
 
 
 def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:

@@ -42,7 +42,7 @@ def write(state: State, file: Path) -> Path:
 def check_same(model: ResolvedModel, whole: Path) -> None:
     """VAE and text encoders have the very values of those in the folder `whole`."""
     check_weights(model)
-    assert read_parts(model) == read_parts(resolve_model(str(whole)))
+    assert read_parts(model) == read_parts(resolve_model(ModelRef.of(whole)))
     for part in ("vae", *model.family.text_encoders):
         loaded = load_component(
             model.weights, part, dtype=torch.float32, weights=model.part_files.get(part)

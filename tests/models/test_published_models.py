@@ -16,6 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import check_weights, read_parts, resolve_model
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket
 from autotune.weights.files import BadWeights
 from tests.builders import workload
@@ -64,7 +65,10 @@ MODELS = {each.name or name: each for name, family in FAMILIES.items() for each 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_name_and_hub_id_give_the_published_model(name):
-    by_name, by_hub_id = resolve_model(name).spec, resolve_model(MODELS[name].hub_id).spec
+    by_name, by_hub_id = (
+        resolve_model(ModelRef.of(name)).spec,
+        resolve_model(ModelRef.of(MODELS[name].hub_id)).spec,
+    )
     assert (by_name.num_parameters, by_name.num_blocks) == (
         MODELS[name].num_parameters,
         NUM_BLOCKS[name],
@@ -119,8 +123,8 @@ def published_folder(folder, name):
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
-    family, model = FAMILIES[name], resolve_model(str(published_folder(tmp_path, name)))
-    assert model.spec.architecture == resolve_model(name).spec.architecture
+    family, model = FAMILIES[name], resolve_model(ModelRef.of(published_folder(tmp_path, name)))
+    assert model.spec.architecture == resolve_model(ModelRef.of(name)).spec.architecture
     parts = read_parts(model)
     assert parts.vae_class == family.parts.vae_class
     with torch.device("meta"):
@@ -144,7 +148,7 @@ def test_the_models_that_decode_sound_are_counted(tmp_path):
         *(folder / "vocoder").glob("*.safetensors"),
     ]
     stored = [tensor.numel() for file in files for tensor in load_file(file).values()]
-    assert read_parts(resolve_model(str(folder))).decoder_parameters == sum(stored) > 0
+    assert read_parts(resolve_model(ModelRef.of(folder))).decoder_parameters == sum(stored) > 0
     with torch.device("meta"):
         sound, later, first = AutoencoderKLLTX2Audio(), LTX2VocoderWithBWE(), LTX2Vocoder()
     numbers = [
@@ -155,14 +159,14 @@ def test_the_models_that_decode_sound_are_counted(tmp_path):
     assert published == [numbers[0] + numbers[1], numbers[0] + numbers[2]]
     (folder / "vocoder" / files[-1].name).write_bytes(b"damaged")
     with pytest.raises(BadWeights):
-        check_weights(resolve_model(str(folder)))
+        check_weights(resolve_model(ModelRef.of(folder)))
 
 
 def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
     folder = published_folder(tmp_path, "flux1-dev")
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "of_another_release": None}))
-    model = resolve_model(str(folder))
+    model = resolve_model(ModelRef.of(folder))
     small = workload(
         model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),)
     )
@@ -190,10 +194,10 @@ def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):
     folder = published_folder(tmp_path, found or "wan-2.1")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **index}))
     if found:
-        assert resolve_model(str(folder)).family.name == found
+        assert resolve_model(ModelRef.of(folder)).family.name == found
     else:
         with pytest.raises(InvalidInput, match=r"another kind than wan-2.1 and wan-2.2"):
-            resolve_model(str(folder))
+            resolve_model(ModelRef.of(folder))
 
 
 def test_unknown_name_lists_the_known_ones():

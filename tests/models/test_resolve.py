@@ -12,6 +12,7 @@ from autotune.models.family import count_tokens
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, fetch_model, read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from autotune.weights.files import open_weights, read_config
 from autotune.weights.stream import build_empty_component
 from tests.builders import candidate, hardware, workload
@@ -28,8 +29,8 @@ def folder(small_pipelines, tmp_path):
 
 
 def test_weights_are_not_needed_and_names_do_not_matter(folder, small_pipelines):
-    resolved = resolve_model(str(folder))
-    original = resolve_model(str(small_pipelines("qwen-image").folder))
+    resolved = resolve_model(ModelRef.of(folder))
+    original = resolve_model(ModelRef.of(small_pipelines("qwen-image").folder))
     assert resolved.spec.architecture == original.spec.architecture
     assert resolved.spec.name == "model"
     assert resolved.folder == folder
@@ -38,13 +39,13 @@ def test_weights_are_not_needed_and_names_do_not_matter(folder, small_pipelines)
 def test_every_missing_component_is_named(folder):
     shutil.rmtree(folder / "vae")
     with pytest.raises(InvalidInput, match="no vae/"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 def test_another_pipeline_is_refused_by_name(folder):
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "PixArtAlphaPipeline"}))
     with pytest.raises(InvalidInput, match="PixArtAlphaPipeline") as caught:
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
     assert "FluxPipeline" in caught.value.hint
 
 
@@ -53,7 +54,7 @@ def test_another_pipeline_is_refused_by_name(folder):
 def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(InvalidInput, match=r"\.json"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 @pytest.mark.parametrize(
@@ -69,27 +70,27 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
 def test_configuration_that_builds_no_model_is_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
-        assert resolve_model(str(folder)).spec
+        assert resolve_model(ModelRef.of(folder)).spec
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_transformer_without_blocks_is_refused(folder, number):
     (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": number}))
     with pytest.raises(InvalidInput, match="without blocks"):
-        assert resolve_model(str(folder)).spec
+        assert resolve_model(ModelRef.of(folder)).spec
 
 
 def test_as_many_blocks_as_would_take_all_memory_are_refused(folder):
     (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": 10**9}))
     with pytest.raises(InvalidInput, match="asks for 1000000000 num_layers"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 def test_a_pipe_in_place_of_a_configuration_is_not_waited_for(folder):
     (folder / "transformer" / "config.json").unlink()
     os.mkfifo(folder / "transformer" / "config.json")
     with pytest.raises(InvalidInput, match="not a regular file"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 def write_config(folder, part, **changes):
@@ -155,7 +156,7 @@ def test_no_code_in_a_model_folder_is_run_nor_offered(
         takes_unknown_keys = path.parent.name != FAMILIES[family].denoiser
         if path.name.endswith("config.json") and takes_unknown_keys:
             path.write_text(json.dumps({**data, "auto_map": auto_map, "trust_remote_code": True}))
-    model = resolve_model(str(folder))
+    model = resolve_model(ModelRef.of(folder))
     read_parts(model)
     encoders = Encoders(model, CachingSettings(), candidate(precision="fp32"), torch.device("cpu"))
     encoders.load_pipeline()
@@ -172,7 +173,7 @@ def test_a_class_that_looks_for_its_code_in_the_folder_is_refused(folder, entry)
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
     with pytest.raises(InvalidInput, match="takes its code from the files"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monke
     monkeypatch.setattr("autotune.weights.stream.MAX_TENSORS", 30)
     write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
     with pytest.raises(InvalidInput, match="over 30 tensors"):
-        assert resolve_model(str(folder)).spec
+        assert resolve_model(ModelRef.of(folder)).spec
     with pytest.raises(InvalidInput, match="over 30 tensors"):
         build_empty_component(folder, "vae", dtype=torch.float32)
 
@@ -225,14 +226,14 @@ def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
     (folder / name).write_bytes(b"")
     os.truncate(folder / name, 20 << 30)
     with pytest.raises(InvalidInput, match="larger than"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded(
     small_pipelines, tmp_path
 ):
     folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
-    model = resolve_model(str(folder))
+    model = resolve_model(ModelRef.of(folder))
     check_weights(model)
     (folder / "scheduler" / "scheduler_config.json").unlink()
     with pytest.raises(InvalidInput, match="cannot read"):
@@ -245,7 +246,7 @@ def test_a_scheduler_without_its_configuration_is_told_before_anything_is_loaded
 @pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
 def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):
     write_config(folder, "transformer", **changes)
-    model = resolve_model(str(folder))
+    model = resolve_model(ModelRef.of(folder))
     work = workload(model=model.spec)
     with pytest.raises(InvalidInput, match=r"does not run|does not build"):
         CostModel.build(hardware(), work, model.family, model.config).predict(
@@ -260,7 +261,7 @@ def test_parts_from_elsewhere_than_diffusers_and_transformers_are_refused(folder
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
     with pytest.raises(InvalidInput, match=r"tokenizer in .* comes from"):
-        resolve_model(str(folder))
+        resolve_model(ModelRef.of(folder))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_an_autoencoder_that_cannot_be_built_is_refused_before_anything_is_trace
     (folder / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", vae]}))
     (folder / "vae" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=f"does not build a {vae}"):
-        read_parts(resolve_model(str(folder)))
+        read_parts(resolve_model(ModelRef.of(folder)))
 
 
 @pytest.mark.parametrize("revision", ["../../../x", "a/../../b", "/etc", "", "a b", "\x1b[2J"])
@@ -287,5 +288,5 @@ def test_a_revision_leads_nowhere_out_of_the_cache(revision):
 
 def test_unknown_name_lists_known_models():
     with pytest.raises(InvalidInput) as caught:
-        resolve_model("no/such-model")
+        resolve_model(ModelRef.of("no/such-model"))
     assert "kandinsky5-video-lite" in caught.value.hint

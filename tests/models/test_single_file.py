@@ -78,7 +78,7 @@ def test_a_file_and_a_base_are_the_model_that_the_folder_was(
     file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
     model, whole = (
         resolve_model(ModelRef(name=str(file), base=str(tmp_path / "base"))),
-        resolve_model(str(small.folder)),
+        resolve_model(ModelRef.of(small.folder)),
     )
     assert (model.family, model.spec.architecture, model.spec.name) == (
         whole.family,
@@ -151,7 +151,7 @@ def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Pat
             "flux1-dev",
             "flux1-kontext",
         ]  # no file tells them apart
-        offline = resolve_model(str(tmp_path / "model.safetensors"))
+        offline = resolve_model(ModelRef.of(tmp_path / "model.safetensors"))
         assert (offline.folder, offline.base, offline.spec.name) == (None, model.hub_id, "model")
 
 
@@ -194,7 +194,7 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
         family = _by_name(file, alike)[0][0]
         assert (family.name, named_expert(file, family)) == expected
     file, expected = next(iter(files.items()))
-    taken = resolve_model(str(header_only(state, tmp_path / f"{file}.safetensors"))).family
+    taken = resolve_model(ModelRef.of(header_only(state, tmp_path / f"{file}.safetensors"))).family
     assert (taken.name, taken.expert) == expected
 
 
@@ -203,7 +203,7 @@ def test_a_file_of_one_of_two_transformers_has_to_say_of_which(tmp_path: Path) -
     state = LAYOUTS["wan-2.1"](dict(build_on_meta(family, family.models[0].config).state_dict()))
     file = header_only(state, tmp_path / "wan2.2_t2v_14B.safetensors")
     with pytest.raises(InvalidInput) as refused:
-        resolve_model(str(file))
+        resolve_model(ModelRef.of(file))
     assert refused.value.hint == "say it: --expert high-noise or --expert low-noise"
 
 
@@ -221,7 +221,7 @@ def test_other_formats_are_refused_with_the_way_out(
     if file != "gone.safetensors":
         (tmp_path / file).write_bytes(b"GGUF" * 8)
     with pytest.raises(kind) as caught:
-        resolve_model(str(tmp_path / file))
+        resolve_model(ModelRef.of(tmp_path / file))
     assert words in caught.value.hint
 
 
@@ -231,7 +231,7 @@ def test_an_adapter_is_no_model_and_says_so(tmp_path: Path) -> None:
         tmp_path / "adapter.safetensors",
     )
     with pytest.raises(BadWeights, match="it is an adapter"):
-        resolve_model(str(tmp_path / "adapter.safetensors"))
+        resolve_model(ModelRef.of(tmp_path / "adapter.safetensors"))
 
 
 def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.models import registry, resolve
+from autotune.plan.job import ModelRef
 from tests.conftest import autotune
 from tests.models.contract import PROMISES
 from tests.models.sixth_family import AuraFlow
@@ -43,7 +44,7 @@ def sixth(registered, one_thread, tmp_path_factory):
 
 
 def test_name_gives_the_published_model(registered):
-    assert resolve.resolve_model("aura-flow").spec.num_blocks == 36
+    assert resolve.resolve_model(ModelRef.of("aura-flow")).spec.num_blocks == 36
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)

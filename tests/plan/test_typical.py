@@ -13,6 +13,7 @@ from autotune.models.family import Batch
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.plan.typical import (
     mean_text_tokens,
     padded_text_tokens,
@@ -81,13 +82,13 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     first = min(images.glob("*.txt"))
     first.write_text(" ".join(["sail"] * 60))
     work = describe_workload(
-        resolve_model(str(model)),
+        resolve_model(ModelRef.of(model)),
         read_dataset(images),
         WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     request = TrialRequest(
-        str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2
+        ModelRef.of(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2
     )
     steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
     forward = steps.model.family.predict

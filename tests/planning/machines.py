@@ -20,6 +20,7 @@ from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import plan_text
 from autotune.plan.trial import TrialResult
@@ -52,7 +53,7 @@ def request(study: str | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
     workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
     values = {
-        "model": "kandinsky5-image-lite",
+        "model": ModelRef.of("kandinsky5-image-lite"),
         "workload_overrides": workload_overrides,
         "max_trials": 8,
         "study": study,

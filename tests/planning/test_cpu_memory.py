@@ -11,6 +11,7 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlannerBackend
 from autotune.search.study import TrialFunction
@@ -51,12 +52,12 @@ def backend() -> PlannerBackend:
         result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
         budget, kept = cost.training_budget, cost.resident_encoder_bytes
         with ProcessTrialRunner(
-            cost.hardware, "m", cost.workload, budget=budget, resident_bytes=kept
+            cost.hardware, ModelRef.of("m"), cost.workload, budget=budget, resident_bytes=kept
         ) as runner:
             return runner.classify(candidate, result)
 
     @contextmanager
-    def trials(model: str, cost: Any) -> Iterator[TrialFunction]:
+    def trials(model: ModelRef, cost: Any) -> Iterator[TrialFunction]:
         yield lambda candidate: measure(cost, candidate)
 
     def rehearse(model: str, cost: Any, candidate: Candidate, max_seconds: float) -> TrialResult:

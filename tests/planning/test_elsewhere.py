@@ -9,6 +9,7 @@ from autotune.errors import NothingFits
 from autotune.machine.catalog import gpu_named, load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import OptimizerChoice
 from autotune.search.comparison import FILE, catalog_predictions
 from autotune.search.planner import make_plan
@@ -35,7 +36,10 @@ def test_catalog_predictions_name_known_models_and_know_every_gpu() -> None:
 )
 def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: str) -> None:
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
-    request, hardware = PlanRequest(model=family, is_local=False), profile_of_gpu(gpu_named(gpu))
+    request, hardware = (
+        PlanRequest(model=ModelRef.of(family), is_local=False),
+        profile_of_gpu(gpu_named(gpu)),
+    )
     try:
         frozen = make_plan(request, hardware).plan.frozen
     except NothingFits:
@@ -50,7 +54,7 @@ def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: s
 
 def test_an_earlier_plans_learning_rate_is_not_another_optimizers() -> None:
     plan = golden_plan()
-    request, model = request_from(plan), resolve_model(plan.job.model)
+    request, model = request_from(plan), resolve_model(ModelRef.of(plan.job.model))
     other = replace(request.workload_overrides, optimizer=OptimizerChoice(name="prodigy"))
     assert build_job(request, model, None, 4).learning_rate == plan.job.learning_rate
     assert (

@@ -22,6 +22,7 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import problem
 from autotune.search import problem as alternatives
@@ -112,7 +113,9 @@ def seconds(
     """Of the predicted plan; infinite if nothing fits."""
     work = WorkloadOverrides(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
     budget = MemoryBudget(num_bytes=int(share * hardware.device.budget.num_bytes))
-    request = PlanRequest(family, work, pins=pins, is_local=False, memory_budget=budget)
+    request = PlanRequest(
+        ModelRef.of(family), work, pins=pins, is_local=False, memory_budget=budget
+    )
     try:
         return make_plan(request, hardware).frozen.expected.step_seconds
     except NothingFits:

@@ -15,6 +15,7 @@ import pytest
 from autotune.cost.calibration import Posterior
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import plan_text, read_plan
 from autotune.search.problem import PlanningProblem
@@ -67,7 +68,7 @@ def plain(
     )
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     return PlanRequest(
-        model=family,
+        model=ModelRef.of(family),
         workload_overrides=workload_overrides,
         pins=tuple((name, str(value)) for name, value in defaults if name not in searched),
         exclusions=exclusions,

@@ -13,6 +13,7 @@ from autotune.data.encode import Encoders, encode_dataset
 from autotune.data.items import make_options
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from autotune.search.expected import held_data_bytes
 from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
 
@@ -21,7 +22,7 @@ def test_masks_and_a_cache_in_memory_are_counted(tmp_path: Path) -> None:
     folder, images = write_model_and_images(tmp_path)
     for number, image in enumerate(sorted(images.glob("*.png"))):
         Image.new("L", (32, 32), 100 + number).save(image.with_suffix(".mask.png"))
-    hardware, model = machine(), resolve_model(str(folder))
+    hardware, model = machine(), resolve_model(ModelRef.of(folder))
     plan = make_plan(folder, images, hardware, cache="memory", loss_mask="files", flip=True)
     work, job = plan.frozen.workload, plan.job
     cost = CostModel.build(hardware, work, model.family, model.config, read_parts(model))

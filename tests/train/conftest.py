@@ -16,6 +16,7 @@ from autotune.events import StepFinished
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.train.checkpoint import Checkpoints
 from autotune.train.folder import compute_run_key
@@ -118,7 +119,7 @@ def _one_thread() -> Iterator[None]:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("bench")
     model_folder, images = write_model_and_images(folder)
-    hardware, resolved = machine(), resolve_model(str(model_folder))
+    hardware, resolved = machine(), resolve_model(ModelRef.of(model_folder))
     plan = make_plan(model_folder, images, hardware)
     encoded = encode_dataset(
         Encoders(resolved, CachingSettings(), plan.frozen.settings, CPU),

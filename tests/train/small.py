@@ -10,7 +10,7 @@ from autotune.machine.probing import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import Job
+from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.plan_file import seal
 from autotune.system.version import __version__
@@ -43,7 +43,7 @@ def make_plan(
     resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
-    resolved, num_frames = resolve_model(str(model)), job.get("num_frames", 1)
+    resolved, num_frames = resolve_model(ModelRef.of(model)), job.get("num_frames", 1)
     wishes = WorkloadOverrides(
         size_px=(resolution_px, resolution_px),
         num_frames=num_frames,

@@ -20,6 +20,7 @@ from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import RunContext, TrainingLoop
@@ -57,7 +58,7 @@ def flux_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def _bench_of(family: str, folder: Path) -> Bench:
     model_folder, images = write_model_and_images(folder, family)
-    hardware, resolved = machine(), resolve_model(str(model_folder))
+    hardware, resolved = machine(), resolve_model(ModelRef.of(model_folder))
     plan = make_plan(model_folder, images, hardware)
     encoders = Encoders(resolved, CachingSettings(), plan.frozen.settings, CPU)
     data, buckets = read_dataset(images), plan.frozen.workload.buckets

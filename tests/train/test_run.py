@@ -24,6 +24,7 @@ from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.events import StepFinished
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from autotune.plan.plan_file import write_plan
 from autotune.plan.run import RunReport
 from autotune.report.run import report_lines
@@ -354,7 +355,8 @@ def test_an_incomplete_model_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
         make_plan(
-            PlanRequest(str(model), job_overrides={"data": str(bench.images)}), bench.hardware
+            PlanRequest(ModelRef.of(model), job_overrides={"data": str(bench.images)}),
+            bench.hardware,
         )
 
 
@@ -388,7 +390,9 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
 def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
     plain = {"data": str(alike)}
     asked = PlanRequest(
-        str(bench.model_folder), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2), plain
+        ModelRef.of(bench.model_folder),
+        WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
+        plain,
     )
     dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
     again = replace(asked, job=bench.plan(caption_dropout=0.1).job)

@@ -12,7 +12,7 @@ from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import resolve_model
-from autotune.plan.job import Job
+from autotune.plan.job import Job, ModelRef
 from autotune.train.adapter_file import start_from, starting_values, update_norm
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.names import LoraLayer
@@ -28,7 +28,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_an_adapter_of_any_format_and_alpha_starts_as_the_same_update(
     form: str, small: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, plan = resolve_model(str(small[0])), make_plan(*small, machine())
+    model, plan = resolve_model(ModelRef.of(small[0])), make_plan(*small, machine())
     transformer = build_on_meta(model.family, model.config).to_empty(device="cpu")
     add_adapter(model.family, transformer, plan.frozen.workload, torch.float32)
     made = {}
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
 def test_an_adapter_of_other_rank_or_layers_is_refused(
     small: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, plan = resolve_model(str(small[0])), make_plan(*small, machine())
+    model, plan = resolve_model(ModelRef.of(small[0])), make_plan(*small, machine())
     transformer = build_on_meta(model.family, model.config)
     add_adapter(model.family, transformer, plan.frozen.workload, torch.float32)
     layers = {

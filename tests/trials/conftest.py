@@ -8,6 +8,7 @@ import pytest
 
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from tests import builders
@@ -26,7 +27,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Workload:
     return Workload(
-        model=resolve_model(str(model)).spec,
+        model=resolve_model(ModelRef.of(model)).spec,
         resolution_px=side_px,
         buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
         max_text_tokens=12,
@@ -44,7 +45,7 @@ def runner_for(
     """A runner on this machine's CPU, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
-    runner = ProcessTrialRunner(hardware, str(model), work, **options)
+    runner = ProcessTrialRunner(hardware, ModelRef.of(model), work, **options)
     runner.num_steps = (
         1  # of several, those that disagree would be repeated, for seconds on a busy machine
     )

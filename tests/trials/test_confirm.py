@@ -14,6 +14,7 @@ import torch
 from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.job import ModelRef
 from autotune.plan.trial import TrialResult
 from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
 from autotune.search.trials import ProcessTrialRunner
@@ -78,10 +79,16 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
 ) -> None:
     """As in training, and by reference counts: nothing collects garbage while the transformer is
     loaded."""
-    model = resolve_model(str(small_model))
+    model = resolve_model(ModelRef.of(small_model))
     caching = CachingSettings()
     request = RehearsalRequest(
-        str(small_model), workload(small_model), FIRST, "cpu", 3, caching=caching, max_seconds=1.0
+        ModelRef.of(small_model),
+        workload(small_model),
+        FIRST,
+        "cpu",
+        3,
+        caching=caching,
+        max_seconds=1.0,
     )
     loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from autotune.plan.job import ModelRef
 from autotune.plan.trial import TrialResult
 from autotune.search import worker as steps
 from autotune.search.worker import ChildState, TrialRequest
@@ -29,7 +30,8 @@ def measured(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 
         monkeypatch.setattr(AdapterOptimizer, "scale", scaled)
         return steps.run_trial(
-            TrialRequest(str(small_model), workload(small_model), FP16, "cpu", 1), ChildState()
+            TrialRequest(ModelRef.of(small_model), workload(small_model), FP16, "cpu", 1),
+            ChildState(),
         )
 
     return run

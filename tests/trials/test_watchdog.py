@@ -13,6 +13,7 @@ import pytest
 
 from autotune.machine import sources
 from autotune.plan.hardware import MemoryKind
+from autotune.plan.job import ModelRef
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure
 from autotune.train.watchdog import Watchdog
@@ -83,7 +84,7 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
     silent = SimpleNamespace(requests=SimpleNamespace(poll=lambda seconds: False))
     hardware = builders.hardware(budget_bytes=GIB)
     hardware = hardware.changed(device=hardware.device.changed(memory_kind=kind))
-    with ProcessTrialRunner(hardware, "m", work, watchdog=watchdog) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of("m"), work, watchdog=watchdog) as runner:
         _, answer = next(runner._receive(silent, 9.0))  # type: ignore[arg-type]
         assert runner.classify(FIRST, answer).outcome == outcome
 

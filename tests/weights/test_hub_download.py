@@ -11,6 +11,7 @@ import pytest
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.models.resolve import fetch as fetch_whole
 from autotune.models.resolve import fetch_model, resolve_model
+from autotune.plan.job import ModelRef
 from autotune.weights.files import HubError, MissingWeights
 from autotune.weights.hub import fetch
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
@@ -161,7 +162,7 @@ def test_gated_and_absent_repositories_say_so(
 ) -> None:
     hub.gated.add(repo)
     with pytest.raises(HubError) as caught:
-        fetch_model(name)
+        fetch_model(ModelRef.of(name))
     assert word in caught.value.hint
 
 
@@ -176,17 +177,17 @@ def test_offline_the_missing_file_of_a_model_is_named(
     from huggingface_hub import constants
 
     hub.repos["team/small"] = small_pipelines("qwen-image").folder
-    texts = fetch_model("team/small", weights=False)
+    texts = fetch_model(ModelRef.of("team/small"), weights=False)
     assert (texts.folder, texts.revision, texts.spec.name) == (None, COMMIT, "team/small")
     assert texts.config_folder is not None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch_model(f"team/small@{COMMIT}", weights=False) == texts
+    assert fetch_model(ModelRef.of(f"team/small@{COMMIT}"), weights=False) == texts
     with pytest.raises(
         MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"
     ):
-        fetch_model("team/small")
+        fetch_model(ModelRef.of("team/small"))
     with pytest.raises(InvalidInput, match="neither a folder nor a known model"):
-        resolve_model("team/never-fetched")
+        resolve_model(ModelRef.of("team/never-fetched"))
 
 
 def test_a_model_of_an_unknown_name_is_what_its_repository_says(
@@ -194,8 +195,8 @@ def test_a_model_of_an_unknown_name_is_what_its_repository_says(
 ) -> None:
     small = small_pipelines("flux1-dev")
     hub.repos["someone/fine-tune"] = small.folder
-    model = fetch_model("someone/fine-tune")
+    model = fetch_model(ModelRef.of("someone/fine-tune"))
     assert model.family.name == "flux1-dev"
-    assert model.spec.architecture == resolve_model(str(small.folder)).spec.architecture
-    assert resolve_model(f"someone/fine-tune@{COMMIT}") == model
-    assert resolve_model("someone/fine-tune").folder == model.folder
+    assert model.spec.architecture == resolve_model(ModelRef.of(small.folder)).spec.architecture
+    assert resolve_model(ModelRef.of(f"someone/fine-tune@{COMMIT}")) == model
+    assert resolve_model(ModelRef.of("someone/fine-tune")).folder == model.folder

@@ -16,6 +16,7 @@ from autotune.machine.store import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.search.trials import ProcessTrialRunner
@@ -73,7 +74,7 @@ MODELS = ("qwen-image", "flux1-dev")
 def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work) -> None:
     """Every run of one workload; the first that works calibrates the predictions of the others."""
     model = evidence.model(name)
-    resolved = resolve_model(model)
+    resolved = resolve_model(ModelRef.of(model))
     workload = workload_of(model, evidence.size(work.side_px), rank=work.rank, batch=work.batch,
                            targets=work.targets, padding=work.padding)  # fmt: skip
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
@@ -82,7 +83,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")},
     }
     first: TrialResult | None = None
-    with ProcessTrialRunner(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))

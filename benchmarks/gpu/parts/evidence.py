@@ -23,6 +23,7 @@ from autotune.machine.probing import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, TrialRequest, run_trial
@@ -150,7 +151,7 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
         targets=targets,
         text_tokens=text_tokens,
     )
-    asked = describe_workload(resolve_model(model), None, workload_overrides)
+    asked = describe_workload(resolve_model(ModelRef.of(model)), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 

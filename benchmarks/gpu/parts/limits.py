@@ -26,6 +26,7 @@ from autotune.cost.predict import CostModel
 from autotune.machine.store import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, TrialRequest
@@ -75,7 +76,9 @@ def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
 
     from autotune.search.worker import StepRunner, load_for_trial
 
-    trial = TrialRequest(request.model, request.workload, request.candidate, request.device, 3)
+    trial = TrialRequest(
+        ModelRef.of(request.model), request.workload, request.candidate, request.device, 3
+    )
     steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)
     seconds = statistics.median(steps.timed_step()[1] for _ in range(5))
     on_gpu = request.device.startswith("cuda")
@@ -107,10 +110,10 @@ def main() -> None:
     evidence: Evidence = begin("limits", __doc__)
     hardware = cached_profile()
     model = evidence.model("qwen-image")
-    resolved = resolve_model(model)
+    resolved = resolve_model(ModelRef.of(model))
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
-    with ProcessTrialRunner(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             if why := unavailable_choice(hardware, chosen):

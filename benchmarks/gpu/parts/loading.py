@@ -14,6 +14,7 @@ from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipel
 from autotune.machine.store import cached_profile
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState
@@ -40,7 +41,7 @@ def load_once(request: LoadOnce, _: ChildState) -> dict[str, Any]:
     on_gpu, device = request.device.startswith("cuda"), torch.device(request.device)
     if on_gpu:
         torch.zeros(1, device=device)  # CUDA's own start is not loading
-    resolved = resolve_model(request.model)
+    resolved = resolve_model(ModelRef.of(request.model))
     started = time.perf_counter()
     model = load_model(resolved, request.workload, request.candidate, device, seed=0)
     if on_gpu:
@@ -66,7 +67,7 @@ def load(
     **about: Any,
 ) -> None:
     """One load in a fresh process, as a row."""
-    with ProcessTrialRunner(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
         answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
     evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 

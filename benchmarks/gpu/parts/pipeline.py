@@ -14,6 +14,7 @@ from evidence import GIB, Evidence
 from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState
@@ -70,7 +71,7 @@ def write_pipeline(
         room = shutil.disk_usage(folder).free - SPARE_BYTES
         blocks = max(2, min(MAX_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
-        with ProcessTrialRunner(hardware, FAMILY, workload) as runner:
+        with ProcessTrialRunner(hardware, ModelRef.of(FAMILY), workload) as runner:
             request = WriteTransformer(
                 full, str(folder / "transformer"), workload, runner.device, precision
             )
@@ -99,4 +100,6 @@ def drop_from_cache(folder: Path) -> None:
 
 def workload_on(model: str, workload: Workload) -> Workload:
     """The same work for the model in a folder."""
-    return Workload.model_validate({**dict(workload), "model": resolve_model(model).spec})
+    return Workload.model_validate(
+        {**dict(workload), "model": resolve_model(ModelRef.of(model)).spec}
+    )

@@ -20,6 +20,7 @@ from autotune.machine.store import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState
@@ -142,7 +143,7 @@ def main() -> None:
     )
     hardware = cached_profile()
     model = evidence.model("qwen-image")
-    resolved = resolve_model(model)
+    resolved = resolve_model(ModelRef.of(model))
     workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
     found = contestants(evidence, hardware, model, workload)
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
@@ -151,7 +152,7 @@ def main() -> None:
     )
     flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
     evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
-    with ProcessTrialRunner(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
         turns = [(name, turn) for turn in range(ROUNDS) for name in found]
         for name, turn in evidence.each(turns):
             chosen = found[name]
