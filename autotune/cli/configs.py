@@ -9,8 +9,7 @@ import typer
 import autotune
 from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_out, print_remark, print_result, show_events
-from autotune.report.audit import audit_lines, audit_markdown
-from autotune.report.configs import export_lines, import_lines
+from autotune.report.configs import audit_lines, audit_markdown, export_lines, import_lines
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")

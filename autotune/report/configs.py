@@ -1,27 +1,30 @@
-"""Other trainers' configurations, understood, as text."""
+"""Other trainers' configurations as text: imported, exported, and audited; an audit as Markdown,
+too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from autotune.interop.auditing import Audit
 from autotune.interop.exporting import DIFFERENCE_KINDS, ExportedConfig
 from autotune.interop.importing import ConfigLine, ImportedConfig
-from autotune.report.text import wrapped
+from autotune.plan.prediction import Estimate
+from autotune.plan.trial import TrialResult
+from autotune.report.text import memory_text, seconds_text, uncertainty_text, wrapped
 
 MAX_VALUE = 40
 """Characters of a value that are shown."""
+GROUPS = {
+    "not_carried": "not carried over, though it changes what is learned or is not understood",
+    "carried": "carried over",
+    "pinned": "settings, to be pinned or judged",
+    "decided": "decided by autotune",
+}
 
 
 def import_lines(config: ImportedConfig) -> list[str]:
     """What becomes of every setting, in groups, with the line that each is on."""
     lines = [*wrapped(f"{config.path}: {config.trainer}, {config.model}", 4)]
-    for title, group in (
-        (
-            "not carried over, though it changes what is learned or is not understood",
-            config.not_carried,
-        ),
-        ("carried over", config.carried),
-        ("settings, to be pinned or judged", config.pinned),
-        ("decided by autotune", config.decided),
-    ):
+    for name, title in GROUPS.items():
+        group = getattr(config, name)
         lines += ["", title, *_group(group)] if group else []
     notes = [line for note in config.notes for line in wrapped(f"  {note}", 4)]
     return [*lines, "", "whatever is set", *notes] if notes else lines
@@ -55,3 +58,109 @@ def export_lines(exported: ExportedConfig) -> list[str]:
         )
     remarks = [line for remark in exported.remarks for line in wrapped(f"  {remark}", 4)]
     return [*lines, "", "it computes differently", *remarks] if remarks else lines
+
+
+def audit_lines(audit: Audit) -> list[str]:
+    """Show the file as written, the fastest that learns the same, and what each difference is
+    worth."""
+    config = audit.config
+    lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit)]
+    for title, rows, items in _sections(audit):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ([f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)] for row in rows)
+        lines += ["", *filter(None, [title]), *("  " + "  ".join(row).rstrip() for row in padded)]
+        lines += [f"  {name}{text}" for name, text in items]
+    return [part for line in lines for part in wrapped(line, 4)]
+
+
+def audit_markdown(audit: Audit) -> str:
+    """Show the same as tables for pasting into a thread."""
+    config = audit.config
+    title = f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**"
+    lines = [title, "", _evidence(audit)]
+    for title, rows, items in _sections(audit):
+        lines += ["", f"{title[0].upper()}{title[1:]}:"] if title else []
+        table = [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", *table[:1], *["|" + "---|" * len(row) for row in rows[:1]], *table[1:]]
+        lines += [f"- `{name}`{text}" if name else f"- {text}" for name, text in items]
+    return "\n".join(lines) + "\n"
+
+
+def _evidence(audit: Audit) -> str:
+    if audit.measured_as_written is None:
+        return "Predicted by autotune's cost model; nothing has run."
+    return "Predicted by autotune's cost model, and measured in a few steps of its own executor."
+
+
+Section = tuple[str, list[list[str]], list[tuple[str, str]]]
+"""A title, rows of a table, and items: a key and what is said of it."""
+
+
+def _sections(audit: Audit) -> Iterator[Section]:
+    config = audit.config
+    yield "", _comparison(audit), []
+    if config.overheads:
+        yield f"what differs in {config.trainer}", [], [("", config.overheads.text)]
+    if audit.breaks:
+        breaks = [("", one) for one in audit.breaks]
+        yield "not as in the file, because it does not run there", [], breaks
+    if audit.worth:
+        yield "what each change is worth alone", _worth(audit), []
+    own = (one for one in config.not_carried if one.line)
+    if lost := [(one.key, f" (line {one.line}): {one.meaning}") for one in own]:
+        yield "not carried over, so not compared", [], lost
+
+
+def _comparison(audit: Audit) -> list[list[str]]:
+    """What stands beside each other: a title, what is predicted of it, and what was measured."""
+    written = ("as written", audit.as_written, audit.measured_as_written)
+    columns: list[tuple[str, Estimate | None, TrialResult | None]] = [written]
+    if audit.in_trainer is not None:
+        theirs = (f"in {audit.config.trainer}", audit.in_trainer, None)
+        columns = [theirs, ("in autotune", *written[1:])]
+    columns.append(("fastest", audit.fastest, audit.measured_fastest))
+    facts = [_facts(estimate) for _, estimate, _ in columns]
+    if audit.measured_as_written is not None:
+        facts = [own | _measured(trial) for own, (_, _, trial) in zip(facts, columns, strict=True)]
+    names = dict.fromkeys(name for own in facts for name in own)
+    rows = [[name, *(own.get(name, "-") for own in facts)] for name in names]
+    return [["", *(title for title, _, _ in columns)], *rows]
+
+
+def _facts(estimate: Estimate | None) -> dict[str, str]:
+    """What is predicted, with the peak memory of each phase."""
+    if estimate is None:
+        return {"seconds per step": "nothing fits"}
+    prediction = estimate.prediction
+    doubt = uncertainty_text(prediction.time_uncertainty)
+    neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes).name
+    return {
+        "seconds per step": f"{estimate.step_seconds:.3f}{doubt}",
+        "images/s": f"{prediction.images_per_second:.2f}",
+        "run memory": memory_text(prediction.run_memory_bytes),
+        "of the budget": memory_text(estimate.budget_bytes),
+        "neediest phase": neediest,
+        "the job": f"{seconds_text(estimate.job.total_seconds)}{doubt}",
+        "fits": "yes" if estimate.fits else f"no: {neediest}",
+        **{f"- {one.name}": memory_text(one.run_memory_bytes) for one in prediction.phases},
+    }
+
+
+def _measured(trial: TrialResult | None) -> dict[str, str]:
+    if trial is None or trial.median_step_seconds is None:
+        return {"measured s/step": "-" if trial is None else trial.outcome}
+    seconds, memory = f"{trial.median_step_seconds:.3f}", memory_text(trial.peak_memory_bytes)
+    return {"measured s/step": seconds, "step memory": memory}
+
+
+def _worth(audit: Audit) -> list[list[str]]:
+    rows = [["setting", "as written", "instead", "s/step", "memory"]]
+    for one in audit.worth:
+        saved = one.run_memory_saved_bytes
+        memory = f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}"
+        seconds = f"{-one.step_seconds_saved:+.3f}"
+        rows.append([one.knob, str(one.written), str(one.better), seconds, memory])
+    alone, together = audit.sum_of_step_seconds_saved, audit.step_seconds_saved
+    for title, seconds_saved in (("sum of these", alone), ("all together", together)):
+        rows.append([title, "", "", f"{-seconds_saved:+.3f}", ""])
+    return rows

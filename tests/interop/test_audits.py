@@ -9,7 +9,7 @@ import pytest
 
 from autotune.api.audits import audit
 from autotune.interop.auditing import Audit
-from autotune.report.audit import audit_lines, audit_markdown
+from autotune.report.configs import audit_lines, audit_markdown
 from tests.conftest import autotune_here
 from tests.interop.test_importing import CONFIGS
 from tests.train.small import write_model_and_images
