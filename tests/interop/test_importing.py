@@ -38,7 +38,7 @@ def lost(config: ImportedConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
-def test_every_setting_is_accounted_for_at_the_line_that_it_is_on(name: str) -> None:
+def test_every_setting_has_an_account(name: str) -> None:
     config = read_config(CONFIGS / name)
     told = {(line.file, line.line) for line in lines_of(config) if line.line}
     files = {file for file, _ in told}
@@ -53,101 +53,38 @@ def test_every_setting_is_accounted_for_at_the_line_that_it_is_on(name: str) -> 
         assert any(line.line == setting.line for line in lines_of(config)), setting
 
 
-def test_ai_toolkit() -> None:
+def test_an_import_is_exact() -> None:
     config = read_config(CONFIGS / "ai_toolkit.yaml")
     assert (config.model, config.data) == ("Qwen/Qwen-Image", "photos")
-    assert config.options == {
-        **{
-            "rank": 32,
-            "lora_alpha": 32.0,
-            "lora_dropout": 0.0,
-            "targets": "attention",
-            "trigger": "sks",
-        },
-        **{"caption_dropout": 0.05, "resolution": 1024, "num_frames": 1, "effective_batch_size": 4},
-        **{"num_steps": 3000, "learning_rate": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
-        **{
-            "lr_scheduler": "constant",
-            "lr_warmup_steps": 0,
-            "checkpointing_steps": 250,
-            "checkpoints_total_limit": 4,
-        },
-        **{
-            "timestep_sampling": "logit_normal",
-            "timestep_shift": 1.0,
-            "preview_every": 250,
-            "preview_steps": 25,
-        },
-        "preview_prompts": ("sks dog in the snow", "sks dog on a beach"),
-    }
-    assert config.pins == {
-        **{
-            "micro_batch_size": "1",
-            "checkpointed_blocks": "all",
-            "swapped_blocks": "25%",
-            "attention": "native",
-        },
-        **{"quantization": "torchao-fp8", "precision": "bf16", "compile": "off"},
-        "caching.text_encoder_quantization": "torchao-fp8",
-    }
-    assert lost(config).keys() == {
-        *(
-            "datasets[].resolution",
-            "train.optimizer",
-            "train.ema_config.use_ema",
-            "model.qtype",
-            "model.quantize_te",
-        )
-    }
-
-
-def test_sd_scripts_adapts_all_layers_unless_told_otherwise() -> None:
-    config = read_config(CONFIGS / "sd_scripts.toml")
-    assert (config.family, config.options["targets"]) == ("flux1-dev", "all-linear")
-    assert (config.pins["quantization"], config.pins["swapped_blocks"]) == ("torchao-fp8", "18")
-    assert (config.options["resolution"], config.pins["micro_batch_size"]) == (768, "4")
-    assert lost(config)["optimizer_args"] == "betas: autotune has no such argument"
-    gui = read_config(CONFIGS / "kohya_gui.json")
-    assert (gui.options["resolution"], gui.pins["attention"], gui.data) == (
-        1024,
-        "native",
-        "photos",
+    learned = "rank 32, lora_alpha 32.0, lora_dropout 0.0, targets attention, trigger sks"
+    learned += ", caption_dropout 0.05, resolution 1024, num_frames 1, effective_batch_size 4"
+    learned += ", num_steps 3000, lr_scheduler constant, lr_warmup_steps 0, learning_rate 0.0001"
+    learned += (
+        ", weight_decay 0.0001, max_grad_norm 1.0, checkpointing_steps 250, preview_every 250"
     )
-
-
-def test_a_command_line_of_diffusers_with_its_variables_and_its_file_for_bitsandbytes() -> None:
-    config = read_config(CONFIGS / "diffusers.sh")
-    assert (config.model, config.data, config.options["caption"]) == (
-        "Qwen/Qwen-Image",
-        "photos",
-        "a photo of sks dog",
-    )
-    assert (config.pins["quantization"], config.options["quality"]) == ("bnb-nf4", "compact")
-    assert (config.pins["attention"], config.options["timestep_sampling"]) == (
-        "flash",
-        "logit_normal",
-    )
-    assert {"use_8bit_adam", "with_prior_preservation"} <= lost(config).keys()
+    learned += ", checkpoints_total_limit 4, timestep_sampling logit_normal, timestep_shift 1.0"
+    learned += ", preview_steps 25, preview_prompts ('sks dog in the snow'; 'sks dog on a beach')"
+    found = {f"{name} {value}".replace("',", "';") for name, value in config.options.items()}
+    assert found == set(learned.split(", "))
+    pins = "micro_batch_size 1, checkpointed_blocks all, swapped_blocks 25%, attention native"
+    pins += ", quantization torchao-fp8, precision bf16, compile off"
+    pins += ", caching.text_encoder_quantization torchao-fp8"
+    assert {f"{name} {value}" for name, value in config.pins.items()} == set(pins.split(", "))
+    keys = "datasets[].resolution train.optimizer train.ema_config.use_ema model.qtype"
+    assert lost(config).keys() == {*keys.split(), "model.quantize_te"}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("lr: 1e-4", "lr: fast", "line 35: ai-toolkit's train.lr cannot be fast"),
-        (
-            "batch_size: 1",
-            "batch_size: 1.5",
-            "line 27: ai-toolkit's train.batch_size cannot be 1.5",
-        ),
         ("arch: qwen_image", "arch: chroma", "(model.arch chroma, line 41;"),
         ("type: diffusion_trainer", "type: something", "not a configuration of a known trainer"),
         ("device: cuda", "device: &a cuda", "anchors"),
         ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(
-    tmp_path: Path, old: str, new: str, words: str
-) -> None:
+def test_unusable_values_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     changed = tmp_path / "config.yaml"
     changed.write_text((CONFIGS / "ai_toolkit.yaml").read_text().replace(old, new))
     with pytest.raises(InvalidInput) as refused:
@@ -161,11 +98,9 @@ ODD = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(odd=st.lists(ODD | st.lists(ODD, max_size=3), min_size=1, max_size=5), data=st.data())
-def test_odd_values_are_refused_by_name_or_accounted_for(
-    name: str, odd: list[Any], data: st.DataObject
-) -> None:
+def test_odd_values_never_crash(name: str, odd: list[Any], data: st.DataObject) -> None:
     document = read_document(CONFIGS / name)
     trainer = get_trainer(MAIN_FILES[name])
     context = Context(trainer.models[0].family)
@@ -180,7 +115,7 @@ def test_odd_values_are_refused_by_name_or_accounted_for(
         assert read_settings(trainer, written, context).lines
 
 
-def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
+def test_lines_are_found_in_one_pass(tmp_path: Path) -> None:
     """Of keys that the text does not show as they are, too: a search of the whole text for each
     took seconds."""
     path = tmp_path / "config.json"
@@ -197,21 +132,11 @@ def test_lines_of_a_large_file_are_found_in_one_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1, 2", "{" * 3000, "a = 'b", "\x00", "--x"])
 @pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json", ".sh", ""])
-def test_what_is_no_configuration_is_an_error_not_a_crash(
-    tmp_path: Path, content: str, suffix: str
-) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, content: str, suffix: str) -> None:
     path = tmp_path / f"config{suffix}"
     path.write_text(content)
     with pytest.raises(InvalidInput):
         read_config(path)
-
-
-def test_a_large_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    large = tmp_path / "large.yaml"
-    large.write_text("#" * (1 << 21))
-    for path in (large, tmp_path, tmp_path / "absent.toml"):
-        with pytest.raises(InvalidInput):
-            read_config(path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +147,7 @@ def test_a_large_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         "{" + ",".join(f'"k\\u0065y{n}":1' for n in range(17_000)) + "}",
     ],
 )
-def test_a_small_file_takes_neither_minutes_nor_the_memory(tmp_path: Path, text: str) -> None:
+def test_hostile_files_are_bounded(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config"
     path.write_text(text)
     started_at = time.process_time()
@@ -231,7 +156,7 @@ def test_a_small_file_takes_neither_minutes_nor_the_memory(tmp_path: Path, text:
     assert time.process_time() - started_at < 5
 
 
-def test_another_section_of_data_is_not_dropped_silently(tmp_path: Path) -> None:
+def test_second_sections_are_reported(tmp_path: Path) -> None:
     text = (CONFIGS / "ai_toolkit.yaml").read_text()
     second = "        - folder_path: more\n          num_repeats: 2\n      train:\n"
     path = tmp_path / "config.yaml"
@@ -240,7 +165,7 @@ def test_another_section_of_data_is_not_dropped_silently(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)
-def test_a_table_relates_names_that_autotune_has(trainer: Trainer) -> None:
+def test_import_knows_what_export_writes(trainer: Trainer) -> None:
     keys = [key for rule in trainer.rules for key in rule.keys]
     assert {known.family.name for known in trainer.models} <= FAMILIES.keys()
     undecided = [key for key in trainer.fixed if not _is_known(trainer, key, keys)]

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.api.plans import request_for
 from autotune.errors import InvalidInput
-from autotune.interop.exporting import export_plan
 from autotune.interop.importing import ImportedConfig, read_config
-from autotune.interop.trainer import get_trainer
-from tests.interop.plans import plan_of
+from autotune.interop.rules import LISTS, convolutions, find_target_set, layers_of, linear_layers
+from autotune.interop.trainer import trainers
+from autotune.models.family import build_on_meta
+from autotune.models.registry import FAMILIES
 
 
 def read(folder: Path, name: str, content: str | dict[str, Any]) -> ImportedConfig:
@@ -25,7 +27,7 @@ def lost(config: ImportedConfig) -> dict[str, str]:
     return {line.key: line.meaning for line in config.not_carried}
 
 
-def test_the_gui_s_file_for_sdxl_is_told_from_that_for_older_models(tmp_path: Path) -> None:
+def test_gui_files_for_sdxl_are_recognized(tmp_path: Path) -> None:
     gui = {
         "LoRA_type": "Standard",
         "pretrained_model_name_or_path": "model.safetensors",
@@ -44,14 +46,7 @@ def test_the_gui_s_file_for_sdxl_is_told_from_that_for_older_models(tmp_path: Pa
         )
 
 
-def test_captions_that_are_dropped_are_not_cached_by_sd_scripts() -> None:
-    plan = plan_of("sdxl", targets="attention+mlp+proj", timestep_shift=1.0, caption_dropout=0.1)
-    text = export_plan(plan, get_trainer("sd-scripts")).files["train.toml"]
-    assert "cache_latents = true" in text
-    assert "cache_text_encoder_outputs" not in text
-
-
-def test_onetrainer_s_file_for_sdxl_has_its_settings_under_the_unet(tmp_path: Path) -> None:
+def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
     written = {
         "model_type": "STABLE_DIFFUSION_XL_10_BASE",
         "training_method": "LORA",
@@ -67,15 +62,7 @@ def test_onetrainer_s_file_for_sdxl_has_its_settings_under_the_unet(tmp_path: Pa
     assert "conv1" in lost(full)["layer_filter"]
 
 
-def test_a_shift_by_resolution_is_not_given_to_a_model_without_one(tmp_path: Path) -> None:
-    config = read(
-        tmp_path, "config.json", {"model_family": "z_image", "flow_schedule_auto_shift": True}
-    )
-    assert "timestep_shift" not in config.options
-    assert "family's usual" in lost(config)["flow_schedule_auto_shift"]
-
-
-def test_a_plan_for_a_trainer_adapts_layers_that_it_can_adapt() -> None:
+def test_targets_suit_the_trainer() -> None:
     assert (
         request_for("sdxl", None, {"for_trainer": "sd-scripts"}).workload_overrides.targets
         == "attention+mlp+proj"
@@ -87,3 +74,35 @@ def test_a_plan_for_a_trainer_adapts_layers_that_it_can_adapt() -> None:
     with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
         request_for("flux1-dev", None, {"for_trainer": "sd-scripts", "targets": "attention"})
     assert "attention+mlp" in str(told.value.hint)
+
+
+KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})
+
+
+def general_name(layer: str) -> str:
+    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike
+    ones."""
+    return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_layer_tables_are_whole(name: str) -> None:
+    family = FAMILIES[name]
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    assert linear_layers(family) == set(map(general_name, names))
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d))
+    assert convolutions(family) == set(map(general_name, names))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_target_sets_are_found(name: str) -> None:
+    family = FAMILIES[name]
+    for targets in family.target_sets:
+        named, difference = find_target_set(family, layers_of(family, targets))
+        assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
+    found, difference = find_target_set(
+        family, layers_of(family, "attention") - {min(layers_of(family, "attention"))}
+    )
+    assert found == "attention"
+    assert difference.startswith("also adapts ")

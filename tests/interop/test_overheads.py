@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-import autotune
 from autotune.cost.kernels import IN_FP32, kernel_for
 from autotune.cost.predict import CostModel
 from autotune.cost.recorder import Segment
-from autotune.interop.exporting import export_plan, known_model, overheads_for
+from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.overheads import Overheads
 from autotune.plan.prediction import MemoryBreakdown, Prediction
 from autotune.plan.workload import Bucket
-from autotune.report.plan import plan_lines
 from autotune.search.winner import Score, refuse_beyond
 from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.interop.plans import plan_of
-from tests.train.small import write_model_and_images
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 ADAPTERS = {"ai-toolkit": 4, "musubi": 4, "onetrainer": 4, "simpletuner": 2, "diffusers": 2}
@@ -59,9 +56,7 @@ def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
 
 
 @pytest.mark.parametrize("trainer", ADAPTERS)
-def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(
-    own: CostModel, trainer: str
-) -> None:
+def test_adapters_take_the_table_s_bytes(own: CostModel, trainer: str) -> None:
     found = overheads_of(trainer)
     theirs = cost_of("qwen-image", found)
     model_bytes = own.model.model_bytes("bf16", "none")
@@ -77,7 +72,7 @@ def test_an_adapter_takes_the_bytes_that_a_trainer_s_table_says(
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
 
-def test_an_adapter_in_fp32_without_autocast_keeps_a_copy_of_each_input(own: CostModel) -> None:
+def test_fp32_adapters_keep_copies(own: CostModel) -> None:
     def kept_by_a_block(trainer: str) -> int:
         model = cost_of("qwen-image", overheads_of(trainer)).model
         kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
@@ -119,38 +114,7 @@ def test_what_a_file_says_counts() -> None:
     assert of("diffusers", "qwen-image").adapter_on("bnb-nf4").precision == "fp32"
 
 
-def test_settings_that_fit_by_themselves_but_not_with_a_trainer_s_overheads_are_not_chosen(
-    tmp_path: Path,
-) -> None:
-    model, _ = write_model_and_images(tmp_path)
-    asked: Any = {
-        "hardware": "nvidia-h100-sxm",
-        "resolution": "512",
-        "exclusions": {"quantization": "torchao-fp8"},
-    }
-    roomy = autotune.plan(str(model), for_trainer="ai-toolkit", **asked)
-    pins = {name: str(value) for name, value in roomy.frozen.settings}
-    alone = autotune.plan(str(model), pins=pins, hardware="nvidia-h100-sxm", resolution="512")
-    needed, own = (each.frozen.expected.run_memory_bytes for each in (roomy, alone))
-    assert own < needed
-    budget = (own + needed) // 2
-    tight = autotune.plan(str(model), for_trainer="ai-toolkit", max_memory=budget, **asked)
-    assert autotune.plan(
-        str(model), pins=pins, max_memory=budget, hardware="nvidia-h100-sxm", resolution="512"
-    )
-    assert tight.frozen.settings != roomy.frozen.settings
-    assert tight.frozen.expected.run_memory_bytes <= budget
-    assert tight.frozen.overheads is not None
-    assert tight.frozen.overheads.program == "ai-toolkit"
-    assert "memory as ai-toolkit takes it" in " ".join(plan_lines(tight))
-    head = export_plan(tight, get_trainer("ai-toolkit")).files["train.yaml"]
-    assert "# As ai-toolkit takes memory, it is expected" in head
-    assert "the adapter in fp32, with a copy of each input" in head
-
-
-def test_a_trial_of_autotune_s_executor_wins_only_if_the_trainer_would_fit_too(
-    own: CostModel,
-) -> None:
+def test_winners_fit_the_trainer_too(own: CostModel) -> None:
     theirs = cost_of("qwen-image", overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
@@ -176,7 +140,7 @@ WITH_GRADIENTS = 12 * WIDTH**2
 two that widen by 4."""
 
 
-def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pass() -> None:
+def test_kept_weights_await_their_backward_pass() -> None:
     musubi = overheads_of("musubi")
     own = musubi.changed(products={})
     kept, dropped = (traced_block(each, "torchao-fp8", 0).growth_bytes for each in (musubi, own))
@@ -185,7 +149,7 @@ def test_weights_that_autograd_keeps_converted_are_there_until_their_backward_pa
     assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
 
 
-def test_what_autocast_has_in_fp32_is_what_torch_s_own_table_has() -> None:
+def test_autocast_is_as_in_torch() -> None:
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     table = header.partition("#define AT_FORALL_FP32(_)")[2].partition("#define")[0]
     called = ("layer_norm", "group_norm", "rms_norm", "mse_loss", "linear", "gelu", "silu")
