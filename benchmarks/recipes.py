@@ -45,9 +45,9 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.trial import TrialResult
-from autotune.search.next import ResidualSearch
+from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.space import build_search_space, with_mixtures
-from autotune.search.study import SearchLimits, run_search
+from autotune.search.study import run_search
 
 SIDE_PX = {"qwen-image": 128, "flux1-dev": 128, "z-image": 128, "wan-2.1": 64}
 """By family. The last one's are clips of five frames."""

@@ -28,8 +28,8 @@ from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, tab
 from autotune.cost.predict import BLOCK_NUMBERS
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
-from autotune.search.next import ResidualSearch
-from autotune.search.study import SearchLimits, run_search
+from autotune.search.next import ResidualSearch, SearchLimits
+from autotune.search.study import run_search
 
 AFTER = (4, 8, 12)
 NEAR = 0.05

@@ -24,8 +24,9 @@ from autotune.plan.plan import FrozenPart, PlannedHardware, Reason, TrainingPlan
 from autotune.plan.plan_file import read_plan, seal, write_plan
 from autotune.plan.trial import TrialResult
 from autotune.search.expected import build_expectation, planned_hardware
+from autotune.search.next import search_cost_seconds
 from autotune.search.problem import PlannerBackend
-from autotune.search.study import TrialFunction, search_cost_seconds
+from autotune.search.study import TrialFunction
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
 from autotune.train.prepare import key_misfits, model_misfits, require_fit

@@ -14,7 +14,7 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
-from autotune.search.study import SearchLimits
+from autotune.search.next import SearchLimits
 from autotune.system.files import shipped_path
 
 BYTES_PER_PARAMETER = 2

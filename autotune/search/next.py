@@ -22,6 +22,17 @@ from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
 
+SHARE_OF_RUN = 0.05
+"""Share of the planned run's time that a search may take by default."""
+MIN_SECONDS = 60.0
+MIN_TRIALS = 7
+"""With 6, two of nine searches in the development table stopped before they came within 5% (see
+benchmarks/DECISIONS.md)."""
+MIN_TRIALS_WITH_PRIORS = 4
+"""The same if records of similar machines hold."""
+NUM_EXTRA_TRIALS = 2
+"""Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
+(see the log)."""
 STOP_SIGMAS = 1.5
 """Standard deviations by which the stop rule lets a candidate be better than predicted: fewer
 ended searches too early (see benchmarks/DECISIONS.md)."""
@@ -103,6 +114,28 @@ def best_seconds(results: Sequence[TrialResult]) -> float:
     return min(
         (r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf
     )
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """When a search ends at the latest."""
+
+    max_trials: int
+    max_seconds: float | None = None
+    """Seconds of trials, all workers' together; None for a share of the run, at least a minute."""
+    num_steps: int = 1
+    """Steps of the planned run."""
+
+    def allowed_seconds(self, step_seconds: float) -> float:
+        """Seconds of trials for a run whose steps take `step_seconds`."""
+        if self.max_seconds is not None:
+            return self.max_seconds
+        return max(MIN_SECONDS, SHARE_OF_RUN * self.num_steps * step_seconds)
+
+
+def search_cost_seconds(results: Sequence[TrialResult]) -> float:
+    """What trials took, loading included."""
+    return math.fsum(result.wall_seconds or 0.0 for result in results)
 
 
 class ResidualSearch:
@@ -268,6 +301,32 @@ class ResidualSearch:
         return ScoredCandidate(
             prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit
         )
+
+    def is_over(
+        self,
+        limits: SearchLimits,
+        results: Sequence[TrialResult],
+        running: Collection[Candidate] = (),
+        has_waiting: bool = False,
+    ) -> bool:
+        """Whether no trial should follow; `has_waiting` if a dead worker's candidate waits to be
+        tried again."""
+        num_trials, best = len(results) + len(running), best_seconds(results)
+        if math.isinf(best):
+            allowed = limits.allowed_seconds(min(s.step_seconds for s in self.remaining(())))
+        else:
+            allowed = limits.allowed_seconds(best)
+        if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
+            return True
+        if has_waiting:
+            return False
+        if self.priors(results):
+            min_trials = MIN_TRIALS_WITH_PRIORS
+        else:
+            min_trials = MIN_TRIALS + (NUM_EXTRA_TRIALS if self.is_overconfident(results) else 0)
+        if num_trials < min_trials or math.isinf(best):
+            return not self.remaining(results, running)
+        return self.has_converged(results, running)
 
     def has_converged(
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()

@@ -34,7 +34,7 @@ from autotune.plan.plan_file import parse_plan, seal
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import Residual, TrialResult
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
-from autotune.search.next import ResidualSearch, best_seconds
+from autotune.search.next import ResidualSearch, best_seconds, search_cost_seconds
 from autotune.search.problem import (
     PlannerBackend,
     PlanningProblem,
@@ -49,7 +49,6 @@ from autotune.search.study import (
     publish_plan,
     published_plan,
     run_search,
-    search_cost_seconds,
     take_snapshot,
 )
 from autotune.search.winner import (

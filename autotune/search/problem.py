@@ -24,10 +24,10 @@ from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search.comparison import NoGpu
 from autotune.search.gradient_checks import check_parity
-from autotune.search.next import memory_upper_bound
+from autotune.search.next import SearchLimits, memory_upper_bound
 from autotune.search.request import PlanRequest, ResolvedRequest
 from autotune.search.space import SearchSpace, drop_values, find_mixtures, with_mixtures
-from autotune.search.study import SearchLimits, TrialFunction
+from autotune.search.study import TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__

@@ -6,7 +6,6 @@ again. Trials themselves never fail: one that ran out of memory is complete, wit
 constraint. A database's password stays in its URL: no message, log or plan ever holds it.
 """
 
-import json
 import math
 import time
 import warnings
@@ -28,23 +27,12 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
-from autotune.search.next import ResidualSearch, best_seconds
+from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.system.files import ESCAPE_CHARACTERS, quote_error
 
 TrialFunction = Callable[[Candidate], TrialResult]
 """Tries a candidate for a few steps."""
 
-SHARE_OF_RUN = 0.05
-"""Share of the planned run's time that a search may take by default."""
-MIN_SECONDS = 60.0
-MIN_TRIALS = 7
-"""With 6, two of nine searches in the development table stopped before they came within 5% (see
-benchmarks/DECISIONS.md)."""
-MIN_TRIALS_WITH_PRIORS = 4
-"""The same if records of similar machines hold."""
-NUM_EXTRA_TRIALS = 2
-"""Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
-(see the log)."""
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
 HEARTBEAT_SECONDS = 10
@@ -75,14 +63,9 @@ def open_study(
     follows: bool = False,
     is_fresh: bool = False,
 ) -> Iterator[Study]:
-    """The study in a storage, new or as other workers left it; in memory without a storage.
-
-    Args:
-        url: the storage's, as SQLAlchemy writes it.
-        name: any number of studies lie in one storage.
-        identity: by name, all that must be equal for results to count; shown if it is not.
-        follows: a study that is over is followed by a new one.
-        is_fresh: one that is not is, too.
+    """The study in a storage, new or as other workers left it; in memory without a storage. `identity` names all
+    that must be equal for results to count. With `follows`, a study that is over is followed by a
+    new one; with `is_fresh`, one that is not is, too.
 
     Raises:
         InvalidInput: the URL cannot be used, or the study has another identity.
@@ -111,7 +94,8 @@ def open_study(
             ]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise AutotuneError(
-                f"the study {name!r} is damaged: {_quote(error, url)}", hint="name another --study"
+                f"the study {name!r} is damaged: {quote_error(error, url)}",
+                hint="name another --study",
             ) from None
         if differing:
             raise InvalidInput(
@@ -158,7 +142,7 @@ def _connect(url: str) -> RDBStorage:
         # No such driver, no such URL, a port that is no number, tables of another Optuna.
         except (ImportError, ArgumentError, ValueError, RuntimeError) as error:
             raise InvalidInput(
-                f"cannot use the storage: {_quote(error, url)}",
+                f"cannot use the storage: {quote_error(error, url)}",
                 hint="write it like postgresql+psycopg://user:password@host/database, after "
                 f"pip install 'lora-autotune[postgres]'; {ESCAPE_CHARACTERS}",
             ) from None
@@ -167,10 +151,6 @@ def _connect(url: str) -> RDBStorage:
                 raise
             time.sleep(0.3 * attempt)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _quote(error: BaseException, url: str) -> str:
-    return quote_error(error, None if url.startswith("sqlite:") else url)
 
 
 @contextmanager
@@ -189,7 +169,7 @@ def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
         while failure.__cause__ is not None:  # the outer errors say it in SQL
             failure = failure.__cause__
         raise AutotuneError(
-            f"the storage of the search failed: {_quote(failure, url)}",
+            f"the storage of the search failed: {quote_error(failure, url)}",
             hint=f"{kept}run the same command again once the storage can be reached. "
             "If its file is damaged, name another --study",
         ) from None  # the chain would show what was left out
@@ -230,12 +210,7 @@ def take_snapshot(study: Study) -> StudySnapshot:
 
 
 class ResidualSampler(BaseSampler):
-    """Asks the residual search.
-
-    Args:
-        search: chooses what to try next.
-        is_over: whether no trial should follow.
-    """
+    """Asks the residual search."""
 
     def __init__(self, search: ResidualSearch, is_over: Callable[[StudySnapshot], bool]) -> None:
         self.search, self.is_over = search, is_over
@@ -260,28 +235,6 @@ class ResidualSampler(BaseSampler):
         raise RuntimeError("every knob is sampled relatively")
 
 
-@dataclass(frozen=True)
-class SearchLimits:
-    """When a search ends at the latest."""
-
-    max_trials: int
-    max_seconds: float | None = None
-    """Seconds of trials, all workers' together; None for a share of the run, at least a minute."""
-    num_steps: int = 1
-    """Steps of the planned run."""
-
-    def allowed_seconds(self, step_seconds: float) -> float:
-        """Seconds of trials for a run whose steps take `step_seconds`."""
-        if self.max_seconds is not None:
-            return self.max_seconds
-        return max(MIN_SECONDS, SHARE_OF_RUN * self.num_steps * step_seconds)
-
-
-def search_cost_seconds(results: Sequence[TrialResult]) -> float:
-    """What trials took, loading included."""
-    return math.fsum(result.wall_seconds or 0.0 for result in results)
-
-
 def run_search(
     search: ResidualSearch,
     run: TrialFunction,
@@ -291,28 +244,19 @@ def run_search(
     is_enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
-    """Try candidates until the search is over; without a candidate that is predicted to fit,
-    nothing is tried.
+    """Try candidates until the search is over, or `is_enough`; return all results in order, other
+    workers' too.
 
-    Args:
-        search: chooses what to try next.
-        run: tries a candidate.
-        limits: when to end at the latest.
-        on_trial: called with each result, those of an interrupted search first.
-        is_enough: ends the search early, e.g. once a record is reproduced.
-        study: where results are stored; finished trials in it are not run again. By default in
-            memory.
-
-    Returns:
-        all results in order, other workers' too.
+    Finished trials of the study (by default one in memory) are not run again; `on_trial` is called
+    with them first. Without a candidate that is predicted to fit, nothing is tried.
     """
-    remaining = search.remaining(())
-    if not remaining:
+    if not search.remaining(()):
         return ()
-    predicted_seconds = min(scored.step_seconds for scored in remaining)
 
     def is_over(snapshot: StudySnapshot) -> bool:
-        return is_enough(snapshot.results) or _is_over(search, limits, predicted_seconds, snapshot)
+        return is_enough(snapshot.results) or search.is_over(
+            limits, snapshot.results, snapshot.running, snapshot.has_waiting
+        )
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)
@@ -359,42 +303,10 @@ def _objective(
         except BaseException:  # interrupted: it says nothing about the candidate
             trial.set_user_attr(STOPPED, True)
             raise
-        trial.set_user_attr(RESULT, _json(result))
+        trial.set_user_attr(RESULT, result.model_dump_json())
         on_trial(result)
-    told = {  # what a person who opens the study in a dashboard reads
-        "settings": result.candidate.label(),
-        "outcome": result.outcome,
-        "why": result.message or None,
-        "step memory GiB": result.peak_memory_bytes and round(result.peak_memory_bytes / 2**30, 3),
-        "seconds of trial": result.wall_seconds and round(result.wall_seconds, 1),
-    }
-    for name, value in told.items():
-        if value is not None:
-            trial.set_user_attr(name, value)
-    failed = 0.0 if result.outcome == "ok" else 1.0
-    trial.set_constraint(CONSTRAINT, failed)
-    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them.
-    trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [failed])
+    trial.set_constraint(CONSTRAINT, 0.0 if result.outcome == "ok" else 1.0)
     return result.median_step_seconds or math.inf
-
-
-def _is_over(
-    search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot
-) -> bool:
-    results, num_trials = snapshot.results, len(snapshot.results) + len(snapshot.running)
-    best = best_seconds(results)
-    allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
-    if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
-        return True
-    if snapshot.has_waiting:
-        return False
-    if search.priors(results):
-        min_trials = MIN_TRIALS_WITH_PRIORS
-    else:
-        min_trials = MIN_TRIALS + (NUM_EXTRA_TRIALS if search.is_overconfident(results) else 0)
-    if num_trials < min_trials or math.isinf(best):
-        return not search.remaining(results, snapshot.running)
-    return search.has_converged(results, snapshot.running)
 
 
 def memoize(
@@ -410,13 +322,8 @@ def memoize(
         return TrialResult.model_validate_json(stored)
     found = measure(candidate)
     if found is not None:
-        study.set_user_attr(key, _json(found))
+        study.set_user_attr(key, found.model_dump_json())
     return found
-
-
-def _json(stored: TrialResult) -> str:
-    """With spaces: a dashboard would else draw it as one word, wider than the window."""
-    return json.dumps(stored.model_dump(mode="json"))
 
 
 def published_plan(study: Study) -> str | None:

@@ -18,6 +18,7 @@ from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.hardware import MemoryBudget
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
 from autotune.plan.trial import Residual, TrialResult
@@ -177,7 +178,8 @@ class FormulaCostModel:
 def by_formula(num_blocks: int = 50) -> Iterator[None]:
     """Planning that predicts by formula and builds no model: torch is never imported."""
 
-    def resolve(model: str) -> ResolvedModel:
+    def resolve(named: ModelRef | str) -> ResolvedModel:
+        model = ModelRef.of(named).name
         family = get_family(model)
         spec = ModelSpec(
             family=model,

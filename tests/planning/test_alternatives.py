@@ -11,11 +11,10 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.prediction import Prediction
 from autotune.search.problem import advise_larger_batch
-from autotune.search.request import request_from
 from autotune.search.space import build_search_space
 from tests import builders
 from tests.planning.formula import FormulaCostModel
-from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
+from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
@@ -57,24 +56,6 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
         )
 
 
-def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
-    hardware = builders.hardware(
-        *CAPABILITIES, "quantization.torchao-int8", budget_bytes=10 * 2**30
-    )
-    pinned = request(pins=(("quantization", "none"),), is_local=False)
-    with pytest.raises(NothingFits) as caught:
-        make_plan(pinned, hardware)
-    assert "--quality" not in caught.value.hint
-    assert "without --pin (" in caught.value.hint
-    assert (
-        make_plan(replace(pinned, pins=()), hardware).frozen.settings.quantization == "torchao-int8"
-    )
-    excluded = request(exclusions=(("quantization", "torchao-int8"),), is_local=False)
-    with pytest.raises(NothingFits, match="weights alone") as caught:
-        make_plan(excluded, hardware)
-    assert "without --exclude (" in caught.value.hint
-
-
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
 def test_a_larger_batch_is_predicted_only_with_settings_that_run(
     settings: dict[str, object],
@@ -93,23 +74,3 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(
     advise_larger_batch(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.conflict(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
-
-
-def test_the_same_question_can_be_asked_again() -> None:
-    asked = request(
-        exclusions=(("attention", "_native_cudnn"),), job_overrides={"num_steps": 77, "seed": 5}
-    )
-    plan = make_plan(asked, HARDWARE, backend=surroundings())
-    again = make_plan(request_from(plan), HARDWARE, backend=surroundings())
-    assert again == plan
-
-
-def test_a_search_stops_at_its_share_of_the_run() -> None:
-    def slow(candidate: object) -> object:
-        return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
-
-    plan = make_plan(
-        request(job_overrides={"num_steps": 100}), HARDWARE, backend=surroundings(slow)
-    )  # type: ignore[arg-type]
-    assert len(plan.frozen.trials) == 3  # 60 s
-    assert plan.frozen.search_seconds == 75

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.knobs.registry import startup_seconds
-from autotune.models.registry import get_family
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
@@ -92,17 +90,6 @@ def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
     plan = plan_on(machine(saved, startup)[0])
     assert plan.frozen.settings.compile == "off"
     assert words in reason_of(plan).rejected[0].reason
-
-
-@pytest.mark.parametrize(("recomputing", "kinds"), [(0, 1), (2, 2), (4, 1)])
-def test_blocks_that_recompute_beside_others_start_up_by_themselves(
-    recomputing: int, kinds: int
-) -> None:
-    family, work = get_family("qwen-image"), builders.workload(text_padding="exact")
-    work = work.changed(model=work.model.changed(num_blocks=4))
-    fields = {"checkpointed_blocks": recomputing, "compile": "block"}
-    candidate = Candidate.model_validate({"micro_batch_size": 1, **fields})
-    assert startup_seconds(candidate, family, work) == pytest.approx(0.001 * kinds)
 
 
 def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> None:

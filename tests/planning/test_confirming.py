@@ -6,16 +6,11 @@ from dataclasses import replace
 import pytest
 
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import process_overhead_bytes
-from autotune.plan.plan import Expected
 from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
-from autotune.train.prepare import hardware_misfits
-from tests import builders
 from tests.builders import GIB, trial
-from tests.conftest import Journey
-from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
+from tests.planning.machines import HARDWARE, make_plan, request, surroundings
 
 FEW = tuple((name, "0") for name in ("selective_blocks", "swapped_blocks"))
 """Fewer settings to choose from: a plan in a third of the time."""
@@ -83,54 +78,3 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
         if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"
     ]
     assert smaller or not plan.frozen.fallbacks
-
-
-def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:
-    """The text encoder needs more than a step: its phase takes what it was measured to, and the
-    context."""
-    phases = [
-        PhasePeak(name=name, seconds=1.0, device_bytes=size * GIB, host_bytes=GIB)
-        for name, size in (("caching", 17), ("loading", 11), ("training", 12))
-    ]
-
-    def planned(*rehearsed: PhasePeak) -> Expected:
-        def rehearse(
-            model: str, cost: object, candidate: Candidate, max_seconds: float
-        ) -> TrialResult:
-            return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
-
-        asked = request(max_trials=1, pins=FEW)
-        return make_plan(
-            asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)
-        ).frozen.expected  # type: ignore[arg-type]
-
-    whole, without_caching = planned(*phases), planned(*phases[1:])
-    assert 17 * GIB < whole.run_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
-    assert without_caching.process_memory_bytes > 2 * GIB, (
-        "predicted for caching, which nothing measured"
-    )
-
-
-def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
-    """Its context and 1 MiB are left beside it, though prediction rounds up by more: it would
-    not have run else."""
-    hardware = builders.hardware(*CAPABILITIES, budget_bytes=23 * GIB)
-    peak_bytes = 23 * GIB - process_overhead_bytes(hardware) - 2**20
-
-    def run(candidate: Candidate) -> TrialResult:
-        return trial(candidate, 1.0, peak_bytes)
-
-    plan = make_plan(request(max_trials=1, pins=FEW), hardware, backend=surroundings(run))
-    assert plan.frozen.expected.run_memory_bytes == 23 * GIB
-    assert hardware_misfits(plan, hardware) == ()
-
-
-def test_a_real_plan_was_rehearsed_through_every_phase(journey: Journey) -> None:
-    plan = journey.plan
-    names = [phase.name for phase in plan.frozen.expected.phases]
-    assert names == ["caching", "loading", "training", "previews", "saving"]
-    confirmation = next(
-        t for t in plan.frozen.trials if t.confirms and t.candidate == plan.frozen.settings
-    )
-    assert plan.frozen.expected.step_seconds == confirmation.median_step_seconds
-    assert len(confirmation.step_seconds) >= 3

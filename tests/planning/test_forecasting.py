@@ -71,17 +71,6 @@ def test_it_has_the_best_with_every_value_and_the_front() -> None:
     assert min(fitting, key=lambda each: each.run_memory_bytes).candidate in kept
 
 
-def test_it_has_the_nearest_that_does_not_fit_and_would_be_faster() -> None:
-    made = forecast(SETTINGS)
-    chosen = next(each for each in predictions() if each.candidate == SETTINGS)
-    beyond = [
-        each for each in predictions()
-        if each.run_memory_bytes > 17 * GIB and each.step_seconds < chosen.step_seconds
-    ]  # fmt: skip
-    nearest = min(beyond, key=lambda each: each.run_memory_bytes).candidate
-    assert nearest in {each.candidate(SETTINGS) for each in made.alternatives}
-
-
 def test_numbers_are_rounded_so_that_last_bits_change_nothing() -> None:
     made = forecast(SETTINGS)
     assert made.step_time.matmul_seconds == 0.33333

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import NothingFits
@@ -170,13 +169,3 @@ pins = st.lists(
     max_size=2,
     unique_by=lambda pin: pin[0],
 ).map(tuple)
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(cards, families, pins, st.floats(0.3, 1), st.floats(0.3, 1))
-def test_more_memory_and_fewer_pins_together_give_no_slower_plan(
-    hardware: HardwareProfile, family: str, pinned: Any, one: float, other: float
-) -> None:
-    more = seconds(family, hardware, share=max(one, other))
-    assert more <= (1 + TIE) * seconds(family, hardware, pins=pinned, share=min(one, other))

@@ -25,15 +25,3 @@ def test_the_best_candidate_wins_though_its_first_trial_was_disturbed(slowdown: 
     plan = make_plan(request(), HARDWARE, backend=surroundings(disturbed))
     assert plan.frozen.expected.step_seconds <= 1.03 * quiet.frozen.expected.step_seconds
     assert len(seen) <= len(quiet.frozen.trials) + 3
-
-
-@pytest.mark.usefixtures("_by_formula")
-def test_a_quiet_machine_repeats_nothing() -> None:
-    seen: list[Candidate] = []
-
-    def run(candidate: Candidate) -> TrialResult:
-        seen.append(candidate)
-        return answer(candidate)
-
-    make_plan(request(), HARDWARE, backend=surroundings(run))
-    assert len(seen) == len(set(seen))

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.plans import list_choices
 from autotune.errors import DoesNotFit
 from autotune.knobs.knob import parity_capability
-from autotune.machine.catalog import with_assumed_packages
 from autotune.machine.probing import with_budget
 from autotune.machine.store import hardware_named
 from autotune.plan.candidate import CachingSettings, Candidate
@@ -17,10 +15,8 @@ from autotune.plan.hardware import Capability, HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal, with_job, write_plan
 from autotune.plan.trial import TrialResult
-from autotune.report.plan import explain_lines
 from autotune.search.arrival import seal_on_arrival, sealed_beside, sealed_path
 from tests import builders
-from tests.events import notices_to
 from tests.planning.formula import KEPT_BYTES
 from tests.planning.machines import answer, make_plan, request, surroundings
 
@@ -97,72 +93,9 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(
         seal_on_arrival(predicted, small, backend=untouched)
 
 
-def test_processes_on_one_cpu_share_its_memory(predicted: TrainingPlan) -> None:
-    """Eight of them have 3 GiB each, less than a step needs by formula; the plan tells what all
-    may take."""
-    cpu = builders.hardware(
-        "attention.native", "precision.fp32", kind="cpu", compute_capability=(8, 9)
-    )
-    planned = predicted.frozen.hardware.changed(
-        device_kind="cpu", match_keys=cpu.match_keys, num_processes=2, strategy="ddp"
-    )
-    settings = predicted.frozen.settings.changed(
-        precision="fp32", micro_batch_size=1, batch_memory="pageable"
-    )
-    arriving = edited(predicted, hardware=planned, settings=settings, fallbacks=())
-    roomy = cpu.changed(device=cpu.device.changed(budget_bytes=240 * 2**30))
-    sealed = seal_on_arrival(arriving, roomy, backend=surroundings())
-    assert sealed.frozen.hardware.budget_bytes == roomy.device.budget_bytes
-    needed = sealed.frozen.expected.run_memory_bytes
-    tight = cpu.changed(device=cpu.device.changed(budget_bytes=round(1.2 * needed)))
-    with pytest.raises(DoesNotFit, match="a run may take"):
-        seal_on_arrival(
-            arriving, tight, backend=surroundings(lambda candidate: pytest.fail("tried"))
-        )
-
-
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     """The same plan with other contents of its frozen part."""
     return seal(plan.job, plan.frozen.model_copy(update=changes))
-
-
-PACKAGES = ("flash-attn", "xformers")
-
-
-@pytest.mark.usefixtures("_by_formula")
-def test_a_package_that_was_assumed_and_is_not_here_is_named_before_anything_is_tried() -> None:
-    asked = replace(request(pins=(("attention", "flash"),)), is_local=False)
-    plan = make_plan(
-        asked, with_assumed_packages(hardware_named("nvidia-rtx-4090"), ["flash-attn"])
-    )
-    assert plan.frozen.hardware.assumed == ("flash-attn",)
-    assert any("assumed: flash-attn installed" in line for line in explain_lines(plan))
-    assert "flash" in list_choices(earlier=plan, hardware="nvidia-rtx-4090").choices["attention"]
-    notes: list[str] = []
-    there = list_choices(
-        earlier=plan, hardware="nvidia-t4", pins={}, on_event=notices_to(notes.append)
-    )
-    assert "flash" not in there.choices["attention"]
-    assert any(
-        "the earlier plan assumed flash-attn: flash-attn does not run on" in note for note in notes
-    )
-    both = plan.changed(
-        frozen=plan.frozen.changed(hardware=plan.frozen.hardware.changed(assumed=PACKAGES))
-    )
-    spaces = (there, list_choices(earlier=both, hardware="nvidia-t4", pins={}))
-    lacking_here = [
-        any("xformers is not" in one.reason for one in space.rejected["attention"])
-        for space in spaces
-    ]
-    assert lacking_here == [True, False], "what does run there is kept"
-    lacking = Capability(
-        name="attention.flash", available=False, reason="package: flash_attn is not installed"
-    )
-    here = HERE.changed(capabilities=(*HERE.capabilities, lacking))
-    with pytest.raises(DoesNotFit, match="attention flash: package: flash_attn is not installed"):
-        seal_on_arrival(
-            plan, here, backend=surroundings(lambda candidate: pytest.fail(str(candidate)))
-        )
 
 
 def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(

@@ -12,16 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.plan_file import plan_text, read_plan
-from autotune.plan.trial import TrialResult
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
 from autotune.search.request import PlanRequest
-from autotune.search.study import open_study
-from autotune.system.files import data_path, make_scratch_folder
+from autotune.system.files import make_scratch_folder
 from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
@@ -143,67 +141,6 @@ def _unignored_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_unignored_signals")
-def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: PlanRequest) -> None:
-    tried: list[Candidate] = []
-    refused = AutotuneError("a training run uses this device", hint="wait")
-    for stop in (signal.SIGTERM, refused, signal.SIGHUP, KeyboardInterrupt()):
-
-        def stopped(
-            candidate: Candidate, stop: signal.Signals | BaseException = stop
-        ) -> TrialResult:
-            tried.append(candidate)
-            if isinstance(stop, BaseException):
-                raise stop
-            signal.raise_signal(stop)
-            return answer(candidate)
-
-        with pytest.raises(AutotuneError if stop is refused else KeyboardInterrupt):
-            make_plan(asked, HARDWARE, backend=surroundings(stopped))
-    plan = make_plan(asked, HARDWARE, backend=interrupted_after(99, tried))
-    assert len(set(tried[:5])) == 1, "it is taken up again first"
-    assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
-
-
-def test_a_fresh_search_takes_nothing_from_one_that_runs_and_leaves_it_alone(
-    asked: PlanRequest, tmp_path: Path
-) -> None:
-    worker = start_worker(tmp_path, "first", asked, hangs_at=3)
-    wait_until(lambda: len(logged(worker.log, "begins")) == 3)
-    tried: list[Candidate] = []
-    fresh = dataclasses.replace(asked, interrupted="forgotten")
-    make_plan(fresh, HARDWARE, backend=interrupted_after(99, tried))
-    assert tried[:2] == logged(worker.log, "ends"), "it measures anew"
-    assert worker.process.is_alive()
-    kill(worker)
-
-
-@pytest.mark.slow
-def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: PlanRequest) -> None:
-    tried: list[Candidate] = []
-    rehearsed: list[Candidate] = []
-
-    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
-        rehearsed.append(candidate)
-        seconds = (
-            9.0 if len(rehearsed) == 1 else 0.5
-        )  # the first winner disappoints, so another is tried for longer
-        if len(rehearsed) == 2:
-            raise KeyboardInterrupt
-        return builders.trial(candidate, seconds, 8 * builders.GIB, wall_seconds=2.5, confirms=True)
-
-    backend = dataclasses.replace(interrupted_after(99, tried), rehearse=rehearse)  # type: ignore[type-var]
-    with pytest.raises(KeyboardInterrupt):
-        make_plan(asked, HARDWARE, backend=backend)
-    number = len(tried)
-    plan = make_plan(asked, HARDWARE, backend=backend)
-    assert len(tried) == number
-    assert len(rehearsed) == 3
-    assert rehearsed[1] == rehearsed[2] != rehearsed[0]
-    assert sum(trial.confirms for trial in plan.frozen.trials) == 2
-
-
 @pytest.mark.quick("work", "damage")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage", "other optuna"])
 def test_only_the_same_question_on_the_same_machine_goes_on(
@@ -233,43 +170,11 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
     assert len(second) >= 4
 
 
-@pytest.mark.slow
-def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(
-    asked: PlanRequest,
-) -> None:
-    def fails(candidate: Candidate) -> object:
-        return builders.trial(candidate, None, wall_seconds=1.0)
-
-    with pytest.raises(NothingFits):
-        make_plan(asked, HARDWARE, backend=surroundings(fails))  # type: ignore[arg-type]
-    assert make_plan(asked, HARDWARE, backend=surroundings()).frozen.trials[0].outcome == "ok"
-
-
-def test_where_nothing_can_be_written_trials_stay_in_memory(
-    asked: PlanRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    notes: list[str] = []
-    assert make_plan(asked, HARDWARE, notices_to(notes.append), surroundings()).frozen.trials
-    assert "in memory only" in notes[0]
-
-
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
     asked = request("ended")
     plan = make_plan(asked, HARDWARE, backend=surroundings())
     again = make_plan(asked, HARDWARE, backend=surroundings(lambda candidate: pytest.fail("tried")))
     assert plan_text(again) == plan_text(plan)
-
-
-def test_a_study_whose_results_are_damaged_says_so() -> None:
-    asked = request("damaged")
-    make_plan(asked, HARDWARE, backend=surroundings())
-    file = data_path("studies.db")
-    file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
-    with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
-        make_plan(asked, HARDWARE, backend=surroundings())
-    assert "name another --study" in caught.value.hint
 
 
 @pytest.mark.usefixtures("_short_grace")
@@ -354,19 +259,3 @@ def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> Non
     assert PASSWORD not in words
     assert "p%40ss" not in words
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
-
-
-def test_a_file_that_goes_while_it_is_used_is_named_without_sql(tmp_path: Path) -> None:
-    file = tmp_path / "study.db"
-    url = f"sqlite:///{file}"
-
-    def lose_file() -> None:
-        with open_study(url, "x", {}) as study:
-            trial = study.ask()
-            file.unlink()
-            trial.set_user_attr("a", 1)
-
-    with pytest.raises(AutotuneError, match=r"failed: attempt to write a readonly database$"):
-        lose_file()
-    with pytest.raises(ZeroDivisionError), open_study(url, "x", {}):
-        _ = 1 / 0

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.cost.predict import BLOCK_NUMBERS, CostModel
 from autotune.plan.candidate import Candidate
-from autotune.search.space import (
-    MAX_STEP,
-    Mixtures,
-    _frontier,
-    _thin,
-    build_search_space,
-    find_mixtures,
-    with_mixtures,
-)
+from autotune.search.space import MAX_STEP, Mixtures, _frontier, build_search_space, with_mixtures
 from tests import builders
 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)
@@ -40,18 +32,6 @@ def test_the_frontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, 
     }
     assert found == wanted
     assert len(kept.num_bytes) == len(found)
-
-
-@given(points, st.floats(0.5, 50))
-def test_thinning_leaves_the_ends_and_no_gap_that_a_point_could_close(
-    pairs: list[tuple[float, float]], step: float
-) -> None:
-    whole = _frontier(mixtures_of(pairs))
-    thin = np.sort(_thin(whole, step).num_bytes)
-    assert (thin[0], thin[-1]) == (whole.num_bytes[0], whole.num_bytes[-1])
-    for low, high in itertools.pairwise(thin):
-        between = (whole.num_bytes > low) & (whole.num_bytes < high)
-        assert high - low <= step * (1 + 1e-9) or not between.any()
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +79,3 @@ def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: 
     activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
     sizes = sorted(cost.predict_uncalibrated(c).training.run_memory_bytes for c in found)
     assert max(b - a for a, b in itertools.pairwise(sizes)) <= MAX_STEP * activations
-
-
-@pytest.mark.parametrize(
-    ("knob", "value"),
-    [("checkpointed_blocks", 13), ("selective_blocks", 31), ("swapped_blocks", 30)],
-)
-def test_any_number_of_blocks_may_be_pinned(cost: CostModel, knob: str, value: int) -> None:
-    space = with_mixtures(build_search_space(cost.context, ((knob, str(value)),)), cost)
-    assert space.candidates
-    assert {getattr(candidate, knob) for candidate in space.candidates} == {value}
-
-
-def test_attention_that_cannot_be_kept_is_recomputed(cost: CostModel) -> None:
-    base = Candidate(micro_batch_size=1, checkpointed_blocks=59, attention="flash")
-    choices = build_search_space(cost.context).choices
-    assert not any(c.selective_blocks for c in find_mixtures(base, choices, cost))

@@ -12,8 +12,6 @@ import pytest
 
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.knob import Choices
-from autotune.knobs.registry import Attention
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import Outcome, TrialResult
 from autotune.search import study
@@ -21,15 +19,13 @@ from autotune.search.next import (
     MAX_GROWTH,
     SAFE_SHARE,
     ResidualSearch,
-    ScoredCandidate,
+    SearchLimits,
     best_seconds,
     memory_upper_bound,
 )
 from autotune.search.space import SearchSpace, build_search_space, with_mixtures
-from autotune.search.study import SearchLimits, run_search
+from autotune.search.study import run_search
 from autotune.search.winner import (
-    COMPOSED,
-    TIE,
     choose_fallbacks,
     choose_winner,
     explain_choices,
@@ -249,17 +245,6 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> N
     assert outcomes.count("oom") <= 4
 
 
-def test_what_was_measured_beyond_the_budget_corrects_predictions_and_bars_no_more_than_they_do(
-    cost: CostModel, space: SearchSpace
-) -> None:
-    largest = max(space.candidates, key=lambda c: cost.predict(c).allocated_memory_bytes)
-    needed = cost.predict(largest).allocated_memory_bytes
-    sampler = ResidualSearch(space, cost, 2 * needed)
-    measured = builders.trial(largest, 1.0, needed, outcome="oom")
-    assert len(sampler.remaining((measured,))) == len(space.candidates) - 1
-    assert len(sampler.remaining((builders.trial(largest, None),))) < len(space.candidates) - 1
-
-
 def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
     cost: CostModel, space: SearchSpace
 ) -> None:
@@ -296,19 +281,6 @@ def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcom
         require_winner(score_trials(results), "throughput", lambda: "by asking less")
 
 
-@pytest.mark.parametrize(("steps", "trials_of_int8"), [((), 1), ((1.0, 1.0, 1.0), 2)])
-def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradients_bar_a_pair(
-    cost: CostModel, steps: tuple[float, ...], trials_of_int8: int
-) -> None:
-    def run(candidate: Candidate) -> TrialResult:
-        if candidate.quantization == "none":
-            return machine(cost, 1)(candidate)
-        return builders.trial(candidate, None, outcome="numerics", step_seconds=steps)
-
-    results = search(cost, run, max_trials=20)
-    assert sum(result.candidate.quantization != "none" for result in results) == trials_of_int8
-
-
 def test_search_ends_when_everything_is_tried(
     cost: CostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,23 +299,6 @@ def test_search_ends_when_everything_is_tried(
     assert len(results) == len(narrow.candidates) > 8
 
 
-def test_trials_that_contradict_predictions_are_followed_by_more(
-    cost: CostModel, space: SearchSpace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng, truth = random.Random(5), {}
-    for candidate in space.candidates:
-        predicted = cost.predict(candidate)
-        seconds = predicted.step_seconds * math.exp(rng.gauss(0, 0.3))
-        truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
-    surprised = len(search(cost, truth.__getitem__, max_trials=20))
-    monkeypatch.setattr(ResidualSearch, "is_overconfident", lambda self, results: False)
-    assert (
-        len(search(cost, truth.__getitem__, max_trials=20))
-        < surprised
-        >= study.MIN_TRIALS + study.NUM_EXTRA_TRIALS
-    )
-
-
 def test_time_limit_ends_the_search_after_the_running_trial(
     cost: CostModel, space: SearchSpace
 ) -> None:
@@ -360,88 +315,6 @@ def test_where_nothing_is_predicted_to_fit_nothing_is_tried(
     sampler = ResidualSearch(space, cost, 10 * GIB)
     limits = SearchLimits(max_trials=8, max_seconds=60)
     assert run_search(sampler, lambda c: pytest.fail("tried"), limits, lambda r: None) == ()
-
-
-@pytest.mark.parametrize(("ascending", "trials"), [(False, 1), (True, 0)])
-def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shared_memory(
-    cost: CostModel, space: SearchSpace, ascending: bool, trials: int
-) -> None:
-    least = min(cost.predict(candidate).run_memory_bytes for candidate in space.candidates)
-
-    def run(candidate: Candidate) -> TrialResult:
-        return builders.trial(candidate, None, outcome="oom", message="by design")
-
-    assert len(search(cost, run, budget_bytes=round(1.03 * least), ascending=ascending)) == trials
-    assert search(cost, run, budget_bytes=round(0.99 * least), ascending=ascending) == ()
-
-
-def test_caution_is_about_the_step_and_not_about_other_phases(
-    cost: CostModel, space: SearchSpace
-) -> None:
-    step = cost.predict(space.candidates[0])
-    cache = next(phase for phase in step.phases if phase.name == "cache")
-    needed = step.training.run_memory_bytes
-    large = cache.changed(run_memory_bytes=2 * needed)
-    encoding = step.model_copy(update={"phases": (large,), "run_memory_bytes": 2 * needed})
-    assert memory_upper_bound(encoding) == 2 * needed
-    assert 1.03 * needed < memory_upper_bound(step) < 1.15 * needed
-
-
-def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
-    capabilities = ("attention.native", "attention.flash", "precision.bf16")
-    space = build_search_space(
-        builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked"))
-    )
-    flash = [c for c in space.candidates if c.attention == "flash"]
-    assert flash
-    assert all(c.micro_batch_size == 1 for c in flash)
-    assert any("refuses masks" in rejected.reason for rejected in space.rejected["attention"])
-
-
-def test_a_value_on_request_is_never_searched_but_may_be_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    offered = Choices(("native",), on_request={"xformers": "rarely pays"})
-    monkeypatch.setattr(Attention, "choices", lambda self, context: offered)
-    context = builders.context(builders.hardware("precision.bf16"), builders.workload())
-    free = build_search_space(context)
-    assert {c.attention for c in free.candidates} == {"native"}
-    assert {r.choice: r.reason for r in free.rejected["attention"]} == offered.on_request
-    pinned = build_search_space(context, pins=[("attention", "xformers")])
-    assert {c.attention for c in pinned.candidates} == {"xformers"}
-
-
-def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(
-    cost: CostModel, space: SearchSpace
-) -> None:
-    scores = score_trials(search(cost, machine(cost, 3)))
-    winner = choose_winner(scores, "throughput")
-    assert winner
-    for reason in explain_choices(space, scores, winner, "throughput"):
-        assert reason.chosen == getattr(winner.candidate, reason.knob)
-        named = {rejected.choice for rejected in reason.rejected} | {reason.chosen}
-        if reason.knob not in COMPOSED:
-            assert named >= set(space.choices[reason.knob])
-        assert all(rejected.reason for rejected in reason.rejected)
-
-
-@pytest.mark.parametrize(("chosen", "other"), [("flash", "native"), ("native", "flash")])
-def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(
-    chosen: str, other: str
-) -> None:
-    capabilities = ("attention.native", "attention.flash", "precision.bf16")
-    space = build_search_space(
-        builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked"))
-    )
-    trials = [builders.trial(builders.candidate(attention=chosen), seconds=1.0)]
-    trials.append(builders.trial(builders.candidate(attention=other), seconds=2.0))
-    scores = score_trials(trials)
-    (reason,) = (
-        r for r in explain_choices(space, scores, scores[0], "throughput") if r.knob == "attention"
-    )
-    said = {rejected.choice: rejected.reason for rejected in reason.rejected}
-    assert chosen not in said
-    assert said[other].startswith("at best 2.00x the step time")
 
 
 def test_objectives_choose_the_fastest_or_the_smallest() -> None:
@@ -483,23 +356,6 @@ def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(
         assert winner.candidate == trial(*one).candidate, why
 
 
-def test_what_may_be_chosen_from_more_is_slower_by_a_tie_at_most() -> None:
-    rng = random.Random(1)
-    formats = ("none", "torchao-int8", "torchao-fp8", "bnb-nf4")
-    for _ in range(200):
-        candidates = {
-            builders.candidate(quantization=rng.choice(formats), checkpointed_blocks=k)
-            for k in range(9)
-        }
-        scores = score_trials(
-            [builders.trial(c, rng.uniform(1, 1.2), rng.randint(1, 9) * GIB) for c in candidates]
-        )
-        less, more = (choose_winner(some, "throughput") for some in (rng.sample(scores, 4), scores))
-        assert less
-        assert more
-        assert more.step_seconds <= (1 + TIE) * less.step_seconds
-
-
 def test_fallbacks_need_less_and_less_memory(cost: CostModel) -> None:
     results = search(cost, machine(cost, 4), max_trials=12)
     scores = score_trials(results)
@@ -521,49 +377,6 @@ def test_what_won_elsewhere_is_tried_first_and_a_kept_promise_ends_the_search(
     assert [result.candidate for result in results] == [winner]
 
 
-def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
-    rng = random.Random(0)
-    for expected, uncertainty in ((0.1, 0.2), (-0.1, 0.05), (0.0, 0.3)):
-        drawn = [max(0.0, -rng.gauss(expected, uncertainty)) for _ in range(20_000)]
-        outlook = ScoredCandidate(
-            builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0
-        )
-        assert outlook.expected_improvement(0.0) == pytest.approx(
-            sum(drawn) / len(drawn), abs=0.004
-        )
-    certain = ScoredCandidate(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
-    assert certain.expected_improvement(0.0) == pytest.approx(0.2)
-
-
-def test_what_may_not_fit_is_worth_its_chance_and_is_never_tried_where_memory_is_the_hosts(
-    cost: CostModel, space: SearchSpace
-) -> None:
-    predictions = sorted(
-        map(cost.predict, space.candidates), key=lambda each: each.run_memory_bytes
-    )
-    doubted = predictions[len(predictions) // 2]
-    assert doubted.memory_uncertainty > 0.01
-    budget = round(1.005 * doubted.run_memory_bytes)  # less than one sigma above
-    on_card = {one.candidate: one for one in ResidualSearch(space, cost, budget).remaining(())}
-    on_host = {
-        one.candidate: one
-        for one in ResidualSearch(space, cost, budget, ascending=True).remaining(())
-    }
-    assert set(on_card) == {
-        each.candidate for each in predictions if each.run_memory_bytes < budget
-    }
-    assert set(on_host) == {
-        each.candidate for each in predictions if memory_upper_bound(each) < budget
-    }
-    chance = on_card[doubted.candidate].chance_to_fit
-    assert 0.5 < chance < 0.84 < min(one.chance_to_fit for one in on_host.values())
-    scored = on_card[doubted.candidate]
-    certain = dataclasses.replace(scored, chance_to_fit=1.0)
-    assert scored.expected_improvement(1.0) == pytest.approx(
-        chance * certain.expected_improvement(1.0)
-    )
-
-
 def test_workers_at_the_same_time_try_different_combinations(
     cost: CostModel, space: SearchSpace
 ) -> None:
@@ -577,32 +390,8 @@ def test_workers_at_the_same_time_try_different_combinations(
     assert len({(c.quantization, c.attention, c.micro_batch_size) for c in taken}) == 4
 
 
-def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
-    with pytest.raises(NothingFits, match="attention"):
-        build_search_space(builders.context(builders.hardware("precision.bf16")))
-
-
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidInput, match="block swap needs blocks that recompute"):
         build_search_space(
             builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0"))
         )
-
-
-def test_where_what_a_rule_settled_on_is_excluded_what_may_be_pinned_is_tried() -> None:
-    settled = build_search_space(builders.context())
-    (best,), others = settled.choices["norm_rope"], {*settled.on_request["norm_rope"]}
-    assert others
-    without = build_search_space(builders.context(), exclusions=(("norm_rope", str(best)),))
-    assert {*without.choices["norm_rope"]} == others
-    everything = [("norm_rope", str(one)) for one in (best, *others)]
-    alone = build_search_space(builders.context(), exclusions=everything[:-1])
-    assert alone.choices["norm_rope"] == (everything[-1][1],)
-    with pytest.raises(NothingFits):
-        build_search_space(builders.context(), exclusions=everything)
-
-
-def test_what_the_user_ruled_out_is_the_users_to_take_back() -> None:
-    with pytest.raises(NothingFits) as refused:
-        build_search_space(builders.context(), exclusions=(("precision", "bf16"),))
-    assert "--exclude" in refused.value.hint

@@ -2,7 +2,6 @@
 what it knows."""
 
 import gc
-import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from autotune.plan.trial import TrialResult
 from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure
-from tests.trials.conftest import FIRST, GIB, runner_for, workload
+from tests.trials.conftest import FIRST, GIB, workload
 
 
 def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(
@@ -59,19 +58,6 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     assert "it failed" in result.message
     monkeypatch.setattr(runner, "ask", lambda request: failure)
     assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
-
-
-@pytest.mark.slow
-def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(
-    small_model: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(small_model, tmp_path / "model")
-    (model / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
-    with runner_for(model, workload(model)) as runner:
-        result = runner.confirm(FIRST, CachingSettings(), 1.0)
-    assert result.outcome == "ok", result
-    assert [phase.name for phase in result.phases] == ["loading", "training", "saving"]
-    assert "in the caching phase" in result.message
 
 
 def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_the_transformer(

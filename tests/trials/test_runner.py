@@ -3,7 +3,6 @@ trial runs."""
 
 import contextlib
 import os
-import resource
 import signal
 import tempfile
 import threading
@@ -17,7 +16,7 @@ import torch
 
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import MemoryLimits, cap_memory, require_within_cap
+from autotune.search.worker import MemoryLimits, require_within_cap
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -74,14 +73,6 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
         assert runner.run(FIRST).outcome == "ok"
 
 
-def test_less_memory_than_a_process_needs_is_out_of_memory(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autotune.search.trials.CPU_SPARE_BYTES", 0)
-    with runner_for(small_model, workload(small_model), GIB // 16) as runner:
-        assert runner.run(FIRST).outcome == "oom"
-
-
 def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
     with runner_for(small_model, workload(small_model)) as runner:
         assert runner.run(FIRST).outcome == "ok"
@@ -134,32 +125,6 @@ def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
         runner.confirm(FIRST, CachingSettings(), 1.0)
     assert not running[0].is_running()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.quick("all-linear")
-@pytest.mark.parametrize("targets", ["attention+mlp", "all-linear"])
-def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
-    runner: ProcessTrialRunner, small_model: Path, targets: str
-) -> None:
-    runner.workload = workload(small_model, targets=targets)
-    result = runner.run(FIRST)
-    assert (result.outcome, result.message) == ("ok", "")
-
-
-@pytest.mark.parametrize(
-    ("hard", "expected"), [(resource.RLIM_INFINITY, 8 * GIB), (6 * GIB, 6 * GIB)]
-)
-def test_a_limit_of_the_system_below_the_cap_holds(
-    monkeypatch: pytest.MonkeyPatch, hard: int, expected: int
-) -> None:
-    """As of job schedulers: `ulimit -d`."""
-    has = psutil.Process().memory_info().data
-    limits: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (hard, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
-    cap_memory(MemoryLimits("cpu", cap_bytes=8 * GIB, reserve_bytes=0))
-    on_top = has if hard == resource.RLIM_INFINITY else 0
-    assert limits == [(pytest.approx(expected + on_top, abs=64 * 2**20), hard)]
 
 
 @pytest.mark.parametrize(("reserved", "is_within"), [(6 * GIB, True), (6 * GIB + 1, False)])

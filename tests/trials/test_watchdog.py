@@ -5,19 +5,14 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from autotune.machine import sources
-from autotune.plan.hardware import MemoryKind
-from autotune.plan.job import ModelRef
-from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure
 from autotune.train.watchdog import Watchdog
-from tests import builders
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 MIB = 2**20
@@ -76,19 +71,6 @@ def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model: Path
         assert runner._cap_bytes() == GIB
 
 
-@pytest.mark.parametrize(("kind", "outcome"), [("integrated", "oom"), ("discrete", "host_oom")])
-def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
-    small_model: Path, kind: MemoryKind, outcome: str
-) -> None:
-    watchdog, work = Watchdog(floor_bytes=2, available=lambda: 1), workload(small_model)
-    silent = SimpleNamespace(requests=SimpleNamespace(poll=lambda seconds: False))
-    hardware = builders.hardware(budget_bytes=GIB)
-    hardware = hardware.changed(device=hardware.device.changed(memory_kind=kind))
-    with ProcessTrialRunner(hardware, ModelRef.of("m"), work, watchdog=watchdog) as runner:
-        _, answer = next(runner._receive(silent, 9.0))  # type: ignore[arg-type]
-        assert runner.classify(FIRST, answer).outcome == outcome
-
-
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,21 +84,3 @@ def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
             bool(left),
             bool(left),
         )
-
-
-@pytest.mark.parametrize(
-    ("readings", "looks"),
-    [
-        ([10 * GIB], 1),  # it is there already
-        ([1 * GIB, 4 * GIB, 10 * GIB], 3),  # it comes back
-    ],
-)
-def test_the_next_trial_waits_for_memory_to_return(readings: list[int], looks: int) -> None:
-    seen: list[int] = []
-
-    def available() -> int:
-        seen.append(readings[min(len(seen), len(readings) - 1)])
-        return seen[-1]
-
-    Watchdog(0, available).wait_for_memory(10 * GIB)
-    assert len(seen) == looks
