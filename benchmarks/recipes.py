@@ -46,7 +46,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.trial import TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
-from autotune.search.space import build_search_space, with_mixtures
+from autotune.search.space import build_search_space, expand_block_counts
 from autotune.search.study import run_search
 
 SIDE_PX = {"qwen-image": 128, "flux1-dev": 128, "z-image": 128, "wan-2.1": 64}
@@ -73,7 +73,7 @@ class Bench:
         workload = self.workload.changed(quality=quality)
         cost = CostModel.build(self.hardware, workload, self.family, self.config)
         context = TuningContext(self.hardware, self.family, workload)
-        space = with_mixtures(build_search_space(context), cost)
+        space = expand_block_counts(build_search_space(context), cost)
         search = ResidualSearch(space, StepMemoryModel(cost), budget_bytes)
 
         def trial(candidate: Candidate) -> TrialResult:

@@ -25,7 +25,7 @@ silence_libraries()
 import optuna
 from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, table_tasks
 
-from autotune.cost.predict import BLOCK_NUMBERS
+from autotune.cost.predict import BLOCK_COUNTS
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
@@ -77,7 +77,7 @@ def _draw(trial: optuna.Trial, choices: Mapping[str, Sequence[Any]]) -> dict[str
     several = {name: values for name, values in choices.items() if len(values) > 1}
     return {
         name: trial.suggest_int(name, min(values), max(values))
-        if name in BLOCK_NUMBERS
+        if name in BLOCK_COUNTS
         else trial.suggest_categorical(name, list(values))
         for name, values in several.items()
     }

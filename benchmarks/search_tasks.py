@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.cost.calibration import PriorResiduals
-from autotune.cost.predict import BLOCK_NUMBERS, CostModel
+from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.knobs.knob import TuningContext
 from autotune.machine.store import hardware_named
 from autotune.models.registry import FAMILIES
@@ -28,7 +28,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Workload
-from autotune.search.space import SearchSpace, build_search_space, with_mixtures
+from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)
@@ -106,7 +106,7 @@ class Task:
         alike = self._by_setting.get(_setting(wanted), self.space.candidates)
         return min(
             alike,
-            key=lambda one: sum(abs(getattr(one, n) - getattr(wanted, n)) for n in BLOCK_NUMBERS),
+            key=lambda one: sum(abs(getattr(one, n) - getattr(wanted, n)) for n in BLOCK_COUNTS),
         )
 
     def chosen_seconds(self, results: Sequence[TrialResult]) -> float:
@@ -120,7 +120,7 @@ class Task:
 
 
 def _setting(candidate: Candidate) -> tuple[Choice, ...]:
-    return tuple(value for name, value in candidate if name not in BLOCK_NUMBERS)
+    return tuple(value for name, value in candidate if name not in BLOCK_COUNTS)
 
 
 def _seconds(truth: Mapping[Candidate, TrialResult]) -> dict[Candidate, float]:
@@ -253,7 +253,9 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfil
     )
     cost = CostModel.build(hardware, workload, model.family, model.config)
     return (
-        with_mixtures(build_search_space(TuningContext(hardware, model.family, workload)), cost),
+        expand_block_counts(
+            build_search_space(TuningContext(hardware, model.family, workload)), cost
+        ),
         cost,
         hardware,
     )

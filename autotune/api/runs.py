@@ -20,7 +20,7 @@ from autotune.plan.job import DataPlace, Job, JobOverrides, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
 from autotune.plan.run import RunReport
-from autotune.search.arrival import measured_here
+from autotune.search.arrival import load_or_verify
 from autotune.system.files import cache_path
 from autotune.system.process import Launch, adopt_launch, silence_progress_bars, started_by_launcher
 from autotune.train.folder import check_folder
@@ -170,7 +170,7 @@ def measure_predicted(
     is."""
     if plan.frozen.expected.evidence != "predicted":
         return plan
-    return measured_here(plan, hardware, file, on_event)
+    return load_or_verify(plan, hardware, file, on_event)
 
 
 def sample(

@@ -27,7 +27,7 @@ from autotune.plan.prediction import Prediction, StepTime
 from autotune.plan.trial import Residual, TrialResult
 from autotune.plan.workload import Workload
 
-BLOCK_NUMBERS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
+BLOCK_COUNTS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
 """Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 ELEMENTWISE_SHARE = 0.6
 """Share of the time of elementwise kernels that is left in compiled blocks. Not measured: it
@@ -288,7 +288,7 @@ class CostModel:
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
         """What candidates must have in common to be composed of the same tables: all but how
         many blocks."""
-        others = (value for name, value in candidate if name not in BLOCK_NUMBERS)
+        others = (value for name, value in candidate if name not in BLOCK_COUNTS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
         return (*others, *kinds, recomputed >= self.workload.model.num_blocks)
@@ -297,7 +297,7 @@ class CostModel:
         """The same of candidates that are alike by `_all_but_depth`."""
         one, numbers = (
             candidates[0],
-            np.array([[getattr(each, name) for name in BLOCK_NUMBERS] for each in candidates]),
+            np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates]),
         )
         composed = self.tables.passes(
             PassChoice.of(one), numbers[:, :2], self._accumulation(one) > 1

@@ -34,7 +34,7 @@ from autotune.train.prepare import key_misfits, model_misfits, require_fit
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
 
-def measured_here(
+def load_or_verify(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
     """The plan, or the measured plan that a trial on this machine makes of a predicted one.
@@ -50,11 +50,11 @@ def measured_here(
     """
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
-    known = sealed_beside(file, plan, hardware) if file else None
+    known = load_verified(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
         return known or plan
     on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
-    sealed = seal_on_arrival(plan, hardware)
+    sealed = verify_prediction(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
     changed = (
         ""
@@ -72,7 +72,7 @@ def measured_here(
     return sealed
 
 
-def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
+def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
     """The measured plan that an earlier start on this machine made of the predicted one at
     `path`, if it did."""
     try:
@@ -93,7 +93,7 @@ def sealed_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.sealed{path.suffix}")
 
 
-def seal_on_arrival(
+def verify_prediction(
     plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
     """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a
@@ -127,7 +127,9 @@ def seal_on_arrival(
     }
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {name: tuple({getattr(one, name): None for one in fitting}) for name in PARITY}
-        checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
+        checked = backend.check_gradients(
+            TuningContext(hardware, model.family, work), choices, model
+        )
         against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
     if not (usable := [candidate for candidate in candidates if candidate not in against]):
         raise DoesNotFit(

@@ -80,10 +80,10 @@ class UpdateRequest:
     device: str
 
 
-ParityRequest = GradientRequest | UpdateRequest
+GradientCheckRequest = GradientRequest | UpdateRequest
 
 
-def check_parity(
+def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
     """The hardware profile with a capability for each of `choices` that changes what is computed.
@@ -110,8 +110,8 @@ def check_parity(
                 request = _build_request(
                     context, tiny_config, runner.device, precision, *kinds[name]
                 )
-                result = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
-                verdicts[name], is_lasting = judge_parity(*kinds[name], request, result)
+                result = runner.send(request, timeout_seconds=TIMEOUT_SECONDS)
+                verdicts[name], is_lasting = judge_gradients(*kinds[name], request, result)
                 if is_lasting:
                     _save_verdict(path, verdicts[name])
     return hardware.changed(
@@ -119,8 +119,8 @@ def check_parity(
     )
 
 
-def judge_parity(
-    knob: str, parity: Parity, request: ParityRequest, result: float | Failure
+def judge_gradients(
+    knob: str, parity: Parity, request: GradientCheckRequest, result: float | Failure
 ) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
     name = parity_capability(knob, parity.checked_choice)
@@ -167,7 +167,7 @@ def _build_request(
     precision: str,
     knob: str,
     parity: Parity,
-) -> ParityRequest:
+) -> GradientCheckRequest:
     fields = {
         "micro_batch_size": 2,
         "checkpointed_blocks": 0,

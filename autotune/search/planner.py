@@ -345,7 +345,7 @@ def _try_compiled(
         request = problem.request
         model, _ = resolve_request_model(request)
         asked = {"precision": problem.space.choices["precision"], "compile": (candidate.compile,)}
-        checked = backend.check_parity(problem.cost.context, asked, model)
+        checked = backend.check_gradients(problem.cost.context, asked, model)
         wrong = unavailable_reason(checked, parity_capability("compile", candidate.compile))
         if wrong:
             return TrialResult(candidate=candidate, outcome="numerics", message=wrong)

@@ -23,10 +23,15 @@ from autotune.plan.job import Job, ModelRef
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search.comparison import NoGpu
-from autotune.search.gradient_checks import check_parity
+from autotune.search.gradient_checks import check_gradients
 from autotune.search.next import SearchLimits, memory_upper_bound
 from autotune.search.request import PlanRequest, ResolvedRequest
-from autotune.search.space import SearchSpace, drop_values, find_mixtures, with_mixtures
+from autotune.search.space import (
+    SearchSpace,
+    block_count_frontier,
+    drop_values,
+    expand_block_counts,
+)
 from autotune.search.study import TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.share.warm_start import StoreMatches, find_matches
@@ -74,9 +79,9 @@ class PlannerBackend:
     autotune_version: str = __version__
     needs_weights: bool = True
     """Whether trials read the model's files, so that they must be complete."""
-    check_parity: Callable[
+    check_gradients: Callable[
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
-    ] = check_parity
+    ] = check_gradients
     """Adds to the machine's profile which choices compute right on it."""
     rehearse: Callable[[ModelRef, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
@@ -135,7 +140,7 @@ class PlanningProblem:
         )
         space = request.space(context)
         if request.is_local:
-            checked = backend.check_parity(context, space.choices, model)
+            checked = backend.check_gradients(context, space.choices, model)
             if any(
                 not each.available for each in checked.capabilities[len(hardware.capabilities) :]
             ):
@@ -264,9 +269,9 @@ def _choose_strategy(
     )
     if number == 1:
         return cost, drop_beyond_host(
-            with_mixtures(_drop_too_heavy(request, space, cost), cost), cost
+            expand_block_counts(_drop_too_heavy(request, space, cost), cost), cost
         )
-    space = drop_beyond_host(drop_block_swap(with_mixtures(space, cost), number), cost)
+    space = drop_beyond_host(drop_block_swap(expand_block_counts(space, cost), number), cost)
     try:
         lighter = _drop_too_heavy(request, space, cost)
         if _fits(lighter, cost):
@@ -483,7 +488,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     larger: dict[Choice, str] = {
         k: "needs more" for k in space.choices["micro_batch_size"] if k != smallest
     }
-    space = with_mixtures(drop_values(space, "micro_batch_size", larger), own)
+    space = expand_block_counts(drop_values(space, "micro_batch_size", larger), own)
     ways = {own.parallel: space}
     if number > 1:
         space = drop_block_swap(space, number)
@@ -539,7 +544,7 @@ def advise_larger_batch(
         base = best.changed(micro_batch_size=batch)
         if any(knob.conflict(base, context) for knob in KNOBS):
             continue
-        for candidate in find_mixtures(base, space.choices, cost):
+        for candidate in block_count_frontier(base, space.choices, cost):
             prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / (effective / step_seconds)
             if prediction.run_memory_bytes <= budget_bytes and gain > best_gain:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.calibration import time_doubt
-from autotune.cost.predict import BLOCK_NUMBERS, CostModel
+from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.knob import Choices, Knob, TuningContext, parity_capability, unavailable_reason
 from autotune.knobs.registry import KNOBS, PARITY, require_choice
@@ -27,7 +27,7 @@ class SearchSpace:
     """What may be tried, those that need least memory first.
 
     As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of
-    blocks, with as many blocks recomputing and on the host as there may be. `with_mixtures` puts
+    blocks, with as many blocks recomputing and on the host as there may be. `expand_block_counts` puts
     others beside them.
 
     Example:
@@ -306,7 +306,7 @@ class Mixtures:
     """Predicted mixtures of one setting of the other knobs."""
 
     numbers: Integers
-    """(mixtures, 3): numbers of blocks in the order of `BLOCK_NUMBERS`."""
+    """(mixtures, 3): numbers of blocks in the order of `BLOCK_COUNTS`."""
     num_bytes: Floats
     seconds: Floats
 
@@ -314,23 +314,23 @@ class Mixtures:
         return Mixtures(self.numbers[chosen], self.num_bytes[chosen], self.seconds[chosen])
 
 
-def with_mixtures(space: SearchSpace, cost: CostModel) -> SearchSpace:
+def expand_block_counts(space: SearchSpace, cost: CostModel) -> SearchSpace:
     """The space with, in place of each candidate, its mixtures of numbers of blocks."""
     found: dict[Candidate, None] = {}
     for base in space.candidates:
-        found.update(dict.fromkeys(find_mixtures(base, space.choices, cost)))
+        found.update(dict.fromkeys(block_count_frontier(base, space.choices, cost)))
     cost.prepare(found)
     return replace(space, candidates=tuple(found))
 
 
-def find_mixtures(
+def block_count_frontier(
     base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel
 ) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted
     `choices` by knob."""
-    plain = base.changed(**dict.fromkeys(BLOCK_NUMBERS, 0))
+    plain = base.changed(**dict.fromkeys(BLOCK_COUNTS, 0))
     admitted = {
-        name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_NUMBERS
+        name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_COUNTS
     }
     passes, swapped = (
         _passes(admitted, cost.workload.model.num_blocks),
@@ -343,11 +343,11 @@ def find_mixtures(
     everything = Mixtures(numbers, num_bytes[at, column], seconds[at, column])
     step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(_frontier(group), step) for group in _by_means(everything)], plain)
-    same = {name: value for name, value in plain if name not in BLOCK_NUMBERS}
+    same = {name: value for name, value in plain if name not in BLOCK_COUNTS}
     # Not validated again, which would take most of the time: the rest is valid, and the numbers are
     # admitted ones.
     return [
-        Candidate.model_construct(None, **same, **dict(zip(BLOCK_NUMBERS, row, strict=True)))
+        Candidate.model_construct(None, **same, **dict(zip(BLOCK_COUNTS, row, strict=True)))
         for group in kept
         for row in group.numbers.tolist()
     ]
@@ -359,7 +359,7 @@ def _without_conflict(
     """The numbers of one knob that can go with the other knobs' values, if enough blocks
     recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
-    tried = base.changed(**{**dict.fromkeys(BLOCK_NUMBERS, 0), **deep, name: 1})
+    tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
     return np.array(
         [number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64
@@ -368,7 +368,7 @@ def _without_conflict(
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     """(passes, 2): numbers of checkpointed and selective blocks that leave the last block alone."""
-    levels = [_spread(admitted[name]) for name in BLOCK_NUMBERS[:2]]
+    levels = [_spread(admitted[name]) for name in BLOCK_COUNTS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
     is_admitted = np.isin(rest, admitted["selective_blocks"])
@@ -418,7 +418,7 @@ def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]
     """Each group less what another group beats in memory and, beyond what is doubtful of their
     ratio, in time."""
     first = [
-        plain.changed(**dict(zip(BLOCK_NUMBERS, map(int, group.numbers[0]), strict=True)))
+        plain.changed(**dict(zip(BLOCK_COUNTS, map(int, group.numbers[0]), strict=True)))
         for group in groups
     ]
     left = []

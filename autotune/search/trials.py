@@ -138,7 +138,7 @@ class ProcessTrialRunner:
         request = TrialRequest(
             self.model, self.workload, candidate, self.device, self.num_steps, limit
         )
-        result = self.classify(candidate, self.ask(request, reload_key(candidate)))
+        result = self.classify(candidate, self.send(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
     def confirm(
@@ -161,7 +161,7 @@ class ProcessTrialRunner:
         request = RehearsalRequest(
             *common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch
         )
-        result = self.ask(request)
+        result = self.send(request)
         if isinstance(result, Failure) and result.partial is not None:
             phases = ", ".join(phase.name for phase in result.partial.phases)
             result = result.partial.changed(
@@ -215,7 +215,7 @@ class ProcessTrialRunner:
             "may be taken"
         )
 
-    def ask(
+    def send(
         self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None
     ) -> Any:
         """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that

@@ -140,7 +140,7 @@ class Failure:
 
 @dataclass
 class ChildState:
-    """What lives as long as a child."""
+    """Kept by a trial process between requests: the loaded model."""
 
     report: Callable[[Any], None] = lambda partial: None
     """Sends a partial result to the parent, which falls back on it should the child fail."""

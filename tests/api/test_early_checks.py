@@ -81,7 +81,7 @@ def test_a_predicted_plan_is_not_tried_while_its_run_could_not_start(
     def tried(*asked: object) -> TrainingPlan:
         pytest.fail("the plan is being tried")
 
-    monkeypatch.setattr("autotune.search.arrival.measured_here", tried)
+    monkeypatch.setattr("autotune.search.arrival.load_or_verify", tried)
     made = plan_by_hand(*small, machine())
     expected = made.frozen.expected.changed(evidence="predicted")
     predicted = made.changed(frozen=made.frozen.changed(expected=expected))

@@ -8,8 +8,7 @@ from autotune.knobs.registry import Attention
 from autotune.machine.rates import Meter
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
-from autotune.plan.job import ModelRef
-from autotune.search.gradient_checks import check_parity
+from autotune.search.gradient_checks import check_gradients
 from tests.gpu.conftest import CAPTIONS, work
 from tests.small import write_small_pipeline
 
@@ -23,7 +22,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
     tmp_path, hardware, precision, name, padding
 ):
     write_small_pipeline(name, tmp_path / "model", CAPTIONS)
-    resolved = resolve_model(ModelRef.of(tmp_path / "model"))
+    resolved = resolve_model(str(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],
@@ -34,7 +33,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
         "optimizer": ["adamw"],
     }
     workload = work(tmp_path / "model", padding=padding)
-    machine = check_parity(TuningContext(hardware, resolved.family, workload), choices, resolved)
+    machine = check_gradients(TuningContext(hardware, resolved.family, workload), choices, resolved)
     capabilities = machine.capabilities[len(hardware.capabilities) :]
     assert capabilities
     assert all(capability.reason for capability in capabilities)

@@ -115,7 +115,7 @@ def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
 
 @pytest.mark.parametrize("choice", ["default", "expandable"])
 def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
-    answer = runner.ask(
+    answer = runner.send(
         AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,)
     )
     assert answer is (choice == "expandable")

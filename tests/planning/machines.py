@@ -84,7 +84,7 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
         lambda hardware, workload, budget_bytes: StoreMatches((), (), ()),
         "0.0",
         needs_weights=False,
-        check_parity=lambda context, choices, model: context.hardware,
+        check_gradients=lambda context, choices, model: context.hardware,
         rehearse=lambda model, cost, candidate, max_seconds: None,
     )
 

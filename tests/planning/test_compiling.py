@@ -104,7 +104,7 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
         found = () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
         return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
-    backend = replace(surroundings(run), check_parity=check)
+    backend = replace(surroundings(run), check_gradients=check)
     plan = make_plan(
         request(job_overrides={"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend
     )

@@ -15,7 +15,7 @@ from autotune.plan.hardware import Capability, HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal, with_job, write_plan
 from autotune.plan.trial import TrialResult
-from autotune.search.arrival import seal_on_arrival, sealed_beside, sealed_path
+from autotune.search.arrival import load_verified, sealed_path, verify_prediction
 from tests import builders
 from tests.planning.formula import KEPT_BYTES
 from tests.planning.machines import answer, make_plan, request, surroundings
@@ -32,7 +32,7 @@ def predicted(_by_formula: None) -> TrainingPlan:
 
 
 def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan) -> None:
-    sealed = seal_on_arrival(predicted, HERE, backend=surroundings())
+    sealed = verify_prediction(predicted, HERE, backend=surroundings())
     frozen = sealed.frozen
     assert frozen.expected.evidence == "measured"
     assert frozen.settings == predicted.frozen.settings
@@ -46,20 +46,20 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(
     predicted: TrainingPlan, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.yaml"
-    assert sealed_beside(path, predicted, HERE) is None
-    sealed = seal_on_arrival(predicted, HERE, backend=surroundings())
+    assert load_verified(path, predicted, HERE) is None
+    sealed = verify_prediction(predicted, HERE, backend=surroundings())
     write_plan(sealed_path(path), sealed)
     longer = with_job(predicted, num_steps=7)
-    found = sealed_beside(path, longer, HERE)
+    found = load_verified(path, longer, HERE)
     assert found
     assert (found.job.num_steps, found.frozen) == (7, sealed.frozen)
     newer_driver = HERE.changed(versions=HERE.versions.changed(driver="595.10"))
     assert newer_driver.fingerprint != HERE.fingerprint
-    assert sealed_beside(path, longer, newer_driver) == found
+    assert load_verified(path, longer, newer_driver) == found
     other = builders.hardware("attention.native", compute_capability=(9, 0))
-    assert sealed_beside(path, predicted, other) is None
+    assert load_verified(path, predicted, other) is None
     sealed_path(path).write_text("damaged")
-    assert sealed_beside(path, predicted, HERE) is None
+    assert load_verified(path, predicted, HERE) is None
 
 
 def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
@@ -75,7 +75,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
             else answer(candidate)
         )
 
-    sealed = seal_on_arrival(predicted, HERE, backend=surroundings(run)).frozen
+    sealed = verify_prediction(predicted, HERE, backend=surroundings(run)).frozen
     assert sealed.settings == predicted.frozen.fallbacks[0]
     assert sealed.fallbacks == predicted.frozen.fallbacks[1:]
     assert [trial.outcome for trial in sealed.trials] == ["oom", "ok"]
@@ -90,7 +90,7 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
-        seal_on_arrival(predicted, small, backend=untouched)
+        verify_prediction(predicted, small, backend=untouched)
 
 
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
@@ -101,16 +101,16 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
 def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(
     predicted: TrainingPlan, tmp_path: Path
 ) -> None:
-    released = seal_on_arrival(predicted, HERE, backend=surroundings()).frozen.expected
+    released = verify_prediction(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
-    kept = seal_on_arrival(keeping, HERE, backend=surroundings()).frozen
+    kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
     assert kept.expected.run_memory_bytes == released.run_memory_bytes + KEPT_BYTES
     assert kept.hardware.budget_bytes == HERE.device.budget_bytes
     tight = with_budget(HERE, predicted.frozen.expected.run_memory_bytes)
     alone = edited(predicted, fallbacks=())
-    seal_on_arrival(alone, tight, backend=surroundings())
+    verify_prediction(alone, tight, backend=surroundings())
     with pytest.raises(DoesNotFit, match="a run may take"):
-        seal_on_arrival(edited(keeping, fallbacks=()), tight, backend=surroundings())
+        verify_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
 def test_what_computes_something_else_here_is_not_tried(
@@ -120,7 +120,7 @@ def test_what_computes_something_else_here_is_not_tried(
     unproven = usual.model_copy(update={"attention": "_native_cudnn"})
     asked: list[object] = []
 
-    def check_parity(
+    def check_gradients(
         context: object, choices: dict[str, tuple[object, ...]], model: object
     ) -> HardwareProfile:
         asked.append(choices["attention"])
@@ -131,16 +131,16 @@ def test_what_computes_something_else_here_is_not_tried(
         )
         return HERE.model_copy(update={"capabilities": (*HERE.capabilities, wrong)})
 
-    backend = replace(surroundings(), check_parity=check_parity)  # type: ignore[arg-type]
+    backend = replace(surroundings(), check_gradients=check_gradients)  # type: ignore[arg-type]
     reasons = tuple(
         reason.model_copy(update={"chosen": "_native_cudnn"} if reason.knob == "attention" else {})
         for reason in predicted.frozen.reasons
     )
     plan = edited(predicted, settings=unproven, fallbacks=(usual,), reasons=reasons)
-    sealed = seal_on_arrival(plan, HERE, backend=backend).frozen
+    sealed = verify_prediction(plan, HERE, backend=backend).frozen
     assert asked == [("_native_cudnn", "native")]
     assert [trial.candidate for trial in sealed.trials] == [usual]
     (why,) = (reason.why for reason in sealed.reasons if reason.knob == "attention")
     assert "differs by 3" in why
     with pytest.raises(DoesNotFit, match="differs by 3"):
-        seal_on_arrival(edited(plan, fallbacks=()), HERE, backend=backend)
+        verify_prediction(edited(plan, fallbacks=()), HERE, backend=backend)

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost.predict import BLOCK_NUMBERS, CostModel
+from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.plan.candidate import Candidate
-from autotune.search.space import MAX_STEP, Mixtures, _frontier, build_search_space, with_mixtures
+from autotune.search.space import (
+    MAX_STEP,
+    Mixtures,
+    _frontier,
+    build_search_space,
+    expand_block_counts,
+)
 from tests import builders
 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)
@@ -51,7 +57,7 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
     predictions = [
         [
             cost.predict_uncalibrated(
-                base.changed(**dict(zip(BLOCK_NUMBERS, (*map(int, row), int(k)), strict=True)))
+                base.changed(**dict(zip(BLOCK_COUNTS, (*map(int, row), int(k)), strict=True)))
             )
             for k in swapped
         ]
@@ -73,7 +79,7 @@ def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: 
         ("modulation", "resident"),
         ("norm_rope", "stock"),
     )
-    found = with_mixtures(build_search_space(cost.context, pins), cost).candidates
+    found = expand_block_counts(build_search_space(cost.context, pins), cost).candidates
     assert any(c.selective_blocks for c in found)
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, norm_rope=found[0].norm_rope)
     activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes

@@ -23,7 +23,7 @@ from autotune.search.next import (
     best_seconds,
     memory_upper_bound,
 )
-from autotune.search.space import SearchSpace, build_search_space, with_mixtures
+from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 from autotune.search.study import run_search
 from autotune.search.winner import (
     choose_fallbacks,
@@ -68,7 +68,7 @@ def space(cost: CostModel) -> SearchSpace:
 @cache
 def space_of(cost: CostModel) -> SearchSpace:
     """Everything that may be tried."""
-    return with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
+    return expand_block_counts(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
 
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
@@ -130,7 +130,7 @@ def test_what_a_rule_settled_is_compared_once_with_the_libraries_own_way(
 ) -> None:
     """By the best settings, once no others are expected to be better."""
     pins = (*ON_DEVICE[:-1], ("quantization", "none"))
-    free = with_mixtures(build_search_space(builders.context(GPU, WORK), pins), cost)
+    free = expand_block_counts(build_search_space(builders.context(GPU, WORK), pins), cost)
 
     def run(candidate: Candidate) -> TrialResult:
         expected = cost.predict(candidate.changed(norm_rope="fused"))
@@ -174,7 +174,10 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(
 @pytest.mark.slow
 def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: CostModel) -> None:
     """A block that stays on the device never makes a step slower."""
-    free, budget = with_mixtures(build_search_space(builders.context(GPU, WORK)), cost), 30 * GIB
+    free, budget = (
+        expand_block_counts(build_search_space(builders.context(GPU, WORK)), cost),
+        30 * GIB,
+    )
     sampler = ResidualSearch(free, cost, budget)
     remaining = [scored.candidate for scored in sampler.remaining(())]
     alike = {candidate.changed(swapped_blocks=0) for candidate in remaining}
@@ -286,7 +289,7 @@ def test_search_ends_when_everything_is_tried(
 ) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 500)
     work = builders.workload(quality="exact", effective_batch_size=1)
-    narrow = with_mixtures(
+    narrow = expand_block_counts(
         build_search_space(
             builders.context(builders.hardware("attention.native", "precision.bf16"), work),
             ON_DEVICE,

@@ -51,12 +51,12 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     known = TrialResult(
         candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
     )
-    monkeypatch.setattr(runner, "ask", lambda request: replace(failure, partial=known))
+    monkeypatch.setattr(runner, "send", lambda request: replace(failure, partial=known))
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok"
     assert result.step_seconds == (1.0,)
     assert "it failed" in result.message
-    monkeypatch.setattr(runner, "ask", lambda request: failure)
+    monkeypatch.setattr(runner, "send", lambda request: failure)
     assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
 
 

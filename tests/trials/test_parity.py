@@ -16,7 +16,6 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability, HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
 from autotune.search.gradient_checks import (
@@ -170,13 +169,13 @@ def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec = resolve_model(ModelRef.of("qwen-image")).spec
+    spec = resolve_model("qwen-image").spec
     return TuningContext(probe(), get_family("qwen-image"), workload(model=spec))
 
 
 def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProfile:
     asked = {"precision": ("fp32",), **choices}
-    return parity.check_parity(context, asked, resolve_model(ModelRef.of("qwen-image")))
+    return parity.check_gradients(context, asked, resolve_model("qwen-image"))
 
 
 def test_verdicts_come_from_a_child_once_and_are_then_kept(

@@ -56,7 +56,7 @@ TASKS[LookAround] = look_around
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of another process are seen in /proc")
 def test_the_fork_server_has_one_thread_and_no_cuda(runner: ProcessTrialRunner) -> None:
-    assert runner.ask(LookAround()) == (1, False, True)
+    assert runner.send(LookAround()) == (1, False, True)
 
 
 @dataclass(frozen=True)

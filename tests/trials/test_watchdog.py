@@ -43,11 +43,11 @@ def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(
 ) -> None:
     watchdog = Watchdog(floor_bytes=0)
     with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
-        runner.ask(
+        runner.send(
             Grab(str(tmp_path / "pid"), blocks=0)
         )  # a child that was allowed more than is left now
         watchdog.floor_bytes = sources.available_bytes() - 600 * MIB
-        answer = runner.ask(
+        answer = runner.send(
             Grab(str(tmp_path / "pid"), blocks=256)
         )  # 16 GiB at most, should the watchdog fail
         assert isinstance(answer, Failure)
