@@ -6,7 +6,7 @@ import pytest
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import recorder as shapes
-from autotune.cost.predict import BLOCK_NUMBERS, CostModel
+from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.machine.catalog import load_catalog, profile_of_gpu
@@ -203,7 +203,7 @@ def test_predictions_of_many_candidates_are_those_of_each_alone():
         Candidate(
             micro_batch_size=size,
             quantization=stored,
-            **dict(zip(BLOCK_NUMBERS, numbers, strict=True)),
+            **dict(zip(BLOCK_COUNTS, numbers, strict=True)),
         )
         for size, stored in ((1, "none"), (2, "torchao-int8"))
         for numbers in itertools.product((0, 1, most - 1, most), (0, 1), (0, 1))
