@@ -9,17 +9,13 @@ plus segment peak.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autotune.cost.recorder import Segment
 from autotune.cost.timing import Rates, seconds_by_class
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from autotune.cost.recorder import Segment
-    from autotune.cost.trace import TracePass
+from autotune.cost.trace import TracePass
 
 PLAIN, SELECTIVE, WHOLE = 0, 1, 2
 """What a block keeps: all that its backward pass needs, the output of attention, or its input
@@ -33,11 +29,11 @@ launches."""
 class PassTable:
     """A traced pass as vectors, each of (growth, peak, scratch, seconds by class ..., launches)."""
 
-    before: "NDArray[np.float64]"
-    forward: "NDArray[np.float64]"
+    before: NDArray[np.float64]
+    forward: NDArray[np.float64]
     """(blocks, columns)"""
-    between: "NDArray[np.float64]"
-    backward: "NDArray[np.float64]"
+    between: NDArray[np.float64]
+    backward: NDArray[np.float64]
     """(blocks, columns), in the order that blocks run forward."""
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
@@ -48,7 +44,7 @@ class PassTable:
         return PassTable(self.before, self.forward[index], self.between, backward)
 
     @property
-    def seconds(self) -> "NDArray[np.float64]":
+    def seconds(self) -> NDArray[np.float64]:
         """By class, of the whole pass."""
         rows = np.concatenate([self.before[None], self.forward, self.between[None], self.backward])
         by_class: NDArray[np.float64] = rows[:, SECONDS:-1].sum(axis=0)
@@ -66,10 +62,10 @@ class PassTable:
 PARTS = tuple(each.name for each in fields(PassTable))
 
 
-def table_of(traced: "TracePass", rates: Rates, rank: int) -> PassTable:
+def table_of(traced: TracePass, rates: Rates, rank: int) -> PassTable:
     """Turn segments into vectors, with seconds at this machine's rates."""
 
-    def vector(segment: "Segment") -> list[float]:
+    def vector(segment: Segment) -> list[float]:
         memory = (segment.growth_bytes, segment.peak_bytes, segment.workspace_bytes)
         return [*memory, *seconds_by_class(segment.work, rates, rank)]
 
@@ -93,11 +89,11 @@ class ComposedPass:
     workspace_bytes: float
     gradient_bytes: float
     """Gradients that exist when the segment of the peak begins."""
-    work: "NDArray[np.float64]"
+    work: NDArray[np.float64]
     """Seconds by class, then launches."""
-    forward: "NDArray[np.float64]"
+    forward: NDArray[np.float64]
     """The share of `work` before the blocks run backward."""
-    recompute: "NDArray[np.float64]"
+    recompute: NDArray[np.float64]
     """The share of `work` that repeats operations."""
 
 
@@ -105,14 +101,14 @@ class ComposedPass:
 class ComposedPasses:
     """Several of them: each field as in `ComposedPass`, one entry or row for each."""
 
-    peak_bytes: "NDArray[np.float64]"
-    saved_bytes: "NDArray[np.float64]"
-    transient_bytes: "NDArray[np.float64]"
-    workspace_bytes: "NDArray[np.float64]"
-    gradient_bytes: "NDArray[np.float64]"
-    work: "NDArray[np.float64]"
-    forward: "NDArray[np.float64]"
-    recompute: "NDArray[np.float64]"
+    peak_bytes: NDArray[np.float64]
+    saved_bytes: NDArray[np.float64]
+    transient_bytes: NDArray[np.float64]
+    workspace_bytes: NDArray[np.float64]
+    gradient_bytes: NDArray[np.float64]
+    work: NDArray[np.float64]
+    forward: NDArray[np.float64]
+    recompute: NDArray[np.float64]
 
     def __getitem__(self, at: int) -> ComposedPass:
         return ComposedPass(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
@@ -127,7 +123,7 @@ class BlockTables:
         gradients: bytes of each block's adapter gradients, in the order that blocks run.
     """
 
-    def __init__(self, tables: Sequence[PassTable], gradients: "NDArray[np.float64]") -> None:
+    def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
         self.num_blocks, self.gradients = len(gradients), gradients
         self.rows = np.stack(
             [
@@ -147,9 +143,7 @@ class BlockTables:
         """(classes,): blocks run forward in the same way, whatever they keep."""
 
 
-def compose(
-    tables: BlockTables, mixtures: "NDArray[np.int64]", accumulates: bool
-) -> ComposedPasses:
+def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
     """Levels and work of passes that differ in what their blocks keep.
 
     Args:

@@ -24,28 +24,25 @@ own, the difference is here and nowhere else:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
-
-from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel
-from autotune.knobs.norm_rope import KERNELS
-from autotune.knobs.quantized_layers import CONVERTS_AS_IT_READS, PRODUCT_KERNELS, Kernels
-from autotune.plan.hardware import HardwareProfile
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
-from functools import partial
+from functools import partial, reduce
 from pkgutil import resolve_name
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
-from autotune.knobs.quantized_layers import as_stored, quantize_blocks
+from autotune.knobs.norm_rope import KERNELS
+from autotune.knobs.quantized_layers import (
+    CONVERTS_AS_IT_READS,
+    PRODUCT_KERNELS,
+    Kernels,
+    as_stored,
+    quantize_blocks,
+)
 from autotune.models.family import Family
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.overheads import ProductPractice
 
 DeviceRules = Literal["cpu", "cuda"]
@@ -143,14 +140,14 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
             setattr(functional, name, original)
 
 
-def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
+def _attention_of(kernel: str) -> Callable[..., torch.Tensor]:
     aten = torch.ops.aten
 
     def attend(
-        query: "torch.Tensor",
-        key: "torch.Tensor",
-        value: "torch.Tensor",
-        attn_mask: "torch.Tensor | None" = None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
@@ -182,7 +179,7 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
     return attend
 
 
-def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
+def _rms_norm_on_cuda(decomposed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -213,8 +210,8 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
 
 
 def _joined_norm_rope(
-    streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
-) -> "torch.Tensor":
+    streams: Sequence[torch.Tensor], weights: object, tables: object, epsilon: float
+) -> torch.Tensor:
     lengths, first = [stream.shape[1] for stream in streams], streams[0]
     out = torch.empty(
         first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
@@ -225,18 +222,18 @@ def _joined_norm_rope(
 
 
 def _norm_rope_backward(
-    gradient: "torch.Tensor",
-    streams: "Sequence[torch.Tensor]",
+    gradient: torch.Tensor,
+    streams: Sequence[torch.Tensor],
     weights: object,
     tables: object,
     epsilon: float,
-) -> "list[torch.Tensor]":
+) -> list[torch.Tensor]:
     parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
     # Reads both and writes one.
     return [part * stream for part, stream in zip(parts, streams, strict=True)]
 
 
-def _products_of(rules: DeviceRules) -> "Kernels":
+def _products_of(rules: DeviceRules) -> Kernels:
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
@@ -252,12 +249,12 @@ def _products_of(rules: DeviceRules) -> "Kernels":
 
 
 def _fused_dropout(
-    input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False
-) -> "torch.Tensor":
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
-def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
+def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
     """What a CPU takes for a moment to convert operands of a pointwise operation to their common
     dtype, or factors in float8, and to hold the result of one that works in place until it is
     converted back."""
@@ -294,7 +291,7 @@ AT_FORALL_FP32, with `rms_norm` since torch 2.12 (pytorch/pytorch#174824)."""
 
 
 @contextmanager
-def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
+def under_autocast(dtype: torch.dtype) -> Iterator[None]:
     """Within this context, functions cast their arguments as autocast to `dtype` makes them. Not
     thread-safe.
 
@@ -314,7 +311,7 @@ def under_autocast(dtype: "torch.dtype") -> Iterator[None]:
             setattr(functional, name, original)
 
 
-def _casting(function: Callable[..., Any], dtype: "torch.dtype") -> Callable[..., Any]:
+def _casting(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     def cast(value: Any) -> Any:
         is_other = (
             isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype

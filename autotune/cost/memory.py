@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
+from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
 from autotune.knobs.formats import CPU_SLICE_BYTES, SLICE_BYTES, WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.optimizer import optimizer_bytes
@@ -21,9 +21,6 @@ from autotune.plan.overheads import Overheads
 from autotune.plan.plan import Strategy
 from autotune.plan.prediction import MemoryBreakdown, PhaseMemory
 from autotune.plan.workload import ADAMW
-
-if TYPE_CHECKING:
-    from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
 
 FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
@@ -90,7 +87,7 @@ class Resident:
 
 def resident_of(
     hardware: HardwareProfile,
-    model: "TracedModel",
+    model: TracedModel,
     candidate: Candidate,
     *,
     encoder_bytes: int,
@@ -152,7 +149,7 @@ def resident_of(
 
 
 def _optimizer_bytes(
-    model: "TracedModel", model_bytes: "ModelBytes", candidate: Candidate
+    model: TracedModel, model_bytes: ModelBytes, candidate: Candidate
 ) -> tuple[int, int]:
     """What the optimizer keeps, and what it works with while it steps: copies of the adapter in
     fp32 beside its state.
@@ -183,7 +180,7 @@ class ModulationMemory:
 
 
 def _modulation_memory(
-    layers: "ModulationBytes | None", model: "TracedModel", *, is_pinned: bool
+    layers: ModulationBytes | None, model: TracedModel, *, is_pinned: bool
 ) -> ModulationMemory:
     if layers is None:
         return ModulationMemory()
@@ -216,7 +213,7 @@ def _quantizing_bytes(
     )
 
 
-def away_bytes(model_bytes: "ModelBytes", swapped: int) -> int:
+def away_bytes(model_bytes: ModelBytes, swapped: int) -> int:
     """Frozen weights that wait on the host: those of the swapped blocks but for the two that
     visit the device."""
     blocks = model_bytes.block_weight_bytes[:swapped]
@@ -411,11 +408,11 @@ class Parallel:
             else budget
         )
 
-    def weight_bytes(self, model_bytes: "ModelBytes") -> int:
+    def weight_bytes(self, model_bytes: ModelBytes) -> int:
         """Frozen weights that one device keeps."""
         return -(-model_bytes.weight_bytes // self.num_shards)
 
-    def resident(self, whole: Resident, model_bytes: "ModelBytes") -> Resident:
+    def resident(self, whole: Resident, model_bytes: ModelBytes) -> Resident:
         """What one device keeps of a model that alone would take `whole`.
 
         DDP's buckets hold each gradient once more, beside the one that accumulates without
@@ -436,7 +433,7 @@ class Parallel:
         )
 
     def exchange_seconds(
-        self, hardware: HardwareProfile, model_bytes: "ModelBytes", accumulation: int
+        self, hardware: HardwareProfile, model_bytes: ModelBytes, accumulation: int
     ) -> float:
         """What one step sends; it overlaps with computing.
 

@@ -7,10 +7,15 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import diffusers
+import torch
+from torch import nn
 
 from autotune.cost.allocator import waste_share
-from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
+from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
+from autotune.cost.recorder import Remembering
 from autotune.cost.trace import (
     TracePass,
     block_kinds,
@@ -34,17 +39,7 @@ from autotune.models.family import Family, Parts, build_on_meta
 from autotune.plan.overheads import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.system.failures import is_out_of_memory
-from autotune.system.lazy import lazy_module
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
-
-if TYPE_CHECKING:
-    import diffusers
-    import torch
-    from torch import nn
-else:
-    diffusers = lazy_module("diffusers")
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 
 ALLOCATORS = ("default", "expandable")
 BLENDS = {"blend_v", "blend_h", "blend_t"}
@@ -260,13 +255,8 @@ class TracedModel:
         frames = self.family.num_latent_frames(bucket.num_frames) + self.workload.num_control_images
         return self.family.tokens_per_frame(bucket) * frames
 
-    def _model(
-        self, precision: str, quantization: str, modulation: str = "resident"
-    ) -> "nn.Module":
+    def _model(self, precision: str, quantization: str, modulation: str = "resident") -> nn.Module:
         """The shortened transformer with adapter, as training would set it up."""
-        from autotune.cost.kernels import quantize_for_tracing
-        from autotune.cost.recorder import Remembering
-
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
         if ahead := find_modulation_ahead(transformer):
@@ -287,7 +277,7 @@ class TracedModel:
     def _practice(self, quantization: str) -> AdapterPractice | None:
         return self.overheads.adapter_on(quantization) if self.overheads else None
 
-    def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
+    def _fill_caches(self, transformer: nn.Module, dtype: Any) -> None:
         """Let modules make the rotary tables that they keep, or the first trace would count them
         as its own."""
         batch = meta_batch(
@@ -431,7 +421,7 @@ class TracedModel:
         )
 
 
-def _away_modulation(ahead: "ModulationAhead | None") -> ModulationBytes | None:
+def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
     if ahead is None:
         return None
     size = ahead.dtype.itemsize
@@ -447,18 +437,18 @@ def _away_modulation(ahead: "ModulationAhead | None") -> ModulationBytes | None:
     )
 
 
-def _frozen_bytes(module: "nn.Module") -> int:
+def _frozen_bytes(module: nn.Module) -> int:
     """Bytes of parameters that are not trained."""
     return sum(_frozen_sizes(module))
 
 
-def _frozen_sizes(module: "nn.Module") -> list[int]:
+def _frozen_sizes(module: nn.Module) -> list[int]:
     """Of each tensor behind them."""
     parameters = [p for p in module.parameters() if not p.requires_grad]
     return [t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p)]
 
 
-def _attribute_bytes(model: "nn.Module") -> int:
+def _attribute_bytes(model: nn.Module) -> int:
     """Bytes of buffers, and of tensors that modules keep as plain attributes."""
     tensors = [*model.buffers(), *attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -466,9 +456,9 @@ def _attribute_bytes(model: "nn.Module") -> int:
 
 def add_adapter_as_practiced(
     family: Family,
-    transformer: "nn.Module",
+    transformer: nn.Module,
     workload: Workload,
-    dtype: "torch.dtype",
+    dtype: torch.dtype,
     practice: AdapterPractice | None,
 ) -> None:
     """Add the workload's adapter to a transformer that computes in `dtype`: autotune's own if there
@@ -486,12 +476,12 @@ def add_adapter_as_practiced(
         _cast_when_read(transformer, dtype)
 
 
-def _cast_when_read(transformer: "nn.Module", dtype: "torch.dtype") -> None:
+def _cast_when_read(transformer: nn.Module, dtype: torch.dtype) -> None:
     from peft.tuners.lora import LoraLayer
     from torch.nn.utils import parametrize
 
     class Cast(nn.Module):
-        def forward(self, weight: "torch.Tensor") -> "torch.Tensor":
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return weight.to(dtype)
 
     layers = [module for module in transformer.modules() if isinstance(module, LoraLayer)]

@@ -10,12 +10,13 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -29,10 +30,6 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from collections.abc import Hashable
 
 MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}
@@ -91,7 +88,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tenth less time."""
         return False
 
-    def seed(self, tensors: Iterable["Tensor"]) -> int:
+    def seed(self, tensors: Iterable[Tensor]) -> int:
         """Count `tensors` as live from before the pass: they and their views are no activations.
         Returns new bytes."""
         return sum(self._watch(tensor, None) for tensor in tensors)
@@ -135,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             segment.work[work] += 1
         return out
 
-    def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
+    def _watch(self, tensor: Tensor, segment: Segment | None) -> int:
         """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is
         known."""
         storage = tensor.untyped_storage()
@@ -193,12 +190,12 @@ def _charge_of(call: Call) -> tuple[Work, int]:
     return (kind, shape, flops, moved), scratch
 
 
-def _storage_key(tensor: "Tensor") -> int:
+def _storage_key(tensor: Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-def _sums_gradients(inputs: "list[Tensor]") -> bool:
+def _sums_gradients(inputs: list[Tensor]) -> bool:
     """Whether this addition is autograd's own, of two gradients of one tensor, and the first has
     room for the sum.
 
@@ -213,7 +210,7 @@ def _sums_gradients(inputs: "list[Tensor]") -> bool:
     return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
-def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
+def _class_of(name: str, inputs: list[Tensor]) -> tuple[str, tuple[int, ...]]:
     """Class and shape of an operation; see `kernels.Work`."""
     if name in MATMULS:
         left, right = inputs[-2], inputs[-1]
@@ -236,7 +233,7 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
     return (f"elementwise.{kernel}" if kernel in SLOW_ON_CPU else "elementwise"), ()
 
 
-def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
+def _is_narrow(name: str, inputs: list[Tensor]) -> bool:
     """Whether a last dimension of a few numbers is summed or broadcast over; see
     `kernels.SLOW_ON_CPU`."""
     whole = [tensor for tensor in inputs if tensor.ndim > 1]

@@ -11,20 +11,15 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_autocast
-from autotune.models.family import Batch, Family
+from autotune.cost.recorder import Recorder, Segment, summarize
+from autotune.models.family import Batch, Family, denoising_loss
 from autotune.plan.workload import Workload
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from autotune.cost.recorder import Recorder, Segment
-else:
-    torch = lazy_module("torch")
 
 TRACED_BLOCKS = 3
 """Of each row: first, middle, last."""
@@ -35,12 +30,12 @@ class TracePass:
     """One traced pass. Block segments are in the order that blocks run, also those of the
     backward pass."""
 
-    before: "Segment"
+    before: Segment
     """From the noisy latents to the first block."""
-    forward: tuple["Segment", ...]
-    between: "Segment"
+    forward: tuple[Segment, ...]
+    between: Segment
     """After the last block: output layers, the loss and their backward pass."""
-    backward: tuple["Segment", ...]
+    backward: tuple[Segment, ...]
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
@@ -83,7 +78,7 @@ def choose_traced(
     return tuple(picked), index, numbers
 
 
-def block_kinds(family: Family, transformer: "nn.Module") -> list[list[Hashable]]:
+def block_kinds(family: Family, transformer: nn.Module) -> list[list[Hashable]]:
     """What each block of each list is: the names and shapes of its weights."""
     return [
         [
@@ -94,10 +89,8 @@ def block_kinds(family: Family, transformer: "nn.Module") -> list[list[Hashable]
     ]
 
 
-def shorten(family: Family, transformer: "nn.Module", picked: Sequence[Sequence[int]]) -> None:
+def shorten(family: Family, transformer: nn.Module, picked: Sequence[Sequence[int]]) -> None:
     """Leave these blocks of each list."""
-    from torch import nn
-
     for (name, blocks), places in zip(
         family.find_block_lists(transformer).items(), picked, strict=True
     ):
@@ -136,12 +129,12 @@ def meta_batch(
 
 def trace_pass(
     family: Family,
-    transformer: "nn.Module",
+    transformer: nn.Module,
     batch: Batch,
     *,
     kernel: str,
     rules: DeviceRules,
-    autocast: "torch.dtype | None" = None,
+    autocast: torch.dtype | None = None,
     train: bool = True,
 ) -> TracePass:
     """Trace one micro-batch of a transformer that lies on the meta device, with adapter and
@@ -153,9 +146,6 @@ def trace_pass(
         autocast: the precision of products under autocast; None without.
         train: whether to run the loss and the backward pass; without, nothing is kept for it.
     """
-    from autotune.cost.recorder import Recorder, Segment, summarize
-    from autotune.models.family import denoising_loss
-
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
     levels = torch.empty(len(noise), device="meta")
@@ -196,13 +186,9 @@ def trace_pass(
     )
 
 
-def trace_inference(
-    call: Callable[[], object], module: "nn.Module", rules: DeviceRules
-) -> "Segment":
+def trace_inference(call: Callable[[], object], module: nn.Module, rules: DeviceRules) -> Segment:
     """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and
     does."""
-    from autotune.cost.recorder import Recorder, summarize
-
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
     recorder.mark("all")
@@ -213,7 +199,7 @@ def trace_inference(
     return recorder.segments[0]
 
 
-def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
+def stored_tensors(of: nn.Module | Tensor) -> Iterator[Tensor]:
     """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized
     ones have several."""
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
@@ -222,7 +208,7 @@ def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
 
 
 @contextmanager
-def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
+def _marking(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
     """Mark where each block's forward and backward pass begin; recomputation in the backward pass
     marks nothing."""
     seen: set[int] = set()
