@@ -123,7 +123,7 @@ def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
 
 def test_a_run_gets_its_allocator_though_the_probe_has_started_cuda():
     script = """
-from autotune.hardware.probing import probe
+from autotune.machine.probing import probe
 from autotune.knobs.settings import configure_allocator
 import torch
 probe()
@@ -144,7 +144,7 @@ def test_the_planning_process_holds_no_memory_of_the_card(model):
     """Facts are read without a context: what a search may take is not taken by the search
     itself."""
     script = """
-from autotune.hardware.probing import probe
+from autotune.machine.probing import probe
 import pynvml, os
 profile = probe()
 pynvml.nvmlInit()

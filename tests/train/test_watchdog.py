@@ -23,7 +23,7 @@ LIMIT = 10
 READER = """
 import sys
 from pathlib import Path
-from autotune.training.watchdog import watch_parent
+from autotune.train.watchdog import watch_parent
 watch_parent(int(sys.argv[1]), int(sys.argv[2]), lambda: int(Path({path!r}).read_text() or 100))
 """
 
