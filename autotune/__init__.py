@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, list_choices, plan
     from autotune.api.records import (
-        NoSuchFolder,
         RecordSummary,
         list_records,
         prune_records,
         pull_records,
         push_records,
-        shipped_profiles,
         verify_records,
     )
     from autotune.api.reports import report

@@ -97,14 +97,12 @@ class RecordsMatched(Event):
 
     Example:
         >>> if isinstance(event, autotune.RecordsMatched):
-        ...     print(event.kind, *event.stale)
+        ...     print(event.kind, *event.refused)
     """
 
-    kind: Literal["exact", "upgraded", "near", "none"]
+    kind: Literal["exact", "near", "none"]
     """How well the best record matches."""
     num_records: int
-    stale: tuple[str, ...] = ()
-    """Why records of this workload no longer count, one sentence each."""
     refused: tuple[str, ...] = ()
     """Why records cannot be used at all, one sentence each."""
 

@@ -120,7 +120,7 @@ def tell():
 path = Path(sys.argv.pop())
 model.trace_pass = counted
 atexit.register(tell)
-from autotune.cli import main
+from autotune.cli.app import main
 main()
 """
 

@@ -5,7 +5,6 @@ user's own.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from autotune.errors import InvalidInput
 from autotune.machine.probing import probe as read_machine
@@ -13,7 +12,6 @@ from autotune.plan.base import Frozen
 from autotune.share.record import workload_class
 from autotune.share.store import Store, Transfer, merge_stores, prune_store, user_store
 from autotune.share.warm_start import compare_machine
-from autotune.system.files import shipped_path
 
 
 class RecordSummary(Frozen):
@@ -33,31 +31,9 @@ class RecordSummary(Frozen):
     step_seconds: float
     peak_memory_bytes: int
     match: str | None = None
-    """Whether it counts on this machine, if that was asked: `exact`, `upgraded`, `near` or
-    `none`."""
+    """Whether it counts on this machine, if that was asked: `exact`, `near` or `none`."""
     reasons: tuple[str, ...] = ()
     """What differs here."""
-
-
-def shipped_profiles() -> Path:
-    """The folder that ships with autotune: the catalog of GPUs, and a store of records that every
-    search reads.
-
-    Example:
-        >>> autotune.verify_records(str(autotune.shipped_profiles()))
-    """
-    return shipped_path()
-
-
-class NoSuchFolder(InvalidInput):
-    """A folder to push records to does not exist: it may be a slip of the pen.
-
-    Example:
-        >>> try:
-        ...     autotune.push_records("/team/records")
-        ... except autotune.NoSuchFolder:
-        ...     autotune.push_records("/team/records", create=True)
-    """
 
 
 def push_records(url: str, *, create: bool = False) -> Transfer:
@@ -68,14 +44,14 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
         create: make the folder if it does not exist.
 
     Raises:
-        NoSuchFolder: there is no such folder, and `create` was not asked for.
+        InvalidInput: there is no such folder, and `create` was not asked for.
 
     Example:
         >>> autotune.push_records("s3://team/records").num_new
     """
     team = Store(url)
     if team.folder and not team.folder.exists() and not create:
-        raise NoSuchFolder(
+        raise InvalidInput(
             f"there is no folder {team.address}", hint="check the name; --create makes it"
         )
     return merge_stores(user_store(), team)
@@ -131,11 +107,7 @@ def list_records(
 
 
 def prune_records(
-    names: Sequence[str] = (),
-    store: str | None = None,
-    *,
-    older_than_days: int | None = None,
-    dry_run: bool = False,
+    names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the named records, or those that are superseded, damaged, impossible or of an older
     trial protocol.
@@ -144,9 +116,9 @@ def prune_records(
         one line for each record, with the reason.
 
     Example:
-        >>> autotune.prune_records(older_than_days=180, dry_run=True)
+        >>> autotune.prune_records(dry_run=True)
     """
-    return prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run)
+    return prune_store(_store(store), names, dry_run=dry_run)
 
 
 def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:

@@ -1,6 +1,5 @@
 """`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -28,13 +27,7 @@ def push(
     ] = False,
 ) -> None:
     """Add your records to a team's store."""
-    try:
-        transfer = autotune.push_records(url, create=create)
-    except autotune.NoSuchFolder as error:
-        if not sys.stdin.isatty() or not typer.confirm(f"{error.message}; make it?", err=True):
-            raise
-        transfer = autotune.push_records(url, create=True)
-    _print_transfer(transfer)
+    _print_transfer(autotune.push_records(url, create=create))
 
 
 @app.command()
@@ -61,9 +54,6 @@ def prune(
     names: Annotated[
         list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)
     ] = None,
-    older_than: Annotated[
-        int | None, typer.Option(min=0, help="Also delete records that are older.", metavar="DAYS")
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be deleted.")
     ] = False,
@@ -71,9 +61,7 @@ def prune(
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an
     older trial protocol."""
-    reasons = autotune.prune_records(
-        names or (), store, older_than_days=older_than, dry_run=dry_run
-    )
+    reasons = autotune.prune_records(names or (), store, dry_run=dry_run)
     print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
 
 

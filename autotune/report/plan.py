@@ -138,17 +138,13 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
 
 
 def records_lines(event: RecordsMatched) -> list[str]:
-    """What earlier measurements contribute, and which no longer count; nothing if there are
-    none."""
-    later = "a trial or two will tell whether it still holds"
+    """What earlier measurements contribute; nothing if there are none."""
     found = {
         "exact": "measured before on such a machine: one trial will verify it",
-        "upgraded": f"measured here before an upgrade: {later}",
         "near": f"{event.num_records} of similar machines or work start the search",
     }
     texts = [found[event.kind]] if event.kind in found else []
-    for reasons, command in ((event.stale, "list --why"), (event.refused, "verify")):
-        texts += capped(reasons, MAX_REASONS, f": `autotune profiles {command}`")
+    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
     lines = [note_text(text, "records") for text in texts]
     return [*lines, ""] if lines else []
 

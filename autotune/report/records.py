@@ -5,12 +5,7 @@ from typing import Any
 
 from autotune.report.text import cut, memory_text, seconds_text, wrapped
 
-VERDICTS = {
-    "exact": "counts here",
-    "upgraded": "counts here once verified",
-    "near": "a prior here",
-    "none": "does not count here",
-}
+VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
 
 
 def record_list_lines(rows: Sequence[Any]) -> list[str]:

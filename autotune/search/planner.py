@@ -71,7 +71,7 @@ from autotune.share.warm_start import NO_WARM_START, StoreMatches, WarmStart, bu
 from autotune.system.files import cache_path, data_path
 from autotune.system.process import collect_rarely, interrupt_on_signal
 
-NO_MATCHES = StoreMatches(records=(), stale=(), refused=())
+NO_MATCHES = StoreMatches(records=(), refused=())
 FALLBACK = "rung"
 """The name under which studies remember the trial of a fallback."""
 
@@ -251,14 +251,10 @@ def _find_warm_start(
         return NO_MATCHES, NO_WARM_START
     found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
     found, warm_start = build_warm_start(
-        found, problem.space.tried_choices, problem.budget_bytes, problem.workload, problem.cost
+        found, problem.space.tried_choices, problem.budget_bytes, problem.cost
     )
     kind = found.records[0].match.kind if found.records else "none"
-    on_event(
-        RecordsMatched(
-            kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused
-        )
-    )
+    on_event(RecordsMatched(kind=kind, num_records=len(found.records), refused=found.refused))
     return found, warm_start
 
 

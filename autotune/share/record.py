@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.machine.catalog import find_gpu
 from autotune.models.registry import FAMILIES
 from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt
 from autotune.plan.candidate import Candidate
@@ -51,11 +50,6 @@ data."""
 LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
 """Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row,
 or an exponent of 30 and more on either side."""
-PEAK_MARGIN = 1.3
-"""Over a datasheet's peak: GPUs boost above it, 9% in the largest case of the catalog."""
-MIN_USED_SHARE = 0.25
-"""Least share of the parameters that every image token goes through: in a model with two streams
-a token meets the weights of its own, less what acts once per image."""
 SPILL_RATIO = 1.02
 """Peak over total memory: above it the step would have spilled."""
 
@@ -104,10 +98,8 @@ class Record(Frozen):
     """For each trial, how far it was from the cost model of this version; None for those that
     did not run."""
     conclusive: bool = True
-    """Whether the settings are the best for this work: False if the search was cut short."""
-    narrowed: tuple[str, ...] = Field(default=(), max_length=32)
-    """Knobs that were pinned, or had values excluded: the settings are the best only under the
-    same restrictions."""
+    """Whether the settings are the best for this work: False if the search was cut short, or knobs
+    were pinned or had values excluded."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -132,19 +124,6 @@ class Record(Frozen):
     def name(self) -> str:
         """Name of a record that was made here; one that was read goes by the name of its file."""
         return name_of(self.content)
-
-    @property
-    def credible_day(self) -> date:
-        """`measured_on`; long ago if that is yet to come.
-
-        Among similar records the newest leads, and no clock that runs ahead, nor a lie, may make
-        one lead for good. A day is what clocks may differ by.
-        """
-        return (
-            self.measured_on
-            if self.measured_on <= datetime.now(UTC).date() + timedelta(days=1)
-            else date.min
-        )
 
     @property
     def key(self) -> str:
@@ -246,7 +225,6 @@ def build_record(
     work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
     images = work.effective_batch_size / frozen.expected.step_seconds
     num_tried = sum(not trial.confirms for trial in frozen.trials)
-    restricted = dict((*frozen.pins, *frozen.exclusions))
     record = Record(
         schema_version=SCHEMA_VERSION,
         autotune_version=frozen.autotune_version,
@@ -263,9 +241,11 @@ def build_record(
         calibration=calibration,
         # A search that a record ended has no longer trial of its winner: the record's stands for
         # it.
-        conclusive=num_tried >= MIN_CONCLUSIVE_TRIALS
-        or (bool(frozen.records) and num_tried == len(frozen.trials)),
-        narrowed=tuple(name for name in Candidate.model_fields if name in restricted),
+        conclusive=not (frozen.pins or frozen.exclusions)
+        and (
+            num_tried >= MIN_CONCLUSIVE_TRIALS
+            or (bool(frozen.records) and num_tried == len(frozen.trials))
+        ),
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
@@ -348,6 +328,8 @@ def _slug(text: str) -> str:
 def find_impossibilities(record: Record) -> Iterator[str]:
     """Why the record cannot be true by physics. Bounds are loose on purpose: a true record must
     never be refused, and local trials reproduce a record before anything stands on it."""
+    if record.measured_on > datetime.now(UTC).date() + timedelta(days=1):
+        yield "its day is yet to come"  # among similar records the newest leads
     ran = [trial for trial in record.trials if trial.outcome == "ok"]
     for number, trial in enumerate(ran, start=1):
         yield from (f"trial {number} that ran: {reason}" for reason in _check_trial(record, trial))
@@ -373,15 +355,3 @@ def _check_trial(record: Record, trial: TrialResult) -> Iterator[str]:
         yield "its peak is less than its weights"
     if machine.total_memory_bytes is not None and peak > SPILL_RATIO * machine.total_memory_bytes:
         yield "its peak is more than the device has"
-    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
-    if gpu is None:
-        return
-    # Per token and parameter 2 FLOPs forward, 2 backward (to the activations alone). A video VAE
-    # makes one latent frame of four.
-    family, bucket = FAMILIES.get(work.model.family), work.largest_bucket
-    side = family.size_multiple_px if family else 32
-    tokens = bucket.width_px * bucket.height_px / side**2 * max(1.0, bucket.num_frames / 4)
-    flops = 4 * MIN_USED_SHARE * work.model.num_parameters * tokens * work.effective_batch_size
-    needed = flops / (PEAK_MARGIN * 1e12 * max(gpu.dense_tflops.values()))
-    if min(trial.step_seconds) < needed:
-        yield f"a step of less than {needed:.4g} s is faster than the device's peak allows"

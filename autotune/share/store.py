@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from autotune.system.files import (
     data_path,
     describe_url,
     quote_error,
-    shipped_path,
 )
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
@@ -226,11 +224,6 @@ def _parse_file(key: str, content: bytes) -> RecordFile:
     return RecordFile(key, content, record)
 
 
-def shipped_store() -> Store:
-    """The records that ship with autotune: every search may start from them."""
-    return Store(str(shipped_path()))
-
-
 def user_store() -> Store:
     """This user's records: what was planned on this machine and what was pulled."""
     return Store(str(data_path("profiles")))
@@ -270,15 +263,11 @@ def merge_stores(source: Store, target: Store) -> Transfer:
 
 
 def prune_store(
-    store: Store,
-    names: Sequence[str] = (),
-    *,
-    older_than_days: int | None = None,
-    dry_run: bool = False,
+    store: Store, names: Sequence[str] = (), *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the records whose names begin with `names`, or else those that are useless: bad, of
-    an older trial protocol, superseded or too old; one line for each says why. A newer record of
-    the same machine, versions and work supersedes one of no more trials.
+    an older trial protocol or superseded; one line for each says why. A newer record of the same
+    machine, versions and work supersedes one of no more trials.
 
     Raises:
         InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
@@ -294,35 +283,32 @@ def prune_store(
             )
         useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
     if not names:
-        useless = dict(_find_useless(store, older_than_days))
+        useless = dict(_find_useless(store))
     for key in () if dry_run else useless:
         store.delete(key)
     return tuple(useless.values())
 
 
-def _find_useless(store: Store, older_than_days: int | None) -> Iterator[tuple[str, str]]:
+def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
     sound: list[tuple[Record, RecordFile]] = []
     for file in store.read():
         if file.record:
             sound.append((file.record, file))
         else:
             yield file.key, file.problem
-    oldest = datetime.now(UTC).date() - timedelta(days=older_than_days or 0)
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
     for record, file in sorted(
-        sound, key=lambda pair: (pair[0].credible_day, len(pair[0].trials)), reverse=True
+        sound, key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True
     ):
         machine, name = record.machine, file.name[:12]
         versions = machine.versions.changed(python="", driver=None)
         about = (machine.device_name, machine.total_memory_bytes, versions, record.workload)
-        subject = (*about, record.conclusive, record.narrowed)
+        subject = (*about, record.conclusive)
         newer, max_trials = fullest.get(subject, ("", 0))
         protocol = machine.match_keys.get("trial_protocol") or ""
         if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
             yield file.key, f"{name} was measured by an older trial protocol"
         elif len(record.trials) <= max_trials:
             yield file.key, f"{name} is superseded by {newer}"
-        elif older_than_days is not None and record.measured_on < oldest:
-            yield file.key, f"{name} is of {record.measured_on}"
         else:
             fullest[subject] = (name, len(record.trials))

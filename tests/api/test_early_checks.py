@@ -98,7 +98,7 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
         "machines.may_have_gpu = lambda: False\n"
         "from autotune.search import elsewhere\n"
         f"elsewhere.catalog_predictions = lambda family: {TABLE}\n"
-        "from autotune.cli import main\n"
+        "from autotune.cli.app import main\n"
         "try: main()\n"
         "except SystemExit as ended: print('status', ended.code)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"

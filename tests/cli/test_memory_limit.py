@@ -13,7 +13,7 @@ from PIL import Image
 LIMITED = """
 import resource
 import autotune
-from autotune.cli import main
+from autotune.cli.app import main
 
 limit = 2**36
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -25,7 +25,7 @@ LIMITED_DATA = """
 import resource
 import psutil
 import autotune.api.checking
-from autotune.cli import main
+from autotune.cli.app import main
 
 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
 resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + 60 * 2**20, hard))

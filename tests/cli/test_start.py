@@ -110,7 +110,7 @@ WRONG = {
 
 RUN = f"""
 import contextlib, io, json, sys
-from autotune.cli import main
+from autotune.cli.app import main
 told = []
 for words in json.loads(sys.argv[1]):
     before, said = set(sys.modules), io.StringIO()

@@ -102,7 +102,7 @@ def matches_of(
         )
         for record in records
     )
-    return StoreMatches(tuple(found), (), ())
+    return StoreMatches(tuple(found), ())
 
 
 def replay(
@@ -118,7 +118,6 @@ def replay(
         matches_of(records, problem.hardware, problem.workload, problem.budget_bytes),
         problem.space.tried_choices,
         problem.budget_bytes,
-        problem.workload,
         problem.cost,
     )[1]
     return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)

@@ -1,8 +1,6 @@
 """Records, plans and machines that could be real, for tests of sharing."""
 
-import hashlib
 from datetime import date
-from pathlib import Path
 
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, Rate
@@ -107,13 +105,3 @@ def record(
 def several(count: int, start: int = 0) -> tuple[Record, ...]:
     """Different records of one machine."""
     return tuple(record(search_seconds=60.0 + start + index) for index in range(count))
-
-
-def fill(folder: Path, count: int) -> None:
-    """Put so many different records into a folder, quickly."""
-    sample = record()
-    content, target = sample.content, folder / sample.folder
-    target.mkdir(parents=True)
-    for index in range(count):
-        changed = content.replace(b'"search_seconds":60.0', b'"search_seconds":%d.5' % index)
-        (target / f"{hashlib.sha256(changed).hexdigest()}.json").write_bytes(changed)

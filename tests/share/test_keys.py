@@ -42,66 +42,16 @@ def test_a_hard_key_that_differs_decides_and_is_named(
     )  # without a GPU there is no version of CUDA either
 
 
-def test_another_architecture_never_counts() -> None:
-    model = workload().model.model_copy(update={"architecture": "sha256:1"})
-    found = compare(record(), machine(), workload(model=model))
-    assert found.kind == "none"
-    assert "architecture" in found.reasons[0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"torch": "2.13.1+cu130"}, {"total_memory_bytes": 25_000_000_000},
-    {"power_limit_watts": 440.0}, {"rates": ()},
-     {"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB},
-     {"power_limit_watts": None}],
-)  # fmt: skip
-def test_what_does_not_matter_stays_exact(change: dict[str, object]) -> None:
-    assert compare(record(), machine(**change), workload()).kind == "exact"
-
-
 def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
-    changes = [
-        {"driver": "590.1"},
-        {"power_limit_watts": 300.0},
-        {"name": "NVIDIA L40S"},
-        {"rates": FASTER},
-    ]
+    changes = [{"power_limit_watts": 300.0}, {"name": "NVIDIA L40S"}, {"rates": FASTER}]
     found = [compare(record(), machine(**change), workload()) for change in changes]
-    assert [item.kind for item in found] == ["upgraded", "near", "near", "near"]
+    assert [item.kind for item in found] == ["near", "near", "near"]
     assert [item.distance for item in found] == sorted(item.distance for item in found)
     assert [item.reasons[0].split(":")[0] for item in found] == [
-        "driver",
         "power limit",
         "device",
         "memory bandwidth",
     ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"},
-    {"quality": "exact"},
-     {"objective": "memory"}, {"text_padding": "exact"}, {"num_control_images": 1},
-     {"resolution_px": 768}],
-)  # fmt: skip
-def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> None:
-    found = compare(record(), machine(), workload(**change))
-    assert found.kind == "near"
-    assert found.reasons
-
-
-def test_cores_count_only_where_they_train() -> None:
-    more = {"logical_cores": 64, "memory_kind": "host", "kind": "cpu", "compute_capability": None}
-    fewer = machine(**(more | {"logical_cores": 8}))
-    assert compare(record(machine(**more)), fewer, workload()).reasons == (
-        "cores: 8.00 times ours",
-    )
-    assert compare(record(machine(logical_cores=64)), machine(), workload()).kind == "exact"
-
-
-def test_captions_a_little_longer_are_the_same_work() -> None:
-    assert compare(record(), machine(), workload(max_text_tokens=70)).kind == "exact"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +78,6 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same(
     assert counts or found.reasons == (f"trials on cudnn: {there} there, {here} here",)
 
 
-def test_a_search_that_was_cut_short_is_a_prior_only() -> None:
-    found = compare(record(conclusive=False), machine(), workload())
-    assert (found.kind, found.distance) == ("near", 0.0)
-    assert found.reasons == ("search: cut short there",)
-
-
 @pytest.mark.parametrize(
     ("library", "quantization", "attention"),
     [
@@ -155,7 +99,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
     made = record(settings=plain.candidate, trials=(using, plain))
     here = machine(**{library: "99.1"})
     found = compare_machine(made, here)
-    assert found.kind == "upgraded"
+    assert found.kind == "near"
     assert any(reason.startswith(f"trials on {library}: ") for reason in found.reasons)
     assert usable_trials(made, here) == (plain,)
     alone = record(settings=using.candidate, trials=(using,))
@@ -187,7 +131,6 @@ VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
     st.fixed_dictionaries(
         {},
         optional={
-            "driver": VERSIONS,
             "torchao": VERSIONS,
             "name": st.sampled_from(["A", "B"]),
             "total_memory_bytes": st.sampled_from([None, 24 * GIB]),

@@ -1,25 +1,19 @@
 """Planning with records: fewer trials where they are true, the same answer where they are not,
 never an unsafe one."""
 
-import getpass
 import math
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import pytest
 
-from autotune.plan.plan import FrozenPart
-from autotune.plan.plan_file import read_plan
-from autotune.plan.trial import Residual, TrialResult
+from autotune.plan.trial import TrialResult
 from autotune.share.record import Record
-from autotune.share.warm_start import NOISY_TIME_TOLERANCE, find_matches, find_mismatch
+from autotune.share.warm_start import NOISY_TIME_TOLERANCE, TIME_TOLERANCE, find_mismatch
 from tests.builders import GIB, candidate, trial
-from tests.conftest import autotune_here
-from tests.planning.formula import FormulaCostModel, by_formula
+from tests.planning.formula import by_formula
 from tests.share.examples import rate
 from tests.share.machines import (
     QUESTION,
@@ -91,22 +85,7 @@ def test_an_exact_match_costs_exactly_one_trial(cold: Planned, tmp_path: Path) -
     )
 
 
-def test_after_a_drivers_upgrade_that_changed_nothing_one_trial_tells(
-    cold: Planned, tmp_path: Path
-) -> None:
-    upgraded = Simulated(gpu(driver="590.1"), SLOW, seed=1)
-    again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
-    assert len(again.trials) == 1
-    (told,) = again.find_matches.stale
-    assert told == (
-        f"{cold.record.name[:12]} is from before an upgrade, and verified first: driver: 580.95 "
-        "there, 590.1 here"
-    )
-
-
-def test_after_a_drivers_upgrade_that_changed_speed_the_search_goes_on(
-    cold: Planned, tmp_path: Path
-) -> None:
+def test_search_goes_on_when_the_record_no_longer_holds(cold: Planned, tmp_path: Path) -> None:
     upgraded = Simulated(gpu(driver="590.1"), SLOW | {"_native_cudnn": 1.6}, seed=1)
     again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
     assert len(again.trials) > 1
@@ -114,30 +93,8 @@ def test_after_a_drivers_upgrade_that_changed_speed_the_search_goes_on(
     assert again.plan.frozen.settings.attention == "native"
 
 
-def test_a_librarys_upgrade_measures_its_own_trials_again_and_no_others(
-    cold: Planned, tmp_path: Path
-) -> None:
-    used = [t for t in cold.trials if t.candidate.quantization == "torchao-int8"]
-    assert used
-    assert cold.plan.frozen.settings.quantization == "none"
-    store = store_with(tmp_path, [cold.record])
-    again = planned_on(Simulated(gpu(torchao="0.19.0"), SLOW, seed=1), store)
-    fastest = min(used, key=lambda t: t.median_step_seconds or math.inf)
-    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings, fastest.candidate]
-    assert "trials on torchao: 0.18.0 there, 0.19.0 here" in again.find_matches.stale[0]
-    faster = planned_on(
-        Simulated(gpu(torchao="0.19.0"), {**SLOW, "torchao-int8": 0.5}, seed=1), store
-    )
-    assert faster.plan.frozen.settings.quantization == "torchao-int8"
-
-
-def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(
-    cold: Planned, tmp_path: Path
-) -> None:
+def test_after_an_upgrade_of_torch_nothing_counts(cold: Planned, tmp_path: Path) -> None:
     again = planned_on(Simulated(gpu(torch="2.14.0"), SLOW), store_with(tmp_path, [cold.record]))
-    assert again.find_matches.stale == (
-        f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",
-    )
     assert again.plan.frozen.records == ()
     assert len(again.trials) == len(cold.trials)
 
@@ -169,70 +126,6 @@ def test_a_neighbors_profile_saves_trials(tmp_path: Path) -> None:
     assert sum(saved) > 0
 
 
-@pytest.mark.slow
-def test_two_teams_on_unlike_machines_share_through_the_real_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def command(team: str, *arguments: object) -> str:
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / team))
-        done = autotune_here(capfd, *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
-        monkeypatch.setattr("autotune.api.machines.may_have_gpu", lambda: True)
-        monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: on.hardware)
-        backend = replace(on.backend(), find_matches=find_matches)
-        monkeypatch.setattr("autotune.search.planner.PlannerBackend", lambda: backend)
-        file = tmp_path / f"{team}.yaml"
-        asked = (
-            "--model",
-            "kandinsky5-image-lite",
-            "--resolution",
-            "256",
-            "--batch",
-            2,
-            "-o",
-            file,
-        )
-        command(team, "plan", *asked, *options)
-        return read_plan(file).frozen
-
-    team = tmp_path / "team"
-    alone = plan("carol", neighbor(2), "--no-profiles")
-    first = plan("alice", Simulated(slow=SLOW))
-    assert "new: 1" in command("alice", "profiles", "push", team, "--create")
-    assert "new: 1" in command("bob", "profiles", "pull", team)
-    helped = plan("bob", neighbor(2))
-    assert first.records == alone.records == ()
-    assert len(helped.trials) < len(alone.trials)
-    assert len(helped.records) == 1
-    assert "new: 1" in command("bob", "profiles", "push", team)
-    assert "new: 1" in command("alice", "profiles", "pull", team)
-    again = plan("alice", Simulated(slow=SLOW, seed=1))
-    assert (len(again.trials), again.settings) == (1, first.settings)
-    shared = " ".join(file.read_text() for file in team.rglob("*.json"))
-    assert not [
-        told for told in (str(tmp_path), platform.node(), getpass.getuser()) if f'"{told}' in shared
-    ]
-
-
-def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(
-    cold: Planned, tmp_path: Path
-) -> None:
-    cases = (
-        (altered(cold.record, 0.25), "is not credible: trial 2 took 0.24 times the time"),
-        (altered(cold.record, 1, 4.5), "is not credible: trial 1 took 4.5 times the memory"),
-        (altered(cold.record, 1, 0.6), "cannot be true: trial 1 that ran: its peak is"),
-    )
-    for poison, why in cases:
-        again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / poison.name, [poison]))
-        assert len(again.find_matches.refused) == 1
-        assert again.find_matches.refused[0].startswith(f"{poison.name[:12]} {why}")
-        assert again.plan.frozen.records == ()
-        assert again.trials == cold.trials
-
-
 def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(
     cold: Planned, tmp_path: Path
 ) -> None:
@@ -244,18 +137,6 @@ def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(
     assert again.plan.frozen.settings == cold.plan.frozen.settings
     assert again.plan.frozen.expected == cold.plan.frozen.expected
     assert len(again.trials) <= len(cold.trials) + 1
-
-
-def test_times_are_not_judged_by_rates_of_a_busy_machine(cold: Planned, tmp_path: Path) -> None:
-    poison = altered(cold.record, 0.25)
-    machine = poison.machine.model_copy(update={"noisy": True})
-    poison = Record.model_validate({**dict(poison), "machine": machine})
-    again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
-    assert again.find_matches.refused == ()
-    assert [doubt.split(":")[0] for doubt in again.doubts] == [
-        f"{poison.name[:12]} does not hold here"
-    ]
-    assert again.plan.frozen.settings == cold.plan.frozen.settings
 
 
 def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(
@@ -313,33 +194,6 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
     assert found.changed(modulation=whole.modulation, norm_rope=whole.norm_rope) == whole
 
 
-@pytest.mark.parametrize(
-    "narrowed",
-    [{"pins": (("attention", "native"),)}, {"exclusions": (("attention", "_native_cudnn"),)}],
-)
-def test_who_narrows_a_search_down_in_the_same_way_gets_its_answer(
-    narrowed: dict[str, object], tmp_path: Path
-) -> None:
-    asked = replace(QUESTION, **narrowed)
-    before = planned_on(Simulated(slow=SLOW), asked=asked)
-    again = planned_on(
-        Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]), asked=asked
-    )
-    assert [t.candidate for t in again.trials] == [before.plan.frozen.settings]
-
-
-def test_an_answer_is_found_behind_any_number_of_newer_narrowed_ones(
-    cold: Planned, tmp_path: Path
-) -> None:
-    pinned = planned_on(
-        Simulated(slow=SLOW), asked=replace(QUESTION, pins=(("attention", "native"),))
-    ).record
-    newer = [pinned.changed(measured_on=date(2026, 4, day)) for day in range(1, 5)]
-    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [cold.record, *newer]))
-    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings]
-    assert again.plan.frozen.records == (cold.record.name,)
-
-
 def test_a_record_full_of_strange_settings_takes_seconds_at_most(
     cold: Planned, tmp_path: Path
 ) -> None:
@@ -358,30 +212,6 @@ def test_a_record_full_of_strange_settings_takes_seconds_at_most(
     assert time.perf_counter() - started < 20
 
 
-def test_settings_that_only_a_record_knows_are_never_predicted(
-    cold: Planned, tmp_path: Path
-) -> None:
-    """A cost model knows nothing of a backend by another's name, and of 2^60 blocks it predicts
-    less than no memory."""
-    first = cold.record.trials[0]
-    unknown = first.model_copy(
-        update={"candidate": first.candidate.changed(quantization="q", attention="a")}
-    )
-    odd = cold.record.changed(trials=(*cold.record.trials, unknown), calibration=())
-    predicted: list[str] = []
-    real = FormulaCostModel.residual
-
-    def residual(self: FormulaCostModel, trial: TrialResult) -> Residual | None:
-        predicted.append(trial.candidate.quantization)
-        return real(self, trial)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FormulaCostModel, "residual", residual)
-        planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [odd]))
-    assert predicted
-    assert "q" not in predicted
-
-
 PROMISED = trial(candidate(), 1.8, 22 * GIB)
 
 
@@ -397,7 +227,7 @@ PROMISED = trial(candidate(), 1.8, 22 * GIB)
     ],
 )
 def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
-    told = find_mismatch(PROMISED, local)
+    told = find_mismatch(PROMISED, local, TIME_TOLERANCE)
     assert told is None if why is None else why in (told or "")
 
 

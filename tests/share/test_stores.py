@@ -78,8 +78,8 @@ def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
 
 def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened: Open, tmp_path: Path) -> None:
     good, altered, moved = record(), record(search_seconds=1.0), record(search_seconds=2.0)
-    instant = trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)
-    impossible = record(trials=(TRIALS[1], instant))
+    huge = trial(candidate(quantization="torchao-int8"), 2.0, 210 * GIB)
+    impossible = record(trials=(TRIALS[1], huge))
     bomb, yaml = b" " * (MAX_RECORD_BYTES + 1), b"!!python/object/apply:os.system ['x']"
     opened().add(good, impossible)
     opened().write(
@@ -100,7 +100,7 @@ def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened: Open, tmp_
         "does not belong",
         "too large",
         "not a record",
-        "peak allows",
+        "more than the device has",
     ):
         assert why in told
     assert len(problems(opened())) == 6
@@ -122,9 +122,8 @@ def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None
 def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
     new, old = record(measured_on=date(2026, 5, 1)), record()
     fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
-    future = record(measured_on=date(9999, 1, 1), trials=TRIALS[1:2])
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
-    opened().add(new, old, fewer, future, other)
+    opened().add(new, old, fewer, other)
     told = prune_store(opened(), dry_run=True)
     assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
     prune_store(opened())
@@ -133,7 +132,6 @@ def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
     with pytest.raises(InvalidInput, match="no records begin"):
         prune_store(opened(), [new.name, "0" * 12])
     assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
-    assert f"{other.name[:12]} is of 2020-01-01" in prune_store(opened(), older_than_days=365)
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"../x/{'0' * 64}.json"])
@@ -181,19 +179,14 @@ def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(
     assert store.add(record()) == 1
 
 
-def test_matches_are_ordered_and_what_is_stale_is_told(tmp_path: Path) -> None:
-    far, near = record(machine(name="NVIDIA L40S")), record(machine(driver="570.1"))
+def test_matches_are_ordered_by_likeness_then_day(tmp_path: Path) -> None:
+    far, near = record(machine(name="NVIDIA L40S")), record(machine(power_limit_watts=400.0))
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store = Store(str(tmp_path / "store"))
     store.add(far, near, old, new)
     found = find_matches(machine(), workload(), stores=[store])
     assert [item.name for item in found.records] == [new.name, old.name, near.name, far.name]
-    assert [item.match.kind for item in found.records] == ["exact", "exact", "upgraded", "near"]
-    assert found.stale == ()
-    torch = find_matches(machine(torch="2.14.0"), workload(), stores=[store])
-    assert torch.records == ()
-    assert any("no longer counts: torch version: 2.13 there" in line for line in torch.stale)
-    (tmp_path / "file").write_text("")
+    assert [item.match.kind for item in found.records] == ["exact", "exact", "near", "near"]
     absent = find_matches(machine(), workload(), stores=[Store("nosuch/folder"), store])
     assert len(absent.records) == 4
 
