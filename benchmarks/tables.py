@@ -127,7 +127,7 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
         one
         for one in combined
         if one.recomputed_blocks < workload.model.num_blocks
-        and not any(knob.conflict(one, context) for knob in KNOBS)
+        and not any(knob.why_not(one, context) for knob in KNOBS)
     ]
     random.Random(0).shuffle(kept)
     return kept

@@ -17,7 +17,7 @@ from autotune.interop.importing import ImportedConfig
 from autotune.interop.rules import count_blocks
 from autotune.knobs.caching import PIN, describe_caching
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import KNOBS, NAMES, unusable_reason
+from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import plain_choices
 from autotune.models.resolve import read_parts
 from autotune.plan.candidate import CachingSettings, Candidate
@@ -139,7 +139,7 @@ def _as_written(
         if (value := config.pins.get(name)) is None:
             continue
         choice = count_blocks(value, total) if name in BLOCKS else value if names else int(value)
-        why = unusable_reason(name, choice, hardware)
+        why = why_not_on(name, choice, hardware)
         if name in knobs:
             here = knobs[name].choices(context)
             why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)
@@ -149,7 +149,7 @@ def _as_written(
             why = "autotune knows no such value"
         changed = written if why else written.changed(**{name: choice})
         if why is None and name in knobs:
-            why = knobs[name].conflict(changed, context)
+            why = knobs[name].why_not(changed, context)
         if why:
             breaks.append(f"{name} {choice}: {why}")
         else:

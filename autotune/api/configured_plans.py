@@ -86,7 +86,7 @@ def _possible_pins(
     impossible: dict[str, tuple[str, str]] = {}
     for name, written in config.pins.items():
         value = str(count_blocks(written, num_blocks)) if name in BLOCKS else written
-        value, why = _nearest(space, name, value) if name in space.on_request else (value, "")
+        value, why = _nearest(space, name, value) if name in space.pinnable else (value, "")
         if why:
             impossible[name] = (value, why)
         else:
@@ -106,7 +106,7 @@ def _nearest(space: SearchSpace, name: str, value: str) -> tuple[str, str]:
     """A value that can be pinned, and why there is none: of numbers of blocks the next that
     needs no more memory."""
     usable: Mapping[str, Any] = {
-        str(choice): choice for choice in (*space.choices[name], *space.on_request[name])
+        str(choice): choice for choice in (*space.choices[name], *space.pinnable[name])
     }
     if value in usable:
         return value, ""

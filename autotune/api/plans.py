@@ -182,7 +182,7 @@ def _suited_to_trainer(
         return request
     trainer, spec, space = get_trainer(name), resolved.model.spec, resolved.space(profile)
     possible = {
-        name: (*choices, *space.on_request.get(name, ())) for name, choices in space.choices.items()
+        name: (*choices, *space.pinnable.get(name, ())) for name, choices in space.choices.items()
     }
     lacking = inexpressible(
         trainer,

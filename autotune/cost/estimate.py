@@ -235,7 +235,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
         )
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
-        if conflict := knob.conflict(candidate, context):
+        if conflict := knob.why_not(candidate, context):
             what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
             raise InvalidInput(
                 what, hint="see which settings go together: autotune plan --list-knobs"

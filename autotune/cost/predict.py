@@ -311,7 +311,7 @@ class CostModel:
             time = {name: float(values[at]) for name, values in seconds.items()}
             self.tables.steps[each, self.parallel] = composed[at], float(waste[at]), time
 
-    def predict_mixtures(
+    def predict_block_counts(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Bytes of a training step and its seconds for many numbers of blocks at once, before any

@@ -98,8 +98,7 @@ def token_multiple(kernel: str) -> int:
 
 def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
     return (
-        AttentionBackend(name, "", Requirements(library=library), unusable_reason=reason)
-        for name in names
+        AttentionBackend(name, "", Requirements(library=library), why_not=reason) for name in names
     )
 
 

@@ -23,7 +23,7 @@ Library = Literal[
     "sageattention",
 ]
 """Fields of `Versions` that not every entry needs."""
-SkipReason = Callable[[HardwareProfile], str | None]
+WhyNot = Callable[[HardwareProfile], str | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Entry:
     in fp32, up to which it counts as the entry's own; 0 if there is none."""
     tolerance_reason: str = ""
     """Where an error of that size comes from."""
-    skip_reason: SkipReason = lambda hardware: None
+    why_not_searched: WhyNot = lambda hardware: None
     """Why no search tries it on a machine that could use it; None if it is worth trying."""
 
     @property
@@ -89,7 +89,7 @@ class AttentionBackend(Entry):
     """Whether it raises on any mask, even one that is all True."""
     is_probed: bool = True
     """Whether the probe measures its speed."""
-    unusable_reason: str = ""
+    why_not: str = ""
     """Why no machine can train with it; empty if some can."""
     function: str = ""
     """Implementation to add to diffusers' dispatcher, if diffusers lacks it:

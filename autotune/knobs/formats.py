@@ -38,7 +38,7 @@ def _multiplied(
         tolerance=tolerance,
         tolerance_reason=f"{why} for weights, activations and gradients",
         hides_dtype=True,
-        skip_reason=lambda hardware: (
+        why_not_searched=lambda hardware: (
             SLOW_FP8 if dtype == "fp8" and hardware.device.kind == "cpu" else None
         ),
     )

@@ -38,13 +38,13 @@ class Choices:
 
     admitted: tuple[Choice, ...]
     rejected: Mapping[Choice, str] = field(default_factory=dict)
-    on_request: Mapping[Choice, str] = field(default_factory=dict)
+    pinnable: Mapping[Choice, str] = field(default_factory=dict)
     """Values that work and may be pinned, but that no search tries, and why not: a rule or a
     measurement settles the knob, or the value pays in rare cases alone."""
 
 
 @dataclass(frozen=True)
-class Parity:
+class GradientTolerance:
     """How far adapter gradients under a choice may lie from the reference's before it counts as
     another computation.
 
@@ -63,12 +63,12 @@ class Parity:
     """Other knobs' values without which it does not run."""
 
 
-def parity_capability(knob: str, checked_choice: Choice) -> str:
+def gradient_capability(knob: str, checked_choice: Choice) -> str:
     """Name of the machine's capability to compute right gradients under a knob's value."""
     return f"parity.{knob}.{checked_choice}"
 
 
-def unavailable_reason(hardware: HardwareProfile, capability: str) -> str | None:
+def why_not(hardware: HardwareProfile, capability: str) -> str | None:
     """Why the machine lacks the capability of this name; None if it has it, or if it is unknown."""
     return next(
         (g.reason for g in hardware.capabilities if g.name == capability and not g.available), None
@@ -112,22 +112,22 @@ class Knob(ABC):
         field = Candidate.model_fields[self.name]
         default = 0 if field.is_required() else field.default
         rejected = {
-            **dict.fromkeys((*choices.admitted, *choices.on_request), reason),
+            **dict.fromkeys((*choices.admitted, *choices.pinnable), reason),
             **choices.rejected,
         }
         return Choices(
             (default,), {choice: why for choice, why in rejected.items() if choice != default}
         )
 
-    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None if it may."""
-        return unavailable_reason(hardware, f"{self.name}.{choice}")
+        return why_not(hardware, f"{self.name}.{choice}")
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         """Why this knob's value cannot go with the candidate's other values; None if it can."""
         return None
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         """How gradients under `choice` are compared with the reference's; None if it changes
         nothing about them."""
         return None

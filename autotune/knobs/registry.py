@@ -14,17 +14,17 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import (
     WHOLE_WEIGHTS,
     Choices,
+    GradientTolerance,
     Knob,
-    Parity,
     TuningContext,
-    parity_capability,
-    unavailable_reason,
+    gradient_capability,
+    why_not,
 )
 from autotune.knobs.settings import (
     PLAIN_SETTINGS,
-    optimizer_parity,
-    precision_parity,
-    unusable_setting,
+    optimizer_tolerance,
+    precision_tolerance,
+    setting_why_not_on,
 )
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family, build_on_meta
@@ -64,9 +64,11 @@ class MicroBatchSize(Knob):
 class _RecomputationKnob(Knob):
     is_composed = True
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         return (
-            Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+            GradientTolerance(1, 1e-5, "the same operations on the same values, run twice")
+            if choice
+            else None
         )
 
 
@@ -98,7 +100,7 @@ class Selective(_RecomputationKnob):
     def choices(self, context: TuningContext) -> Choices:
         return Choices(tuple(range(context.workload.model.num_blocks)))
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if not candidate.selective_blocks:
             return None
         if candidate.recomputed_blocks > context.workload.model.num_blocks:
@@ -136,7 +138,7 @@ class Quantization(Knob):
     def choices(self, context: TuningContext) -> Choices:
         admitted: list[Choice] = []
         rejected: dict[Choice, str] = {}
-        on_request: dict[Choice, str] = {}
+        pinnable: dict[Choice, str] = {}
         floor = context.workload.quality
         for name, weight_format in WEIGHT_FORMATS.items():
             capability = context.hardware.capability(weight_format.capability)
@@ -148,17 +150,17 @@ class Quantization(Knob):
                 )
             elif weight_format.quantize and not capability.available:
                 rejected[name] = capability.reason
-            elif why := weight_format.skip_reason(context.hardware):
-                on_request[name] = why
+            elif why := weight_format.why_not_searched(context.hardware):
+                pinnable[name] = why
             else:
                 admitted.append(name)
         admitted.sort(key=lambda name: WEIGHT_FORMATS[str(name)].bytes_per_parameter)
-        return Choices(tuple(admitted), rejected, on_request)
+        return Choices(tuple(admitted), rejected, pinnable)
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         entry = WEIGHT_FORMATS.get(str(choice))
         return (
-            Parity(choice, entry.tolerance, entry.tolerance_reason)
+            GradientTolerance(choice, entry.tolerance, entry.tolerance_reason)
             if entry and entry.tolerance
             else None
         )
@@ -185,7 +187,7 @@ class Swapping(Knob):
             return Choices((0,), dict.fromkeys(numbers[:-1], refusal))
         return Choices(tuple(numbers))
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:
             return (
                 "block swap needs blocks that recompute: autograd would keep their weights on "
@@ -199,11 +201,11 @@ class Swapping(Knob):
             return "compiled blocks hold on to their weights"
         return None
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         if not choice:
             return None
         reason = "the same operations on copies of the same weights"
-        return Parity(
+        return GradientTolerance(
             CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS}
         )
 
@@ -224,7 +226,7 @@ class Modulation(Knob):
             Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
         )
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.modulation != "ahead":
             return None
         if candidate.compile != "off":
@@ -234,9 +236,9 @@ class Modulation(Knob):
             )
         return _unsuited_reason(context)
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         return (
-            Parity(choice, 1e-5, "the same products, for several draws at a time")
+            GradientTolerance(choice, 1e-5, "the same products, for several draws at a time")
             if choice == "ahead"
             else None
         )
@@ -276,14 +278,12 @@ class Attention(Knob):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(
-            name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason
-        )
+        return tuple(name for name, backend in ATTENTION_BACKENDS.items() if not backend.why_not)
 
     def choices(self, context: TuningContext) -> Choices:
         hardware, admitted = context.hardware, []
         rejected: dict[Choice, str] = {}
-        on_request: dict[Choice, str] = {}
+        pinnable: dict[Choice, str] = {}
         for name in self.names:
             capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
             if not capability.available:
@@ -294,15 +294,15 @@ class Attention(Knob):
                 rejected[name] = (
                     f"it takes no masks, and the text of {context.family.name} always has one"
                 )
-            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(
+            elif why := ATTENTION_BACKENDS[name].why_not_searched(hardware) or _not_faster_reason(
                 name, context
             ):
-                on_request[name] = why
+                pinnable[name] = why
             else:
                 admitted.append(name)
-        return Choices(tuple(admitted), rejected, on_request)
+        return Choices(tuple(admitted), rejected, pinnable)
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         name = candidate.attention
         backend = ATTENTION_BACKENDS.get(name)
         if backend is None or not backend.refuses_masks:
@@ -319,10 +319,10 @@ class Attention(Knob):
             "too, need one"
         )
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         backend = ATTENTION_BACKENDS.get(str(choice))
         return (
-            Parity(choice, backend.tolerance, backend.tolerance_reason)
+            GradientTolerance(choice, backend.tolerance, backend.tolerance_reason)
             if backend and backend.tolerance
             else None
         )
@@ -442,8 +442,8 @@ class NormRope(Knob):
     names = ("stock", "fused", "compiled")
     compared_with = "stock"
 
-    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return unavailable_reason(hardware, "compile") if choice == "compiled" else None
+    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        return why_not(hardware, "compile") if choice == "compiled" else None
 
     def choices(self, context: TuningContext) -> Choices:
         if not context.family.attention_layouts:
@@ -456,9 +456,7 @@ class NormRope(Knob):
             order = ["compiled", "fused", "stock"]
         rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
         usable = [one for one in order if one not in rejected]
-        parities = {
-            one: unavailable_reason(hardware, parity_capability(self.name, one)) for one in usable
-        }
+        parities = {one: why_not(hardware, gradient_capability(self.name, one)) for one in usable}
         best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
         why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
             kind, "it was never measured here"
@@ -466,14 +464,14 @@ class NormRope(Knob):
         others = (one for one in self.names if one != best and one not in rejected)
         return Choices((best,), rejected, dict.fromkeys(others, f"{why}: pin it to compare"))
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.norm_rope != "stock" and candidate.compile != "off":
             return "compiled blocks fuse diffusers' own operations"
         return None
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         reason = "fp32 between the projections and attention, where diffusers' operations round"
-        return Parity(choice, 0.01, reason) if choice != "stock" else None
+        return GradientTolerance(choice, 0.01, reason) if choice != "stock" else None
 
 
 class Compile(Knob):
@@ -482,8 +480,8 @@ class Compile(Knob):
     name = "compile"
     names = ("off", "block")
 
-    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return unavailable_reason(hardware, "compile") if choice == "block" else None
+    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        return why_not(hardware, "compile") if choice == "block" else None
 
     def choices(self, context: TuningContext) -> Choices:
         capability = context.hardware.capability("compile")
@@ -494,20 +492,20 @@ class Compile(Knob):
             "the winner is tried compiled if the steps may pay back a start-up of some "
             f"{startup:.0f} s"
         )
-        return Choices(("off",), on_request={"block": why})
+        return Choices(("off",), pinnable={"block": why})
 
-    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+    def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.compile != "off" and weight_format and weight_format.stand_in:
             return "this weight format has kernels of its own, which torch.compile cannot trace"
         return None
 
-    def parity(self, choice: Choice) -> Parity | None:
+    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         reason = "fused kernels keep intermediate results in fp32 where single ones round them"
         # Two blocks that recompute, of which the second is compiled: its code has all that others'
         # has, and more.
         return (
-            Parity(choice, 0.05, reason, other_choices={"checkpointed_blocks": 2})
+            GradientTolerance(choice, 0.05, reason, other_choices={"checkpointed_blocks": 2})
             if choice == "block"
             else None
         )
@@ -533,10 +531,10 @@ TITLES: Mapping[str, str] = {
 """What people call each field of a candidate."""
 
 
-PARITY: Mapping[str, Callable[[Choice], Parity | None]] = {
-    "precision": precision_parity,
-    **{knob.name: knob.parity for knob in KNOBS},
-    "optimizer": optimizer_parity,
+GRADIENT_TOLERANCES: Mapping[str, Callable[[Choice], GradientTolerance | None]] = {
+    "precision": precision_tolerance,
+    **{knob.name: knob.gradient_tolerance for knob in KNOBS},
+    "optimizer": optimizer_tolerance,
 }
 """By field of a candidate, how what is computed with a value is compared with the reference."""
 
@@ -560,12 +558,12 @@ def require_choice(name: str, value: Choice) -> None:
         )
 
 
-def unusable_reason(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
+def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
     """Why a value of a candidate's field does not work on this machine at all; None if it may."""
     knob = next((knob for knob in KNOBS if knob.name == name), None)
     if knob is None:
-        return unusable_setting(name, value, hardware)
-    return knob.unusable_reason(value, hardware)
+        return setting_why_not_on(name, value, hardware)
+    return knob.why_not_on(value, hardware)
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:

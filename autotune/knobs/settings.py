@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autotune.knobs.knob import Parity, TuningContext, unavailable_reason
+from autotune.knobs.knob import GradientTolerance, TuningContext, why_not
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import OptimizerChoice
@@ -131,28 +131,28 @@ def _fastest_loader(context: TuningContext) -> str:
     return max(close, key=lambda name: (hardware.rate(f"page_cache.{name}") or 0.0, fitting[name]))
 
 
-def unusable_setting(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
+def setting_why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
     """Why a plain setting's value does not work on this machine at all; None if it may."""
     kind = hardware.device.kind
     if name == "batch_memory" and value == "pinned" and kind != "cuda":
         return f"only CUDA copies from page-locked memory by itself, this is {kind}"
     if name != "precision" or (value == "fp16" and kind == "cpu"):  # which works, for tests
         return None
-    return unavailable_reason(hardware, f"precision.{value}")
+    return why_not(hardware, f"precision.{value}")
 
 
-def precision_parity(precision: Choice) -> Parity | None:
+def precision_tolerance(precision: Choice) -> GradientTolerance | None:
     """How gradients in a precision are compared with those in fp32."""
     tolerance, reason = ROUNDING.get(str(precision), (0.0, ""))
     if not tolerance:
         return None
-    return Parity(precision, tolerance, f"{reason}, and errors add up over layers")
+    return GradientTolerance(precision, tolerance, f"{reason}, and errors add up over layers")
 
 
-def optimizer_parity(optimizer: Choice) -> Parity | None:
+def optimizer_tolerance(optimizer: Choice) -> GradientTolerance | None:
     """How an optimizer's updates are compared with those of plain operations."""
     reason = "one fused kernel in fp32, where single operations round at each"
-    return Parity(optimizer, 1e-3, reason) if optimizer == "adamw" else None
+    return GradientTolerance(optimizer, 1e-3, reason) if optimizer == "adamw" else None
 
 
 def configure_allocator(choice: Choice) -> None:

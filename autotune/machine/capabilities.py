@@ -154,7 +154,7 @@ def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Cap
 
 def _backend_rules() -> Iterator[Rule]:
     for backend in ATTENTION_BACKENDS.values():
-        if reason := backend.unusable_reason:
+        if reason := backend.why_not:
             yield Rule(backend.capability, backend.summary, obstacles=(_always(reason),))
         else:
             yield Rule(backend.capability, backend.summary, backend.needs)

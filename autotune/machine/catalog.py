@@ -278,9 +278,7 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
         raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
     names = (names,) if isinstance(names, str) else names
     backends = [
-        each
-        for each in ATTENTION_BACKENDS.values()
-        if each.needs.library and not each.unusable_reason
+        each for each in ATTENTION_BACKENDS.values() if each.needs.library and not each.why_not
     ]
     versions: dict[str, str] = {}
     for name in names:

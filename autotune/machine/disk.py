@@ -29,7 +29,7 @@ def time_reads(
         Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that
             nothing honest can be measured.
     """
-    reason = LOADERS[loader].unavailable_reason(device)
+    reason = LOADERS[loader].why_not(device)
     if reason or not hasattr(os, "posix_fadvise"):
         raise Unavailable(reason or "the page cache cannot be bypassed on this system")
     folder = cache_path()

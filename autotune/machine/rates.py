@@ -59,7 +59,9 @@ def product_dtypes(profile: HardwareProfile, *, tried: bool) -> tuple[str, ...]:
     usable = (
         each for each in WEIGHT_FORMATS.values() if profile.capability(each.capability).available
     )
-    found = (each.product_dtype for each in usable if (each.skip_reason(profile) is None) is tried)
+    found = (
+        each.product_dtype for each in usable if (each.why_not_searched(profile) is None) is tried
+    )
     return tuple(dict.fromkeys(dtype for dtype in found if dtype))
 
 

@@ -162,7 +162,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
         against: dict[tuple[str, str], list[Choice]] = {}
         for one in space.rejected.get(name, ()):
             refusal = "not always" if one.choice in choices else "not"
-            word = "to pin" if one.choice in space.on_request[name] else refusal
+            word = "to pin" if one.choice in space.pinnable[name] else refusal
             against.setdefault((word, one.reason), []).append(one.choice)
         for (word, reason), values in against.items():
             lines.append(f"    {word} {_values_text(values)}: {reason}")

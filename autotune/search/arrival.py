@@ -15,8 +15,8 @@ from autotune.cost.predict import CostModel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.knobs.caching import describe_caching
-from autotune.knobs.knob import TuningContext, parity_capability, unavailable_reason
-from autotune.knobs.registry import PARITY, TITLES, unusable_reason
+from autotune.knobs.knob import TuningContext, gradient_capability, why_not
+from autotune.knobs.registry import GRADIENT_TOLERANCES, TITLES, why_not_on
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
@@ -126,7 +126,10 @@ def verify_prediction(
         one: why for one in candidates if (why := _unusable(one, hardware))
     }
     if fitting := [candidate for candidate in candidates if candidate not in against]:
-        choices = {name: tuple({getattr(one, name): None for one in fitting}) for name in PARITY}
+        choices = {
+            name: tuple({getattr(one, name): None for one in fitting})
+            for name in GRADIENT_TOLERANCES
+        }
         checked = backend.check_gradients(
             TuningContext(hardware, model.family, work), choices, model
         )
@@ -159,7 +162,7 @@ def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candida
 def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Which of its values this machine lacks something for, and what; None if it has all."""
     reasons = (
-        (TITLES[name], value, unusable_reason(name, value, hardware)) for name, value in candidate
+        (TITLES[name], value, why_not_on(name, value, hardware)) for name, value in candidate
     )
     return next((f"{title} {value}: {why}" for title, value, why in reasons if why), None)
 
@@ -167,15 +170,15 @@ def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
 def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
     capabilities = (
-        (f"{TITLES[name]} {value}", parity_capability(name, parity.checked_choice))
-        for name, rule in PARITY.items()
+        (f"{TITLES[name]} {value}", gradient_capability(name, parity.checked_choice))
+        for name, rule in GRADIENT_TOLERANCES.items()
         if (parity := rule(value := getattr(candidate, name)))
     )
     return next(
         (
             f"{what}: {why}"
             for what, capability in capabilities
-            if (why := unavailable_reason(hardware, capability))
+            if (why := why_not(hardware, capability))
         ),
         None,
     )

@@ -1,4 +1,4 @@
-"""Parity first: a choice may be tried on a machine only if its adapter gradients agree with the
+"""GradientTolerance first: a choice may be tried on a machine only if its adapter gradients agree with the
 reference's there.
 
 An optimizer is given its gradients: its updates have to agree.
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.knobs.knob import Parity, TuningContext, parity_capability
+from autotune.knobs.knob import GradientTolerance, TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import torch_dtype
-from autotune.knobs.registry import KNOBS, PARITY
-from autotune.knobs.settings import precision_parity
+from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS
+from autotune.knobs.settings import precision_tolerance
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, denoising_loss
 from autotune.models.registry import get_family
@@ -120,10 +120,10 @@ def check_gradients(
 
 
 def judge_gradients(
-    knob: str, parity: Parity, request: GradientCheckRequest, result: float | Failure
+    knob: str, parity: GradientTolerance, request: GradientCheckRequest, result: float | Failure
 ) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = parity_capability(knob, parity.checked_choice)
+    name = gradient_capability(knob, parity.checked_choice)
     if isinstance(result, Failure):
         reason = (
             f"what it computes could not be checked on this machine ({result.outcome}: "
@@ -138,7 +138,7 @@ def judge_gradients(
     )  # which are in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
-        if knob != "precision" and (dtype := precision_parity(request.candidate.precision)):
+        if knob != "precision" and (dtype := precision_tolerance(request.candidate.precision)):
             allowed += dtype.tolerance
     reason = (
         f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed "
@@ -149,14 +149,16 @@ def judge_gradients(
     return Capability(name=name, available=result <= allowed, reason=reason), True
 
 
-def _kinds_of_computation(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
+def _kinds_of_computation(
+    choices: Mapping[str, Sequence[Choice]],
+) -> dict[str, tuple[str, GradientTolerance]]:
     """Knob and parity rule of every kind of computation among the choices, by capability name,
     precisions first."""
-    found: dict[str, tuple[str, Parity]] = {}
-    for name, rule in PARITY.items():
+    found: dict[str, tuple[str, GradientTolerance]] = {}
+    for name, rule in GRADIENT_TOLERANCES.items():
         for choice in choices.get(name, ()):
             if parity := rule(choice):
-                found.setdefault(parity_capability(name, parity.checked_choice), (name, parity))
+                found.setdefault(gradient_capability(name, parity.checked_choice), (name, parity))
     return found
 
 
@@ -166,7 +168,7 @@ def _build_request(
     device: str,
     precision: str,
     knob: str,
-    parity: Parity,
+    parity: GradientTolerance,
 ) -> GradientCheckRequest:
     fields = {
         "micro_batch_size": 2,
@@ -180,7 +182,7 @@ def _build_request(
     work = small_workload(context.family, context.workload)
     small_context = TuningContext(context.hardware, context.family, work)
     if any(
-        one.conflict(candidate, small_context) for one in KNOBS
+        one.why_not(candidate, small_context) for one in KNOBS
     ):  # masks, if captions differ in length
         work = work.changed(text_padding="exact")
     is_reference = (knob, parity.checked_choice) == (

@@ -25,7 +25,7 @@ from autotune.events import (
     TrialStarted,
     ignore_event,
 )
-from autotune.knobs.knob import parity_capability, unavailable_reason
+from autotune.knobs.knob import gradient_capability, why_not
 from autotune.plan.base import SCHEMA_VERSION, digest_of
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
@@ -342,7 +342,7 @@ def _try_compiled(
         model, _ = resolve_request_model(request)
         asked = {"precision": problem.space.choices["precision"], "compile": (candidate.compile,)}
         checked = backend.check_gradients(problem.cost.context, asked, model)
-        wrong = unavailable_reason(checked, parity_capability("compile", candidate.compile))
+        wrong = why_not(checked, gradient_capability("compile", candidate.compile))
         if wrong:
             return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
         on_event(TrialStarted(candidate=candidate))

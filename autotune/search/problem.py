@@ -542,7 +542,7 @@ def advise_larger_batch(
     best_gain, best_batch = MIN_GAIN, 0
     for batch in (effective * factor for factor in LARGER_BATCHES):
         base = best.changed(micro_batch_size=batch)
-        if any(knob.conflict(base, context) for knob in KNOBS):
+        if any(knob.why_not(base, context) for knob in KNOBS):
             continue
         for candidate in block_count_frontier(base, space.choices, cost):
             prediction = cost.predict(candidate)

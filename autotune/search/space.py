@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from autotune.cost.calibration import time_doubt
 from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.knob import Choices, Knob, TuningContext, parity_capability, unavailable_reason
-from autotune.knobs.registry import KNOBS, PARITY, require_choice
+from autotune.knobs.knob import Choices, Knob, TuningContext, gradient_capability, why_not
+from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, require_choice
 from autotune.knobs.settings import plain_choices
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import Rejected
@@ -40,15 +40,15 @@ class SearchSpace:
     """Admitted values by knob, and the value of each plain setting."""
     rejected: Mapping[str, tuple[Rejected, ...]]
     """Excluded values by knob, with reasons."""
-    on_request: Mapping[str, tuple[Choice, ...]]
+    pinnable: Mapping[str, tuple[Choice, ...]]
     """Those among the excluded values that may be pinned."""
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether each of its values may be tried, or asked for, if not all together."""
         known = {
-            name: (*choices, *self.on_request[name])
+            name: (*choices, *self.pinnable[name])
             for name, choices in self.choices.items()
-            if name in self.on_request
+            if name in self.pinnable
         }
         return all(getattr(candidate, name) in choices for name, choices in known.items())
 
@@ -70,7 +70,7 @@ class SearchSpace:
     def _compared_choices(self) -> dict[str, Choice]:
         known = {knob.name: knob.compared_with for knob in KNOBS if knob.compared_with is not None}
         return {
-            name: value for name, value in known.items() if value in self.on_request.get(name, ())
+            name: value for name, value in known.items() if value in self.pinnable.get(name, ())
         }
 
 
@@ -115,7 +115,7 @@ def build_search_space(
     candidates, conflicts = _enumerate(admitted, settings, context)
     if not candidates:  # what a rule settles yields to what is pinned
         settled = {name for name, _ in conflicts} - {name for name, _ in pins}
-        admitted |= {name: (*admitted[name], *per_knob[name].on_request) for name in settled}
+        admitted |= {name: (*admitted[name], *per_knob[name].pinnable) for name in settled}
         candidates, conflicts = _enumerate(admitted, settings, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
@@ -124,15 +124,15 @@ def build_search_space(
             hint="leave out a --pin or an --exclude",
         )
     rejected = {
-        name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()
+        name: _with_reasons({**one.rejected, **one.pinnable}) for name, one in per_knob.items()
     }
     for name, conflict in conflicts:
         if conflict not in rejected[name]:
             rejected[name].append(conflict)
-    on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
+    pinnable = {name: tuple(choices.pinnable) for name, choices in per_knob.items()}
     admitted = {**settings, **admitted}
     return SearchSpace(
-        candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, on_request
+        candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, pinnable
     )
 
 
@@ -157,7 +157,7 @@ def _enumerate(
             for value in admitted[name]:
                 candidate = Candidate.model_validate({**chosen, name: value})
                 found = [
-                    (knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))
+                    (knob.name, why) for knob in KNOBS if (why := knob.why_not(candidate, context))
                 ]
                 if not found:
                     chosen[name] = value
@@ -214,25 +214,19 @@ def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -
     return {
         value: why
         for value in values
-        if (parity := PARITY[name](value) if name in PARITY else None)
-        and (
-            why := unavailable_reason(
-                context.hardware, parity_capability(name, parity.checked_choice)
-            )
-        )
+        if (parity := GRADIENT_TOLERANCES[name](value) if name in GRADIENT_TOLERANCES else None)
+        and (why := why_not(context.hardware, gradient_capability(name, parity.checked_choice)))
     }
 
 
 def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
     """The knob's choices less those that the family excludes or that compute something else."""
     choices = knob.choices_for_family(context)
-    wrong = _wrong_values(knob.name, (*choices.admitted, *choices.on_request), context)
+    wrong = _wrong_values(knob.name, (*choices.admitted, *choices.pinnable), context)
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
         rejected={**choices.rejected, **wrong},
-        on_request={
-            choice: why for choice, why in choices.on_request.items() if choice not in wrong
-        },
+        pinnable={choice: why for choice, why in choices.pinnable.items() if choice not in wrong},
     )
 
 
@@ -253,7 +247,7 @@ def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) ->
 
 def _require_value(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
     choices = per_knob[name]
-    values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
+    values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.pinnable)}
     if value not in values:
         raise InvalidInput(
             f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(values))}"
@@ -267,7 +261,7 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
         raise InvalidInput(
             f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`"
         )
-    usable = (*choices.admitted, *choices.on_request)
+    usable = (*choices.admitted, *choices.pinnable)
     others = {choice: f"{name} is pinned to {value}" for choice in usable if str(choice) != value}
     return Choices(
         tuple(choice for choice in usable if str(choice) == value), {**choices.rejected, **others}
@@ -278,17 +272,13 @@ def _exclude(value: str, choices: Choices) -> Choices:
     """The choices without a value; where a rule had settled on that one, those that may be
     pinned are tried instead."""
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
-    on_request = {choice: why for choice, why in choices.on_request.items() if str(choice) != value}
-    known = (*choices.admitted, *choices.on_request)
+    pinnable = {choice: why for choice, why in choices.pinnable.items() if str(choice) != value}
+    known = (*choices.admitted, *choices.pinnable)
     rejected = {
         **choices.rejected,
         **{choice: "excluded by the user" for choice in known if str(choice) == value},
     }
-    return (
-        Choices(admitted, rejected, on_request)
-        if admitted
-        else Choices(tuple(on_request), rejected)
-    )
+    return Choices(admitted, rejected, pinnable) if admitted else Choices(tuple(pinnable), rejected)
 
 
 Floats = NDArray[np.float64]
@@ -336,7 +326,7 @@ def block_count_frontier(
         _passes(admitted, cost.workload.model.num_blocks),
         _spread(admitted["swapped_blocks"]),
     )
-    num_bytes, seconds = cost.predict_mixtures(plain, passes, swapped)
+    num_bytes, seconds = cost.predict_block_counts(plain, passes, swapped)
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
     numbers = np.concatenate([passes[at], swapped[column][:, None]], axis=1)
@@ -360,7 +350,7 @@ def _without_conflict(
     recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
-    is_barred = any(knob.conflict(tried, context) for knob in KNOBS)
+    is_barred = any(knob.why_not(tried, context) for knob in KNOBS)
     return np.array(
         [number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64
     )

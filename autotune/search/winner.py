@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
-from autotune.knobs.registry import KNOBS, PARITY, startup_seconds
+from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, startup_seconds
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
@@ -128,7 +128,7 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
 
 def _inexactness(score: Score) -> float:
     """Relative error of gradients that weight format and precision may bring."""
-    chosen = (PARITY[name](getattr(score.candidate, name)) for name in LOSSY)
+    chosen = (GRADIENT_TOLERANCES[name](getattr(score.candidate, name)) for name in LOSSY)
     return sum(parity.tolerance for parity in chosen if parity)
 
 
@@ -416,7 +416,7 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
         "selective_blocks": 0,
     }
     compiled = plain.changed(compile=BLOCK, **other)
-    is_barred = any(knob.conflict(compiled, problem.cost.context) for knob in KNOBS)
+    is_barred = any(knob.why_not(compiled, problem.cost.context) for knob in KNOBS)
     return compiled if problem.space.admits(compiled) and not is_barred else None
 
 
@@ -459,7 +459,7 @@ def explain_compile(
     reasons: Sequence[Reason], trials: Trials, problem: PlanningProblem, chosen: Candidate
 ) -> tuple[Reason, ...]:
     """The reasons, that of compiling with its figures: measured if it was tried, else predicted."""
-    if BLOCK not in problem.space.on_request.get("compile", ()) or not trials:
+    if BLOCK not in problem.space.pinnable.get("compile", ()) or not trials:
         return tuple(reasons)
     steps, tried = problem.job.num_steps, [t for t in trials if t.candidate.compile == BLOCK]
     if chosen.compile == BLOCK:

@@ -15,7 +15,7 @@ from autotune.knobs.caching import cast_refusal
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.optimizer import check_options, optimizer_bytes
-from autotune.knobs.registry import KNOBS, NAMES, unusable_reason
+from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.machine.probing import probe
 from autotune.models.adapter import adapter_shapes, add_adapter
 from autotune.models.family import build_on_meta
@@ -272,7 +272,7 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     used.append(("text encoder quantization", "quantization", encoder_format))
     misfits = []
     for title, name, value in used:
-        if reason := unusable_reason(name, value, hardware):
+        if reason := why_not_on(name, value, hardware):
             misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in NAMES[name]:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
@@ -354,7 +354,7 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
             f"data: {controls} control images for an item, the plan is for "
             f"{planned.num_control_images}"
         )
-    conflicts = (knob.conflict(plan.frozen.settings, context) for knob in KNOBS)
+    conflicts = (knob.why_not(plan.frozen.settings, context) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
     share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
     if plan.frozen.settings.micro_batch_size > share:

@@ -73,7 +73,7 @@ class Loader(ABC):
 
     name: ClassVar[str]
 
-    def unavailable_reason(self, device: "torch.device") -> str | None:
+    def why_not(self, device: "torch.device") -> str | None:
         """Why it cannot read to `device` on this machine, or None."""
         return None
 
@@ -144,7 +144,7 @@ class PreadLoader(Loader):
 
     name = "pread"
 
-    def unavailable_reason(self, device: "torch.device") -> str | None:
+    def why_not(self, device: "torch.device") -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
     def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
@@ -214,7 +214,7 @@ class FastLoader(Loader):
 
     name = "fastsafetensors"
 
-    def unavailable_reason(self, device: "torch.device") -> str | None:
+    def why_not(self, device: "torch.device") -> str | None:
         if device.type not in {"cpu", "cuda"}:
             return f"fastsafetensors reads to cpu and cuda, not to {device.type}"
         try:
@@ -300,7 +300,7 @@ def get_loader(name: str, device: "torch.device") -> Loader:
         raise InvalidInput(
             f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"
         )
-    reason = LOADERS[name].unavailable_reason(device)
+    reason = LOADERS[name].why_not(device)
     if reason:
         raise InvalidInput(
             f"the loader {name} cannot be used on this machine: {reason}",

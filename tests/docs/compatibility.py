@@ -56,8 +56,8 @@ def _attention() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, backend in ATTENTION_BACKENDS.items():
-        if backend.unusable_reason:
-            lines.append(f"| {name} | none | {_library(backend)} | - | {backend.unusable_reason} |")
+        if backend.why_not:
+            lines.append(f"| {name} | none | {_library(backend)} | - | {backend.why_not} |")
         else:
             masks = "no" if backend.refuses_masks else "yes"
             lines.append(

@@ -102,7 +102,7 @@ def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, s
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
     loader, target = LOADERS[name], torch.device(device)
-    if reason := loader.unavailable_reason(target):
+    if reason := loader.why_not(target):
         pytest.skip(reason)
     source = open_weights(data[0] / "transformer")
     expected = {

@@ -81,7 +81,7 @@ def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request
     )
     assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
     assert cpu.admitted == ("int8-matmul", "none")
-    assert "float8 units" in cpu.on_request["fp8-matmul"]
+    assert "float8 units" in cpu.pinnable["fp8-matmul"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_p
         TuningContext(one.model_copy(update={"rates": rates}), get_family("qwen-image"), workload())
     )
     assert ("_native_flash" in choices.admitted) == is_tried
-    assert ("_native_flash" in choices.on_request) == (not is_tried)
-    assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.on_request.keys()
+    assert ("_native_flash" in choices.pinnable) == (not is_tried)
+    assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.pinnable.keys()
     assert "native" in choices.admitted
 
 

@@ -145,7 +145,9 @@ class FormulaCostModel:
     def prepare(self, candidates: Iterable[Candidate]) -> None:
         """There is nothing to find ahead."""
 
-    def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
+    def predict_block_counts(
+        self, candidate: Candidate, passes: Any, swapped: Any
+    ) -> tuple[Any, Any]:
         whole, selective = passes.T[:, :, None]
         numbers = {"checkpointed_blocks": whole, "selective_blocks": selective}
         found = self._formula(

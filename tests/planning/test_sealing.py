@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import DoesNotFit
-from autotune.knobs.knob import parity_capability
+from autotune.knobs.knob import gradient_capability
 from autotune.machine.probing import with_budget
 from autotune.machine.store import hardware_named
 from autotune.plan.candidate import CachingSettings, Candidate
@@ -125,7 +125,7 @@ def test_what_computes_something_else_here_is_not_tried(
     ) -> HardwareProfile:
         asked.append(choices["attention"])
         wrong = Capability(
-            name=parity_capability("attention", "_native_cudnn"),
+            name=gradient_capability("attention", "_native_cudnn"),
             available=False,
             reason="differs by 3",
         )

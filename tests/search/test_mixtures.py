@@ -52,7 +52,7 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
     base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     passes = np.array([[0, 0], [59, 0], [0, 59], [20, 30], [20, 39]])
     swapped = np.array([0, 1, 7, 40])
-    num_bytes, seconds = cost.predict_mixtures(base, passes, swapped)
+    num_bytes, seconds = cost.predict_block_counts(base, passes, swapped)
     assert num_bytes.shape == seconds.shape == (5, 4)
     predictions = [
         [

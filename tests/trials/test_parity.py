@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from autotune.knobs.compile import CompiledBlock
-from autotune.knobs.knob import TuningContext, parity_capability
+from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.knobs.registry import PARITY, Quantization
-from autotune.knobs.settings import optimizer_parity, precision_parity
+from autotune.knobs.registry import GRADIENT_TOLERANCES, Quantization
+from autotune.knobs.settings import optimizer_tolerance, precision_tolerance
 from autotune.machine.probing import probe
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
@@ -64,7 +64,7 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
         for choice in choices:
             if choice == "_native_flash" and get_family(family).has_attention_mask(1, "exact"):
                 continue  # it takes none
-            if rule := PARITY[name](choice):
+            if rule := GRADIENT_TOLERANCES[name](choice):
                 precision = str(choice) if name == "precision" else "fp32"
                 request = request_of(
                     family,
@@ -97,8 +97,8 @@ def children() -> dict[str, ChildState]:
 def test_every_weight_format_agrees_on_every_family(
     family: str, storage: str, children: dict[str, ChildState]
 ) -> None:
-    rule = Quantization().parity(storage)
-    rounding = precision_parity("bf16")
+    rule = Quantization().gradient_tolerance(storage)
+    rounding = precision_tolerance("bf16")
     assert rule is not None
     assert rounding is not None
     errors = [
@@ -132,7 +132,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are not turned into code: that takes a minute on a CPU."""
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
-    rule = PARITY["compile"]("block")
+    rule = GRADIENT_TOLERANCES["compile"]("block")
     assert rule is not None
     request = request_of(
         "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
@@ -142,7 +142,7 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None:
-    rule = optimizer_parity("adamw")
+    rule = optimizer_tolerance("adamw")
     assert rule is not None
     asked = UpdateRequest(
         Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
@@ -189,7 +189,7 @@ def test_verdicts_come_from_a_child_once_and_are_then_kept(
         if capability.name.startswith("parity.")
     }
     assert set(capabilities) == {
-        parity_capability(*pair)
+        gradient_capability(*pair)
         for pair in (
             *(("attention", name) for name in ("native", "_native_math", "_native_flash")),
             ("quantization", "torchao-int8"),
@@ -208,7 +208,7 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(
     here: TuningContext,
 ) -> None:
     capability = Capability(
-        name=parity_capability("attention", "_native_math"),
+        name=gradient_capability("attention", "_native_math"),
         available=False,
         reason="adapter gradients differ by 1",
     )

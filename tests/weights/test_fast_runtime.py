@@ -22,7 +22,7 @@ from autotune.weights.tensors import FastLoader
 if sys.argv[1:]:
     ctypes.CDLL(sys.argv[1])  # as torch has it: by its path, which no search for libraries finds
 torch.version.cuda, torch.cuda.is_available = "99.1", lambda: True
-print([FastLoader().unavailable_reason(torch.device(name)) for name in ("cuda", "cpu")])
+print([FastLoader().why_not(torch.device(name)) for name in ("cuda", "cpu")])
 """
 
 

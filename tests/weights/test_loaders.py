@@ -15,7 +15,7 @@ from autotune.weights.tensors import LOADERS, get_loader, read_tensor, save_file
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
-USABLE = [name for name, loader in LOADERS.items() if loader.unavailable_reason(CPU) is None]
+USABLE = [name for name, loader in LOADERS.items() if loader.why_not(CPU) is None]
 pytestmark = pytest.mark.parametrize("name", USABLE)
 
 
@@ -122,7 +122,7 @@ def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
 
 def test_a_device_that_the_loader_cannot_reach_is_a_clear_error(name):
     device = torch.device("mps")
-    if LOADERS[name].unavailable_reason(device) is None:
+    if LOADERS[name].why_not(device) is None:
         assert get_loader(name, device) is LOADERS[name]
     else:
         with pytest.raises(InvalidInput, match="mps"):

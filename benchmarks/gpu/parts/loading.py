@@ -90,9 +90,7 @@ def main() -> None:
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(
-            device
-        ):
+        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].why_not(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":
