@@ -129,10 +129,27 @@ def make_plan(
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
     problem = PlanningProblem.build(asked, hardware, backend)
-    _tell(problem, on_event)
+    for line in problem.left_out:
+        on_event(Notice(text=line, level="warning"))
+    for note in problem.notes:
+        on_event(Notice(text=note))
+    candidates = problem.space.candidates
+    on_event(
+        SearchSpaceBuilt(
+            workload=problem.global_workload,
+            num_candidates=len(candidates),
+            max_trials=problem.limits.max_trials if problem.can_try else 0,
+        )
+    )
     if not problem.can_try:
-        predictions = _predict(problem, on_event)
-        on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
+        problem.cost.prepare(candidates)
+        predictions = []
+        for done, candidate in enumerate(candidates):
+            on_event(Progressed(name="predicting", done=done, total=len(candidates)))
+            predictions.append(problem.cost.predict(candidate))
+        on_event(
+            CandidatesPredicted(predictions=tuple(predictions), budget_bytes=problem.budget_bytes)
+        )
         return PlanningResult(
             freeze_plan(problem, backend.autotune_version, predictions), problem.hardware
         )
@@ -195,53 +212,19 @@ def _keep_study(
         except OSError as error:
             on_note(f"trials are kept in memory only: {path.parent}: {error.strerror}")
     with ExitStack() as stack:
-
-        def open_it() -> optuna.Study:
-            study = open_study(
-                url,
-                request.study or "search",
-                problem.identity,
-                follows=not is_named,
-                is_fresh=request.interrupted == "forgotten",
-            )
-            return stack.enter_context(study)
-
+        name, is_fresh = request.study or "search", request.interrupted == "forgotten"
+        asked = (url, name, problem.identity, not is_named, is_fresh)
         try:
-            study = open_it()
+            study = stack.enter_context(open_study(*asked))
         except Exception as error:
             if is_named or "locked" in str(error):
                 raise
             path.unlink(missing_ok=True)  # damaged, or of another Optuna: it is measured again
-            study = open_it()
+            study = stack.enter_context(open_study(*asked))
         if not is_named and (number := len(take_snapshot(study).results)):
             known = "one trial" if number == 1 else f"{number} trials"
             on_note(f"an interrupted search continues: {known} known (--fresh forgets them)")
         yield study
-
-
-def _tell(problem: PlanningProblem, on_event: OnEvent) -> None:
-    """What is asked, before anything is tried."""
-    for line in problem.left_out:
-        on_event(Notice(text=line, level="warning"))
-    for note in problem.notes:
-        on_event(Notice(text=note))
-    max_trials = problem.limits.max_trials if problem.can_try else 0
-    number = len(problem.space.candidates)
-    on_event(
-        SearchSpaceBuilt(
-            workload=problem.global_workload, num_candidates=number, max_trials=max_trials
-        )
-    )
-
-
-def _predict(problem: PlanningProblem, on_event: OnEvent) -> tuple[Prediction, ...]:
-    """Predict every candidate, with progress."""
-    candidates, predictions = problem.space.candidates, []
-    problem.cost.prepare(candidates)
-    for done, candidate in enumerate(candidates):
-        on_event(Progressed(name="predicting", done=done, total=len(candidates)))
-        predictions.append(problem.cost.predict(candidate))
-    return tuple(predictions)
 
 
 def _find_warm_start(

@@ -50,8 +50,6 @@ RESULT, STOPPED, PLAN = "result", "stopped", "plan"
 that a worker proposes."""
 IDENTITY, ENDED = "identity", "ended"
 """Study attributes: what is searched for, and on what; that nothing ran, so there is no plan."""
-OBJECTIVE = "seconds per step"
-CONSTRAINT = "failed (0 if it ran)"
 
 
 @contextmanager
@@ -59,7 +57,6 @@ def open_study(
     url: str | None,
     name: str,
     identity: Mapping[str, str | None],
-    *,
     follows: bool = False,
     is_fresh: bool = False,
 ) -> Iterator[Study]:
@@ -84,26 +81,18 @@ def open_study(
             is_over = ENDED in study.user_attrs or published_plan(study) is not None
             name = f"{name} {len(names) + 1}" if is_over or (is_fresh and study.trials) else last
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-        try:
-            take_snapshot(study)
-            stored = study.user_attrs.get(IDENTITY) or identity
-            differing = [
-                f"{key}: {stored.get(key)} there, {here} here"
-                for key, here in identity.items()
-                if stored.get(key) != here
-            ]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise AutotuneError(
-                f"the study {name!r} is damaged: {quote_error(error, url)}",
-                hint="name another --study",
-            ) from None
+        stored = study.user_attrs.get(IDENTITY) or identity
+        differing = [
+            f"{key}: {stored.get(key)} there, {here} here"
+            for key, here in identity.items()
+            if stored.get(key) != here
+        ]
         if differing:
             raise InvalidInput(
                 f"the search {name!r} is for another request or machine; {'; '.join(differing)}",
                 hint="workers of one search need equal machines and requests; name another --study",
             )
         study.set_user_attr(IDENTITY, dict(identity))
-        study.set_metric_names([OBJECTIVE])
     with _translate_errors(url, "results of finished trials are kept; "):
         try:
             yield study
@@ -177,7 +166,7 @@ def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StudySnapshot:
-    """Where a search stands."""
+    """The state of all trials."""
 
     results: tuple[TrialResult, ...]
     running: tuple[Candidate, ...]
@@ -187,7 +176,7 @@ class StudySnapshot:
 
 
 def take_snapshot(study: Study) -> StudySnapshot:
-    """The state of all trials."""
+    """Return where a search stands."""
     results: dict[Candidate, TrialResult] = {}
     running, crashed, has_waiting = [], [], False
     for trial in study.get_trials(deepcopy=False):
@@ -305,7 +294,7 @@ def _objective(
             raise
         trial.set_user_attr(RESULT, result.model_dump_json())
         on_trial(result)
-    trial.set_constraint(CONSTRAINT, 0.0 if result.outcome == "ok" else 1.0)
+    trial.set_constraint("failed (0 if it ran)", 0.0 if result.outcome == "ok" else 1.0)
     return result.median_step_seconds or math.inf
 
 

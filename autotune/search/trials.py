@@ -339,7 +339,6 @@ class ProcessTrialRunner:
 
 
 def _private_bytes(process_id: int | None) -> int:
-    """Memory that the system gets back when the process ends."""
     try:
         return int(psutil.Process(process_id).memory_full_info().uss)
     except psutil.Error:

@@ -302,16 +302,10 @@ def confirm_winner(
 
 def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
     """What a plan says if a phase of its settings' run could not be rehearsed."""
-    longer = [
-        trial
-        for trial in trials
-        if trial.confirms and trial.outcome == "ok" and trial.candidate == best
-    ]
-    return tuple(
-        f"not all of a run could be rehearsed: {trial.message}"
-        for trial in longer[-1:]
-        if trial.message
-    )
+    longer = [t for t in trials if t.confirms and t.outcome == "ok" and t.candidate == best]
+    if not longer or not longer[-1].message:
+        return ()
+    return (f"not all of a run could be rehearsed: {longer[-1].message}",)
 
 
 def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:
@@ -334,7 +328,6 @@ def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candida
 
 
 BLOCK, OFF = "block", "off"
-NOT_FOR_TIME = "tried only where time is the objective: compiling takes time, and saves time"
 
 
 @dataclass(frozen=True)
@@ -396,7 +389,8 @@ def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | Non
     compiled = [
         c
         for trial in running
-        if (c := compiled_from(trial.candidate, problem)) and _fits(c, cost, problem)
+        if (c := compiled_from(trial.candidate, problem))
+        and cost.predict(c).run_memory_bytes <= problem.budget_bytes
     ]
     if not compiled:
         return None
@@ -420,21 +414,11 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
     return compiled if problem.space.admits(compiled) and not is_barred else None
 
 
-def _fits(candidate: Candidate, cost: CostModel, problem: PlanningProblem) -> bool:
-    return cost.predict(candidate).run_memory_bytes <= problem.budget_bytes
-
-
 def try_compiled(
     trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
 ) -> Trials:
     """`trials` and those of the fastest settings compiled, as unpaid if the planned steps do not
-    pay their start-up.
-
-    Args:
-        trials: of a search that is over.
-        problem: what was searched.
-        run: tries a candidate in a process of its own; the first argument says what for.
-    """
+    pay their start-up; `run` tries a candidate in a process of its own, and is told what for."""
     candidate = choose_compiled(trials, problem)
     if candidate is None:
         return trials
@@ -462,34 +446,23 @@ def explain_compile(
     if BLOCK not in problem.space.pinnable.get("compile", ()) or not trials:
         return tuple(reasons)
     steps, tried = problem.job.num_steps, [t for t in trials if t.candidate.compile == BLOCK]
+    against = ""
     if chosen.compile == BLOCK:
-        payback = measured_payback(trials, [t for t in tried if t.outcome == "ok"][-1], steps)
-        return _replaced(reasons, f"measured: {payback}", ())
-    if tried:
-        return _replaced(
-            reasons, "compiled settings were tried", (tried[-1].message or tried[-1].outcome,)
-        )
-    if problem.workload.objective != "throughput":
-        return _replaced(
-            reasons,
-            f"part of the {GOALS[problem.workload.objective]} settings that run",
-            (NOT_FOR_TIME,),
-        )
-    compiled = compiled_from(chosen, problem)
-    if compiled is None:
-        return _replaced(
-            reasons,
-            "part of the fastest settings that run",
-            ("does not go with the other settings",),
-        )
-    payback = predicted_payback(problem.cost.with_calibration(trials), chosen, compiled, steps)
-    return _replaced(
-        reasons, "settings are compiled if a trial shows that it pays", (f"predicted: {payback}",)
-    )
-
-
-def _replaced(reasons: Sequence[Reason], why: str, against: Sequence[str]) -> tuple[Reason, ...]:
-    rejected = tuple(Rejected(choice=BLOCK, reason=reason) for reason in against)
+        ran = [trial for trial in tried if trial.outcome == "ok"]
+        why = f"measured: {measured_payback(trials, ran[-1], steps)}"
+    elif tried:
+        why, against = "compiled settings were tried", tried[-1].message or tried[-1].outcome
+    elif problem.workload.objective != "throughput":
+        why = f"part of the {GOALS[problem.workload.objective]} settings that run"
+        against = "tried only where time is the objective: compiling takes time, and saves time"
+    elif (compiled := compiled_from(chosen, problem)) is None:
+        why = "part of the fastest settings that run"
+        against = "does not go with the other settings"
+    else:
+        cost = problem.cost.with_calibration(trials)
+        why = "settings are compiled if a trial shows that it pays"
+        against = f"predicted: {predicted_payback(cost, chosen, compiled, steps)}"
+    rejected = (Rejected(choice=BLOCK, reason=against),) if against else ()
     return tuple(
         reason.changed(why=why, rejected=rejected) if reason.knob == "compile" else reason
         for reason in reasons

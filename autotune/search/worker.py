@@ -4,6 +4,7 @@ that imports no work.
 `worker.py` says which function performs which request.
 """
 
+import importlib
 import math
 import os
 import resource
@@ -475,9 +476,10 @@ def _exit_with_parent(scratch_folder: Path) -> None:
 
 
 def _require_preload() -> None:
+    """Raise what the preload failed with, which the fork server has swallowed."""
     preload = sys.modules.get("autotune.search.preload")
     if not getattr(preload, "DONE", False):
-        pass
+        importlib.import_module("autotune.search.preload")
 
 
 CAP_SLACK_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate
 from autotune.plan.trial import Outcome, TrialResult
-from autotune.search import study
+from autotune.search import next as next_module
 from autotune.search.next import (
     MAX_GROWTH,
     SAFE_SHARE,
@@ -287,7 +287,7 @@ def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcom
 def test_search_ends_when_everything_is_tried(
     cost: CostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "MIN_TRIALS", 500)
+    monkeypatch.setattr(next_module, "MIN_TRIALS", 500)
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = expand_block_counts(
         build_search_space(
