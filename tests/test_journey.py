@@ -20,7 +20,7 @@ from autotune.plan.plan import FrozenPart
 from autotune.plan.plan_file import read_plan, seal, write_plan
 from autotune.search.winner import TIE
 from tests.conftest import Journey, autotune, autotune_here
-from tests.planning.machines import wait_until
+from tests.search.machines import wait_until
 
 
 def last_line_error(process: subprocess.CompletedProcess[str]) -> str:

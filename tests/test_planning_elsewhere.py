@@ -22,7 +22,7 @@ from autotune.plan.prediction import Estimate
 from autotune.search.request import PlanRequest, ResolvedRequest
 from autotune.train.workload import WorkloadOverrides
 from tests.conftest import autotune_here
-from tests.planning.machines import make_plan
+from tests.search.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 

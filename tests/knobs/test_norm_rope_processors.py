@@ -12,7 +12,7 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.search.gradient_checks import _gradients, _plain_transformer, relative_error
 from tests.kinds import KINDS
-from tests.trials.test_parity import request_of
+from tests.search.test_gradient_checks import request_of
 
 DECLARED = [name for name, family in FAMILIES.items() if family.attention_layouts]
 TOLERANCE = {name: 3e-3 if name.startswith("kandinsky5") else 1e-5 for name in DECLARED}

@@ -25,7 +25,7 @@ from autotune.system.version import __version__
 from tests import builders
 from tests.builders import GIB, trial
 from tests.events import events_of
-from tests.planning.machines import request, surroundings
+from tests.search.machines import request, surroundings
 from tests.share.examples import machine, rate
 
 QUESTION = request()

@@ -13,7 +13,7 @@ from autotune.plan.trial import TrialResult
 from autotune.share.record import Record
 from autotune.share.warm_start import NOISY_TIME_TOLERANCE, TIME_TOLERANCE, find_mismatch
 from tests.builders import GIB, candidate, trial
-from tests.planning.formula import by_formula
+from tests.search.formula import by_formula
 from tests.share.examples import rate
 from tests.share.machines import (
     QUESTION,

@@ -26,7 +26,7 @@ from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
-from tests.planning.machines import wait_until
+from tests.search.machines import wait_until
 from tests.train.conftest import Bench, Killed
 
 STEPS = 5

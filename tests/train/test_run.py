@@ -43,7 +43,7 @@ from autotune.train.run import train
 from autotune.train.workload import WorkloadOverrides
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to, steps_to
-from tests.planning.machines import make_plan
+from tests.search.machines import make_plan
 from tests.train.conftest import CPU, Bench
 from tests.train.small import SETTINGS
 from tests.train.small import make_plan as plan_of

@@ -9,7 +9,7 @@ from autotune.plan.run import AdapterVerdict, RunReport
 from autotune.plan.trial import PhasePeak
 from autotune.report.page import Comparison, Picture, PreviewPicture, RunSubject, Subject
 
-FOLDER = Path(__file__).parents[2] / "planning/golden"
+FOLDER = Path(__file__).parents[2] / "search/golden"
 
 GIB = 2**30
 PIXEL = bytes.fromhex(

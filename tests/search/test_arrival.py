@@ -17,8 +17,8 @@ from autotune.plan.plan_file import seal, with_job, write_plan
 from autotune.plan.trial import TrialResult
 from autotune.search.arrival import load_verified, sealed_path, verify_prediction
 from tests import builders
-from tests.planning.formula import KEPT_BYTES
-from tests.planning.machines import answer, make_plan, request, surroundings
+from tests.search.formula import KEPT_BYTES
+from tests.search.machines import answer, make_plan, request, surroundings
 
 HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
 

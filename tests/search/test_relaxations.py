@@ -13,8 +13,8 @@ from autotune.plan.prediction import Prediction
 from autotune.search.problem import advise_larger_batch
 from autotune.search.space import build_search_space
 from tests import builders
-from tests.planning.formula import FormulaCostModel
-from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request
+from tests.search.formula import FormulaCostModel
+from tests.search.machines import CAPABILITIES, HARDWARE, make_plan, request
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 

@@ -12,7 +12,7 @@ from autotune.plan.trial import TrialResult
 from autotune.search import worker as steps
 from autotune.search.worker import ChildState, TrialRequest
 from autotune.train.optimizer import AdapterOptimizer
-from tests.trials.conftest import FIRST, workload
+from tests.search.conftest import FIRST, workload
 
 FP16 = FIRST.changed(precision="fp16", micro_batch_size=4)
 

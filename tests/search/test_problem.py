@@ -10,8 +10,8 @@ from autotune.plan.candidate import Candidate
 from autotune.search.problem import PlanningProblem
 from autotune.train.workload import WorkloadOverrides
 from tests import builders
-from tests.planning.formula import GIB, FormulaCostModel
-from tests.planning.machines import CAPABILITIES, request, surroundings
+from tests.search.formula import GIB, FormulaCostModel
+from tests.search.machines import CAPABILITIES, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 

@@ -19,7 +19,7 @@ from autotune.search.trials import ProcessTrialRunner
 from autotune.train.prepare import hardware_misfits, prepare
 from tests import builders
 from tests.builders import GIB, trial
-from tests.planning.machines import CAPABILITIES, make_plan, request, surroundings
+from tests.search.machines import CAPABILITIES, make_plan, request, surroundings
 
 PROCESS_BYTES = GIB * 3 // 2
 CACHING_BYTES = GIB // 2

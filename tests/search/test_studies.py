@@ -23,7 +23,7 @@ from autotune.system.files import make_scratch_folder
 from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
-from tests.planning.machines import (
+from tests.search.machines import (
     CAPABILITIES,
     HARDWARE,
     Worker,

@@ -30,8 +30,8 @@ from autotune.search.request import PlanRequest
 from autotune.search.winner import TIE
 from autotune.train.workload import WorkloadOverrides
 from tests.kinds import KINDS
-from tests.planning.formula import GIB, FormulaCostModel, by_formula
-from tests.planning.machines import make_plan
+from tests.search.formula import GIB, FormulaCostModel, by_formula
+from tests.search.machines import make_plan
 
 SIZES = {
     "flux1-dev": (11.9e9, 57),

@@ -10,7 +10,7 @@ from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
 from tests.builders import GIB, trial
-from tests.planning.machines import HARDWARE, make_plan, request, surroundings
+from tests.search.machines import HARDWARE, make_plan, request, surroundings
 
 FEW = tuple((name, "0") for name in ("selective_blocks", "swapped_blocks"))
 """Fewer settings to choose from: a plan in a third of the time."""

@@ -18,7 +18,7 @@ from autotune.plan.trial import TrialResult
 from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure
-from tests.trials.conftest import FIRST, GIB, workload
+from tests.search.conftest import FIRST, GIB, workload
 
 
 def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(

@@ -1,4 +1,4 @@
-"""A small model for trials, and runners on it."""
+"""A small model for trials, runners on it, and planning that predicts by formula."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from tests import builders
+from tests.search.formula import by_formula
 from tests.small import draw_images, write_small_pipeline
 
 GIB = 2**30
@@ -56,3 +57,9 @@ def runner_for(
 def runner(small_model: Path) -> Iterator[ProcessTrialRunner]:
     with runner_for(small_model, workload(small_model)) as runner:
         yield runner
+
+
+@pytest.fixture(scope="module", name="_by_formula")
+def by_formula_in_a_module() -> Iterator[None]:
+    with by_formula(num_blocks=12):  # a search of 50 blocks takes twice as long
+        yield

@@ -11,7 +11,7 @@ from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.trial import TrialResult
 from autotune.search.study import TrialFunction
 from tests import builders
-from tests.planning.machines import CAPABILITIES, answer, make_plan, request, surroundings
+from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings
 
 COMPILING = builders.hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
 STEPS = 1000

@@ -1,6 +1,6 @@
 """A plan's own trials give it again, byte for byte, on any machine.
 
-After a deliberate change of plans: `python -m tests.planning.test_golden`, then read the
+After a deliberate change of plans: `python -m tests.search.test_golden`, then read the
 difference and commit it.
 """
 
@@ -23,8 +23,8 @@ from autotune.search.request import PlanRequest
 from autotune.share.record import Record, shareable_machine
 from autotune.train.workload import WorkloadOverrides
 from tests import builders
-from tests.planning.formula import by_formula
-from tests.planning.machines import make_plan, matches_of, replay, surroundings
+from tests.search.formula import by_formula
+from tests.search.machines import make_plan, matches_of, replay, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
@@ -117,7 +117,7 @@ def test_a_plans_trials_give_it_byte_for_byte(
                 lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48),
             )
     expected = (FOLDER / f"{golden.name}.yaml").read_text()
-    assert golden.replayed() == expected, "deliberate? then: python -m tests.planning.test_golden"
+    assert golden.replayed() == expected, "deliberate? then: python -m tests.search.test_golden"
 
 
 def test_what_is_golden_covers_failures_records_and_real_trials() -> None:

@@ -17,7 +17,7 @@ import torch
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import MemoryLimits, require_within_cap
-from tests.trials.conftest import FIRST, GIB, runner_for, workload
+from tests.search.conftest import FIRST, GIB, runner_for, workload
 
 
 def child(runner: ProcessTrialRunner) -> psutil.Process:
