@@ -7,7 +7,7 @@ import typer
 import autotune
 from autotune.cli.options import Json
 from autotune.cli.output import print_out, print_remark, print_result
-from autotune.report.records import record_list_lines
+from autotune.report.machine import record_list_lines
 
 app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -16,9 +16,6 @@ SHOWN_BUDGET = 2.0
 """How many times what is shown a budget may be and still be on the chart's scale."""
 MAX_POINTS = 300
 """Points of a line: more than a screen shows would only make the page larger."""
-MAX_WRITTEN = 12
-"""Readings of a chart that are written out for those who run no script."""
-
 Part = dict[str, Any]
 """An axis, a trace, a shape or a figure."""
 Reading = tuple[float, float, str]
@@ -73,7 +70,7 @@ def axis(
     }
 
 
-def memory_unit(sizes: Iterable[float]) -> tuple[float, str]:
+def memory_unit(sizes: Sequence[float]) -> tuple[float, str]:
     """Bytes of the unit for an axis with these sizes, and its name."""
     return (2.0**30, " GiB") if max(sizes, default=0) >= 2**30 else (2.0**20, " MiB")
 
@@ -106,8 +103,7 @@ def _readings(points: Sequence[Reading]) -> Part:
 
 
 def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()) -> Part:
-    """A figure as the templates take it: its title, what plotly draws, and some of its readings for
-    those who run no script.
+    """A figure as the templates take it: its title, what plotly draws.
 
     Args:
         title: what the chart shows, in a sentence.
@@ -127,12 +123,7 @@ def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[
     layout = _LAYOUT | {"xaxis": x, "yaxis": y, "shapes": shapes, "hoverdistance": -1}
     layout["hovermode"] = "closest" if has_marks else "x"
     figure = {"data": named, "layout": layout}
-    tips = [tip for trace in named for tip in trace.get("customdata", ())]
-    return {
-        "title": title,
-        "figure": json.dumps(figure, separators=(",", ":"), allow_nan=False),
-        "readings": tips[:: -(-len(tips) // MAX_WRITTEN) or 1],
-    }
+    return {"title": title, "figure": json.dumps(figure, allow_nan=False)}
 
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:

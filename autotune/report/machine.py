@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -47,6 +47,7 @@ PROBLEMS = {
     "unsupported": "of an unsupported format, left out",
     "metadata": "wrong in metadata.jsonl",
 }
+VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
 MEMORY_PARTS = {
     "weight_bytes": "weights",
     "adapter_bytes": "adapter",
@@ -461,3 +462,19 @@ def _tensor_text(tensor: "TensorSummary") -> str:
     counts = ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf"))
     bad = "".join(f" {count} {word}" for count, word in counts if count)
     return f"{tensor.dtype:>7} {shape:>16} {memory_text(tensor.size_bytes):>9}{bad}"
+
+
+def record_list_lines(rows: Sequence[Any]) -> list[str]:
+    """Two lines for each record, and whether it counts on this machine if that was asked."""
+    lines = []
+    for row in rows:
+        numbers = (
+            f"{seconds_text(row.step_seconds)}, {memory_text(row.peak_memory_bytes)} in a step"
+        )
+        lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
+        lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
+        lines.append(cut(f"    {row.settings}: {numbers}"))
+        if row.match:
+            told = f": {'; '.join(row.reasons)}" if row.reasons else ""
+            lines += wrapped(f"    {VERDICTS[row.match]}{told}", 4)
+    return lines or ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]

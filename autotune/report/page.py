@@ -2,8 +2,8 @@
 
 All text is untrusted (names, prompts, reasons come from files): the templates escape it. Charts are
 drawn by plotly, the extra `report`, whose script is in the page once. What plotly lacks, reading a
-chart by keyboard and the colors of light and dark, `page.js` adds; captions, tables and some
-readings tell it without script.
+chart by keyboard and the colors of light and dark, `page.js` adds; captions and tables need no
+script.
 """
 
 import base64
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished
@@ -46,9 +46,6 @@ from autotune.report.run import (
 )
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text, smoothed
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 HICCUP = 3.0
 """How many times the median a step must take to be called a hiccup."""
 MAX_SCALE = 2.5
@@ -58,6 +55,7 @@ LEGEND = {
     "beyond": "predicted not to fit",
     "predicted": "predicted to fit, not tried",
     "measured": "measured here",
+    "chosen": "chosen",
 }
 """What marks mean; later ones are drawn above."""
 PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews"}
@@ -150,13 +148,14 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
         {"plan": _plan_view(each), "run": _run_view(each) if isinstance(each, RunSubject) else None}
         for each in subjects
     ]
-    return templates.get_template("report.html").render(
+    page: str = templates.get_template("report.html").render(
         views=views, version=autotune_version, script=Markup(script), digest=Markup(digest)
     )
+    return page
 
 
 @cache
-def _templates() -> "Environment":
+def _templates() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -229,7 +228,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
 
 def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget: int) -> Part:
     is_near = budget <= SHOWN_BUDGET * max(point.run_memory_bytes for point in points)
-    unit, suffix = memory_unit(point.run_memory_bytes for point in points)
+    unit, suffix = memory_unit([point.run_memory_bytes for point in points])
 
     def read(point: Point) -> tuple[float, float, str]:
         front = ", on the Pareto front" if point.is_front else ""
@@ -240,17 +239,11 @@ def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget:
         )
         return point.run_memory_bytes / unit, point.images_per_second, tip
 
-    groups = {
-        words: (kind, [p for p in points if p.kind == kind]) for kind, words in LEGEND.items()
-    }
-    groups["chosen"] = "chosen", [point for point in points if point.is_chosen]
     front = line("front", sorted(read(point)[:2] for point in points if point.is_front))
     traces = [{**front, "name": "Pareto front"}]
-    traces += [
-        marks(kind, [read(point) for point in found], words)
-        for words, (kind, found) in groups.items()
-        if found
-    ]
+    for kind, words in LEGEND.items():
+        own = [p for p in points if (p.is_chosen if kind == "chosen" else p.kind == kind)]
+        traces += [marks(kind, list(map(read, own)), words)] if own else []
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
     means = "up is faster, left needs less memory, and nothing beats the Pareto front in both"
     memory = [point.run_memory_bytes / unit for point in points]
@@ -271,21 +264,17 @@ def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]
     largest = max(1, *measured.values(), *promised.values())
     is_near = budget <= MAX_SCALE * largest
     scale = 1.05 * max(largest, budget if is_near else 0) / 100
+    styles = (("bar", promised), ("bar solid", measured))
     rows = [
-        (name, [(style, size) for style, size in bars if size is not None])
+        (name, [(style, sizes[name]) for style, sizes in styles if name in sizes])
         for name in dict.fromkeys((*measured, *promised))
-        for bars in [(("bar", promised.get(name)), ("bar solid", measured.get(name)))]
     ]
     is_pair = bool(measured and promised)
-    return {
-        "rows": rows,
-        "scale": scale,
-        "is_pair": is_pair,
-        "limit": f"{budget / scale:.1f}" if is_near else "",
-        "caption": "Hollow: promised; solid: measured. " * is_pair
-        + ("The dashed line is" if is_near else "Far beyond the scale:")
-        + f" the budget, {memory_text(budget)}.",
-    }
+    pair = "Hollow: promised; solid: measured. " * is_pair
+    where = "The dashed line is" if is_near else "Far beyond the scale:"
+    caption = f"{pair}{where} the budget, {memory_text(budget)}."
+    limit = f"{budget / scale:.1f}" if is_near else ""
+    return {"rows": rows, "scale": scale, "is_pair": is_pair, "limit": limit, "caption": caption}
 
 
 def _run_view(subject: RunSubject) -> dict[str, Any]:
@@ -305,19 +294,16 @@ def _run_view(subject: RunSubject) -> dict[str, Any]:
         view["verdict"] = [*verdict_lines(report.verdict), *gradient_lines(report)]
         view["verdict"] += validation_lines(report.validation) if report.validation else []
     if report:
-        process_bytes = expected.process_memory_bytes
-        phases = (
-            phase_bytes(each, process_bytes) for each in (report.phases, report.expected_phases)
-        )
-        view["phases"] = _bars(plan, *phases)
+        own = expected.process_memory_bytes
+        both = (phase_bytes(each, own) for each in (report.phases, report.expected_phases))
+        view["phases"] = _bars(plan, *both)
+    view["charts"] = _run_charts(subject) if len(steps) > 1 else []
     previews = sorted(subject.previews, key=lambda each: (each.number, each.step))
-    return view | {
-        "charts": _run_charts(subject) if len(steps) > 1 else [],
-        "previews": [
-            (prompts[number] if number < len(prompts) else f"prompt {number + 1}", list(pictures))
-            for number, pictures in groupby(previews, lambda each: each.number)
-        ],
-    }
+    view["previews"] = [
+        (prompts[number] if number < len(prompts) else f"prompt {number + 1}", list(pictures))
+        for number, pictures in groupby(previews, lambda each: each.number)
+    ]
+    return view
 
 
 def _seconds(steps: Sequence[StepFinished]) -> list[float]:
@@ -327,19 +313,16 @@ def _seconds(steps: Sequence[StepFinished]) -> list[float]:
 def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
     """Lines over the steps, each under its heading."""
     steps, frozen = subject.steps, subject.plan.frozen
-    losses = [(float(step.step), step.loss) for step in steps]
-    average = smoothed([step.loss for step in steps])
-    smooth = [(float(step.step), loss) for step, loss in zip(steps, average, strict=True)]
-    loss = chart(
-        "Loss of each step (thin) and smoothed (thick).",
-        [
-            line("raw", thinned(losses)),
-            line("smooth", thinned(smooth), lambda loss: f"smoothed loss {loss_text(loss)}"),
-        ],
-        axis("step"),
-        axis("loss", [loss for _, loss in losses]),
-    )
-    held_out = _held_out(steps)
+    numbers, losses = [float(step.step) for step in steps], [step.loss for step in steps]
+    smooth = thinned(list(zip(numbers, smoothed(losses), strict=True)))
+    lines = [
+        line("raw", thinned(list(zip(numbers, losses, strict=True)))),
+        line("smooth", smooth, lambda loss: f"smoothed loss {loss_text(loss)}"),
+    ]
+    title = "Loss of each step (thin) and smoothed (thick)."
+    charts = [("Loss", chart(title, lines, axis("step"), axis("loss", losses)))]
+    if held_out := _held_out(steps):
+        charts.append(("Held-out images", held_out))
 
     planned, median = frozen.expected.step_seconds, statistics.median(_seconds(steps))
     hiccups = [step.seconds - median for step in steps if step.seconds > HICCUP * median]
@@ -347,10 +330,9 @@ def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     cost = f", {seconds_text(sum(hiccups))} lost to them" if hiccups else ""
     seconds = thinned([(float(step.step), step.seconds) for step in steps], max)
-    tell = lambda value: f"{seconds_text(value)}, {value / planned:.3g} times the plan"  # noqa: E731
     times = chart(
         f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
-        [line("smooth", seconds, tell)],
+        [line("smooth", seconds, lambda s: f"{seconds_text(s)}, {s / planned:.3g} times the plan")],
         axis("step"),
         axis("seconds", suffix=" s", from_zero=True),
         [("y", planned, f"planned {seconds_text(planned)}")],
@@ -360,9 +342,9 @@ def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
     sizes = [step.memory_bytes for step in steps]
     unit, suffix = memory_unit([promise, *sizes])
     rules: list[Rule] = [("y", promise / unit, f"promised {memory_text(promise)}")]
-    is_near = budget <= SHOWN_BUDGET * max(promise, *sizes)
-    rules += [("y", budget / unit, f"budget {memory_text(budget)}")] if is_near else []
-    far = "" if is_near else f" The budget, {memory_text(budget)}, is far above."
+    far = f" The budget, {memory_text(budget)}, is far above."
+    if budget <= SHOWN_BUDGET * max(promise, *sizes):
+        rules, far = [*rules, ("y", budget / unit, f"budget {memory_text(budget)}")], ""
     held = thinned([(float(step.step), step.memory_bytes / unit) for step in steps], max)
     memory = chart(
         f"Memory that is held between steps, and what is promised for the whole run.{far}",
@@ -371,8 +353,7 @@ def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
         axis("memory", suffix=suffix),
         rules,
     )
-    charts = {"Loss": loss, "Held-out images": held_out, "Step time": times, "Memory": memory}
-    return [(head, figure) for head, figure in charts.items() if figure]
+    return [*charts, ("Step time", times), ("Memory", memory)]
 
 
 def _held_out(steps: Sequence[StepFinished]) -> Part | None:
@@ -386,14 +367,12 @@ def _held_out(steps: Sequence[StepFinished]) -> Part | None:
     for at, loss in sorted({*thinned(points), lowest}):
         change = change_text(loss / base - 1, 1) if base > 0 else "-"
         read.append((at, loss, f"after step {at:.0f}: {loss_text(loss)}, {change}"))
-    return chart(
-        f"Loss on images that never train: lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}.",
-        [
-            line("smooth", [point[:2] for point in read]),
-            marks("measured", [point for point in read if point[:2] != lowest]),
-            marks("chosen", [point for point in read if point[:2] == lowest]),
-        ],
-        axis("step"),
-        axis("loss", [base, *(loss for _, loss, _ in read)]),
-        [("y", base, f"without the adapter {loss_text(base)}")],
-    )
+    best = f"lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}"
+    lines = [
+        line("smooth", [point[:2] for point in read]),
+        marks("measured", [point for point in read if point[:2] != lowest]),
+        marks("chosen", [point for point in read if point[:2] == lowest]),
+    ]
+    y = axis("loss", [base, *(loss for _, loss, _ in read)])
+    rule: Rule = ("y", base, f"without the adapter {loss_text(base)}")
+    return chart(f"Loss on images that never train: {best}.", lines, axis("step"), y, [rule])

@@ -38,7 +38,8 @@ def test_numbers_read_well(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_progress_that_nobody_reads_any_more_ends_nothing() -> None:
+@pytest.mark.slow
+def test_closed_pipes_end_nothing() -> None:
     code = "from autotune.cli.terminal import err, out; [err.print('x' * 99) for _ in range(9999)]"
     reader, writer = os.pipe()
     os.close(reader)
