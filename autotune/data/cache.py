@@ -20,8 +20,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autotune.data.captions import EMPTY_CAPTION
-from autotune.data.items import Item, file_digest
+from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.video import ClipSpan
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.models.family import Family

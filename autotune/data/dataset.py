@@ -17,24 +17,24 @@ from typing import Any
 
 from pydantic import Field
 
-from autotune.data.captions import (
-    MASK_SUFFIX,
-    METADATA,
-    Media,
-    find_masks,
-    find_media,
-    find_runs,
-    find_unsupported,
-    read_metadata,
-)
 from autotune.data.items import (
     DEFAULT_OPTIONS,
+    METADATA,
     REMARKS,
     DatasetOptions,
     Item,
     ItemReader,
     Problem,
     file_digest,
+    read_metadata,
+)
+from autotune.data.media import (
+    MASK_SUFFIX,
+    Media,
+    find_masks,
+    find_media,
+    find_runs,
+    find_unsupported,
 )
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen

@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from autotune.data.captions import ANIMATION_SUFFIXES
+from autotune.data.media import ANIMATION_SUFFIXES
 from autotune.data.pixels import MAX_PIXELS, open_image, to_rgb
 from autotune.plan.job import ClipChoice
 

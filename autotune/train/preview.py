@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
-from autotune.data.captions import has_video_decoder
 from autotune.data.encode import Encoders, move_tensors
+from autotune.data.media import has_video_decoder
 from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event

@@ -8,8 +8,8 @@ from torch import nn
 
 from autotune.cost.estimate import checked_bucket, positive
 from autotune.data.batches import assign_buckets, make_buckets
-from autotune.data.captions import EMPTY_CAPTION
 from autotune.data.dataset import Dataset
+from autotune.data.items import EMPTY_CAPTION
 from autotune.errors import InvalidInput, first_line
 from autotune.knobs.optimizer import check_options
 from autotune.models.adapter import choose_layers, target_matcher

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.data.captions import read_metadata
 from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
-from autotune.data.items import DatasetOptions
+from autotune.data.items import DatasetOptions, read_metadata
 from autotune.errors import InvalidInput
 from autotune.plan.plan_file import RUN_PLAN_FILE
 from autotune.report.machine import data_report_lines
