@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
     from autotune.api.machines import list_gpus, list_models, probe, require_gpu
-    from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, list_choices, plan
     from autotune.api.records import (
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from autotune.models.resolve import FetchedModel, fetch
     from autotune.plan.candidate import Candidate
     from autotune.plan.hardware import HardwareProfile
-    from autotune.plan.job import Job, JobOverrides
+    from autotune.plan.job import Job
     from autotune.plan.plan import CheckResult, TrainingPlan
     from autotune.plan.plan_file import plan_text
     from autotune.plan.prediction import Estimate, Prediction

@@ -17,10 +17,9 @@ silence_libraries()
 
 from autotune.errors import NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.plan.job import ModelRef
+from autotune.plan.request import PlanRequest
 from autotune.search.comparison import FILE
 from autotune.search.planner import make_plan
-from autotune.search.request import PlanRequest
 from autotune.system.files import shipped_path, write_text_atomic
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
@@ -45,7 +44,7 @@ is assumed to work on each card. `benchmarks/cards.py` writes this page.
 
 def seconds_without(model: str, gpu: CatalogGpu) -> float | None:
     """Predicted seconds of a step without the levers, or None if nothing fits then."""
-    request = PlanRequest(model=ModelRef.of(model), is_local=False, pins=LEVERS)
+    request = PlanRequest(model=model, hardware="another", pins=LEVERS)
     try:
         return make_plan(request, profile_of_gpu(gpu)).plan.frozen.expected.step_seconds
     except NothingFits:

@@ -22,19 +22,16 @@ silence_libraries()
 from autotune.errors import NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
-from autotune.plan.job import ModelRef
+from autotune.plan.request import PlanRequest
 from autotune.search.comparison import FILE
 from autotune.search.planner import make_plan
-from autotune.search.request import PlanRequest
 from autotune.system.files import shipped_path, write_text_atomic
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
     """What a plan with the family's defaults predicts for the GPU, or None if nothing fits."""
     try:
-        plan = make_plan(
-            PlanRequest(model=ModelRef.of(model), is_local=False), profile_of_gpu(gpu)
-        ).plan
+        plan = make_plan(PlanRequest(model=model, hardware="another"), profile_of_gpu(gpu)).plan
     except NothingFits:
         return None
     expected = plan.frozen.expected

@@ -4,7 +4,6 @@ downloaded."""
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,25 @@ from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
 from autotune.machine.store import hardware_named
 from autotune.plan.hardware import MemoryBudget
-from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import read_plan
 from autotune.plan.prediction import Estimate
-from autotune.search.request import PlanRequest, ResolvedRequest
-from autotune.train.workload import WorkloadOverrides
+from autotune.plan.request import PlanRequest
+from autotune.plan.workload import WorkloadRequest
+from autotune.search.request import ResolvedRequest
 from tests.conftest import autotune_here
 from tests.search.machines import make_plan
 
-SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
+SMALL = WorkloadRequest(resolution=(512, 512), effective_batch_size=2)
 
 
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
     request = PlanRequest(
-        model=ModelRef.of("kandinsky5-image-lite"),
-        workload_overrides=SMALL,
+        model="kandinsky5-image-lite",
+        **SMALL.given,
         pins=(("quantization", "none"),),
-        is_local=False,
+        hardware="another",
     )
     return make_plan(request, hardware_named("nvidia-rtx-4090"))
 
@@ -70,14 +69,12 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[s
 
 
 def test_a_model_that_overflows_fp16_is_planned_for_in_fp32_and_can_be_pinned() -> None:
-    card, overrides = hardware_for("T4"), {"workload_overrides": SMALL}
+    card, overrides = hardware_for("T4"), {**SMALL.given}
     space = ResolvedRequest.build(
-        PlanRequest(model=ModelRef.of("kandinsky5-image-lite"), **overrides), needs_weights=False
+        PlanRequest(model="kandinsky5-image-lite", **overrides), needs_weights=False
     ).space(card)
     assert space.choices["precision"] == ("fp32",)
-    pinned = PlanRequest(
-        model=ModelRef.of("kandinsky5-image-lite"), pins=(("precision", "fp16"),), **overrides
-    )
+    pinned = PlanRequest(model="kandinsky5-image-lite", pins=(("precision", "fp16"),), **overrides)
     assert ResolvedRequest.build(pinned, needs_weights=False).space(card).choices["precision"] == (
         "fp16",
     )
@@ -153,16 +150,16 @@ def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Pa
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only sharded."""
     card = hardware_named("nvidia-rtx-4090")
-    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
+    workload_overrides = WorkloadRequest(resolution=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))
     request = PlanRequest(
-        model=ModelRef.of("kandinsky5-image-lite"),
-        workload_overrides=workload_overrides,
+        model="kandinsky5-image-lite",
+        **workload_overrides.given,
         pins=pins,
-        is_local=False,
-        num_processes=4,
+        hardware="another",
+        num_gpus=4,
     )
-    small = replace(request, memory_budget=MemoryBudget(num_bytes=10 << 30))
+    small = request.changed(memory_budget=MemoryBudget(num_bytes=10 << 30))
     whole, shared = make_plan(request, card).frozen, make_plan(small, card).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
@@ -170,19 +167,17 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     assert whole.settings.micro_batch_size == shared.settings.micro_batch_size == 1
     assert shared.expected.peak_memory_bytes < 10 << 30
     with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
-        make_plan(replace(request, num_processes=3), card)
+        make_plan(request.changed(num_gpus=3), card)
 
 
 @pytest.mark.slow
 def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_else() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; in 16 bits it fits an H200."""
-    workload_overrides = WorkloadOverrides(
-        size_px=(512, 512), effective_batch_size=1, quality="compact"
+    workload_overrides = WorkloadRequest(
+        resolution=(512, 512), effective_batch_size=1, quality="compact"
     )
-    request = PlanRequest(
-        model=ModelRef.of("qwen-image"), workload_overrides=workload_overrides, is_local=False
-    )
-    tight = replace(request, memory_budget=MemoryBudget(num_bytes=21 << 29))
+    request = PlanRequest(model="qwen-image", **workload_overrides.given, hardware="another")
+    tight = request.changed(memory_budget=MemoryBudget(num_bytes=21 << 29))
     small = make_plan(tight, hardware_named("nvidia-rtx-3060")).frozen.settings
     assert small.swapped_blocks > 0
     large = make_plan(request, hardware_named("nvidia-h200-sxm")).frozen.settings

@@ -2,11 +2,12 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from autotune.api.configs import import_config
+from autotune.api.doors import make_request
 from autotune.api.machines import hardware_for
-from autotune.api.options import PlanOptions
-from autotune.api.plans import plan, request_for
+from autotune.api.plans import complete, plan
 from autotune.cost.estimate import estimate as estimate_candidate
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
@@ -25,6 +26,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import Estimate
+from autotune.plan.request import PlanRequest
 from autotune.search.problem import PlannerBackend
 from autotune.search.request import ResolvedRequest
 
@@ -64,18 +66,20 @@ def audit(
         )
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     profile = hardware_for(hardware, on_event=on_event)
-    options: PlanOptions = {**read.options, "hardware": profile}  # type: ignore[typeddict-item]
+    options: dict[str, Any] = {
+        **read.options,
+        "model": read.model,
+        "data": read_folder(read.data),
+        "hardware": profile,
+    }
+    request = make_request(PlanRequest, "audit", options)
     on_event(StatusChanged(text="predicting the file as written"))
-    resolved = ResolvedRequest.build(
-        request_for(read.model, read_folder(read.data), options), needs_weights=measure
-    )
+    resolved = ResolvedRequest.build(complete(request), needs_weights=measure)
     model, workload = resolved.model, resolved.workload
     cost = CostModel.build(profile, workload, model.family, model.config, read_parts(model))
     made = None
     with suppress(NothingFits):
-        made = plan(
-            read.model, read_folder(read.data), on_event=on_event, **options
-        ).frozen.settings
+        made = plan(**options, on_event=on_event).frozen.settings
     written, breaks = _as_written(read, cost.context, made)
     steps = resolved.job.num_steps
     as_written = estimate_candidate(cost, written, num_steps=steps)
@@ -93,7 +97,7 @@ def audit(
         fastest=fastest,
         worth=worth,
     )
-    return _measured(found, resolved.request.model, cost, on_event) if measure else found
+    return _measured(found, resolved.request.model_ref, cost, on_event) if measure else found
 
 
 def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:

@@ -7,21 +7,20 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.api.options import PlanOptions, require_known
-from autotune.api.plans import plan, request_for
+from autotune.api.doors import takes
+from autotune.api.plans import complete, plan
 from autotune.errors import InvalidInput, NothingFits
-from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.events import Progressed, StatusChanged
 from autotune.machine.catalog import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
 from autotune.models.family import Parts
 from autotune.models.resolve import ResolvedModel, read_parts
+from autotune.plan.amounts import memory_bytes
 from autotune.plan.base import Frozen
-from autotune.plan.job import DataPlace
 from autotune.plan.plan_file import TEXT_TAG, BoundedLoader
+from autotune.plan.request import CompareRequest, PlanRequest
 from autotune.search.comparison import (
     ComparedGpu,
     Comparison,
-    ComparisonOrder,
     compared_gpu,
     download_bytes,
     select_gpus,
@@ -29,16 +28,8 @@ from autotune.search.comparison import (
 from autotune.search.request import ResolvedRequest
 from autotune.system.files import read_bounded
 
-DOWNLOAD_RATE = "100MB"
-"""Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A
-round figure."""
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
-LOCAL = {
-    *("hardware", "host_memory", "assume", "path", "storage", "study", "fresh", "price_per_hour"),
-    "num_gpus",
-}
-"""Arguments of `plan` that make no sense for several GPUs that are not here."""
 
 
 class PriceList(Frozen):
@@ -50,37 +41,13 @@ class PriceList(Frozen):
     per_hour: dict[str, Annotated[float, Field(ge=0, le=1e6)]]
 
 
-def compare(
-    model: str,
-    data: DataPlace | None = None,
-    *,
-    hardware: str | Sequence[str] = "all",
-    prices: Mapping[str, float] | str | Path | None = None,
-    max_cost: float | None = None,
-    max_hours: float | None = None,
-    order: ComparisonOrder | None = None,
-    download_rate: MemoryAmount = DOWNLOAD_RATE,
-    on_event: OnEvent = ignore_event,
-    **options: object,
-) -> Comparison:
+@takes(CompareRequest, "model", "data")
+def compare(request: CompareRequest) -> Comparison:
     """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the
     finished adapter.
 
     Hours and cost count everything from an empty machine on: download, search, loading, caching,
     steps, previews.
-
-    Args:
-        model: as for `plan`.
-        data: as for `plan`.
-        hardware: names of GPUs as for `plan`, or `all`.
-        prices: price of an hour by GPU, or a YAML file with `currency`, `date` and `per_hour`.
-        max_cost: leave out GPUs on which it costs more.
-        max_hours: leave out GPUs on which it takes longer.
-        order: `cost`, `hours` or `name`; by default the cheapest first, if there are prices, else
-            the fastest.
-        download_rate: bytes a second at which the model's files arrive; a folder needs no download.
-        on_event: listener to progress.
-        options: as documented in `PlanOptions`, but for those of one machine.
 
     Raises:
         InvalidInput: an argument, the model, the data or the prices cannot be used.
@@ -89,17 +56,20 @@ def compare(
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
-    require_known(options, PlanOptions.__annotations__.keys() - LOCAL, "argument of compare")
-    asked: Any = options
-    gpus, found = _gpus(hardware), []
+    asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
+    asked.pop("hardware", None)
+    on_event, prices = request.on_event, request.prices
+    gpus, found = _gpus(request.hardware), []
     price_of = _price_by_gpu(listed := _prices(prices), prices)
     on_event(StatusChanged(text="reading model and data"))
-    resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False).model
-    download_seconds = _download_seconds(resolved, download_rate)
+    resolved = ResolvedRequest.build(
+        complete(PlanRequest(**asked, hardware="any")), needs_weights=False
+    ).model
+    download_seconds = _download_seconds(resolved, request.download_rate)
     for done, gpu in enumerate(gpus):
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         try:
-            made = plan(model, data, **{**asked, "hardware": profile_of_gpu(gpu)})
+            made = plan(**asked, hardware=profile_of_gpu(gpu))
         except NothingFits as error:
             found.append(
                 ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message)
@@ -111,7 +81,9 @@ def compare(
             )
         )
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
-    selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
+    selected = select_gpus(
+        found, max_cost=request.max_cost, max_hours=request.max_hours, order=request.order
+    )
     return Comparison(
         model=resolved.spec.name,
         gpus=selected,
@@ -121,7 +93,7 @@ def compare(
     )
 
 
-def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
+def _download_seconds(model: ResolvedModel, rate: int | str) -> float:
     """Until the model's files are here; none if they are."""
     num_bytes_per_second = memory_bytes(rate)
     if num_bytes_per_second <= 0:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from autotune.api.options import PlanOptions
 from autotune.api.plans import list_choices, plan
 from autotune.errors import InvalidInput
 from autotune.events import OnEvent, ignore_event
@@ -33,7 +32,7 @@ class PlanFromConfig:
 
 
 def plan_from_config(
-    config: ImportedConfig, *, on_event: OnEvent = ignore_event, **options: Unpack[PlanOptions]
+    config: ImportedConfig, *, on_event: OnEvent = ignore_event, **options: Any
 ) -> PlanFromConfig:
     """Plan the training that a configuration describes, with its own settings pinned where the
     machine has them.
@@ -53,7 +52,7 @@ def plan_from_config(
         >>> made = autotune.plan_from_config(autotune.import_config("train_lora.yaml"), hardware="4090")
         >>> made.remarks
     """
-    asked: Any = {**config.options, **options}
+    asked: dict[str, Any] = {**config.options, **options}
     remarks = []
     data = config.data
     if data is not None and not Path(data).expanduser().is_dir():

@@ -1,74 +1,36 @@
 """`estimate`: what one candidate would take, before anything runs."""
 
-from collections.abc import Collection, Mapping
-
 from pydantic import ValidationError
 
-from autotune.api.amounts import ImageSize, MemoryAmount, image_size
+from autotune.api.doors import takes
 from autotune.api.machines import hardware_for
-from autotune.api.options import choose_optimizer
 from autotune.cost.estimate import estimate as estimate_candidate
 from autotune.cost.estimate import require_divisor
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput
-from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.events import StatusChanged
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
-from autotune.knobs.settings import plain_choices
+from autotune.knobs.settings import allow_optimizer, plain_choices
 from autotune.models.resolve import read_parts, resolve_model
+from autotune.plan.base import first_problem
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Estimate
-from autotune.plan.workload import ADAMW, AdapterKind, OptionValue
+from autotune.plan.request import EstimateRequest
 from autotune.system.process import collect_rarely
-from autotune.train.workload import WorkloadOverrides, check_overrides, describe_workload
+from autotune.train.workload import check_overrides, describe_workload
 
+NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the
 field's default."""
 
 
+@takes(EstimateRequest, "model")
 @collect_rarely()
-def estimate(
-    model: str,
-    *,
-    hardware: str | HardwareProfile | None = None,
-    host_memory: MemoryAmount | None = None,
-    assume: Collection[str] = (),
-    resolution: ImageSize | None = None,
-    num_frames: int | None = None,
-    text_tokens: int | None = None,
-    rank: int | None = None,
-    targets: str | None = None,
-    adapted_blocks: str = "all",
-    adapter: AdapterKind = "lora",
-    ema_decay: float = 0.0,
-    optimizer: str | None = None,
-    optimizer_options: Mapping[str, OptionValue] | None = None,
-    effective_batch_size: int | None = None,
-    micro_batch_size: int = 1,
-    checkpointed_blocks: int | None = None,
-    num_steps: int | None = None,
-    price_per_hour: float | None = None,
-    on_event: OnEvent = ignore_event,
-    **settings: str | int,
-) -> Estimate:
+def estimate(request: EstimateRequest) -> Estimate:
     """Predict memory, time and cost of one candidate. Runs nothing and downloads nothing.
-
-    Args:
-        model: name of a known model, or a folder in the diffusers layout.
-        hardware, host_memory, assume: a card of the catalog and what it lies in, as for `plan`;
-            None for this one.
-        resolution, num_frames, text_tokens, rank, targets, adapted_blocks, adapter, ema_decay,
-        optimizer,
-            optimizer_options, effective_batch_size: as for `plan`.
-        micro_batch_size, checkpointed_blocks: images per forward pass; blocks that recompute
-            activations (None: all).
-        num_steps, price_per_hour: of the job in optimizer steps, of the machine in the currency of
-            the answer.
-        on_event: listener to progress.
-        settings: other fields of `Candidate`, e.g. `quantization="torchao-int8"`.
 
     Raises:
         InvalidInput: the model, the hardware or a setting does not exist, or settings do not go
@@ -77,43 +39,46 @@ def estimate(
     Example:
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
     """
-    on_event(StatusChanged(text="tracing the model"))
-    resolved = resolve_model(ModelRef.of(model))
-    if effective_batch_size is None:
-        effective_batch_size = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
-    overrides = WorkloadOverrides(
-        size_px=None if resolution is None else image_size(resolution), num_frames=num_frames,
-        text_tokens=text_tokens,
-        rank=rank, targets=targets or "attention", adapted_blocks=adapted_blocks, adapter=adapter,
-        ema_decay=ema_decay,
-        optimizer=choose_optimizer(ADAMW, optimizer, optimizer_options),
-        effective_batch_size=effective_batch_size,
-    )  # fmt: skip
+    request.require_named()
+    request.on_event(StatusChanged(text="tracing the model"))
+    resolved = resolve_model(ModelRef.of(request.model))
+    family = resolved.family
+    batch = max(request.micro_batch_size, family.defaults.effective_batch_size)
+    batch = request.given.get("effective_batch_size", batch)
+    work = request.changed(effective_batch_size=batch)
+    if ":" in request.optimizer_choice.name:
+        allow_optimizer(request.optimizer_choice.name)
+    settings = {
+        name: value
+        for name, value in request.given.items()
+        if name in Candidate.model_fields and name not in ("optimizer", *NUMBERS)
+    }
     for name, value in settings.items():
         require_choice(name, value)
-    check_overrides(resolved.family, overrides)
-    require_divisor(micro_batch_size, effective_batch_size)
-    profile = hardware_for(hardware, host_memory=host_memory, assume=assume, on_event=on_event)
-    context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
-    candidate = _candidate(
-        context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings
+    check_overrides(family, work)
+    require_divisor(request.micro_batch_size, batch)
+    profile = hardware_for(
+        request.hardware,
+        host_memory=request.host_memory,
+        assume=request.assume,
+        on_event=request.on_event,
     )
-    cost = CostModel.build(
-        profile, context.workload, resolved.family, resolved.config, read_parts(resolved)
-    )
-    return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
-
-
-def _candidate(
-    context: TuningContext, checkpointed_blocks: int | None, **settings: str | int
-) -> Candidate:
-    preferred = {name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE}
+    context = TuningContext(profile, family, describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
-    preferred["checkpointed_blocks"] = total if checkpointed_blocks is None else checkpointed_blocks
+    blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
     try:
-        return Candidate.model_validate({**preferred, **settings})
+        candidate = Candidate.model_validate(
+            {
+                **{name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE},
+                **settings,
+                "checkpointed_blocks": request.checkpointed_blocks if blocks is None else blocks,
+                "micro_batch_size": request.micro_batch_size,
+            }
+        )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(
-            f"{first['loc'][0]}: {first['msg'].lower()}", hint="give another value"
-        ) from error
+        where, why = first_problem(error)
+        raise InvalidInput(f"{where}: {why.lower()}", hint="give another value") from error
+    cost = CostModel.build(profile, context.workload, family, resolved.config, read_parts(resolved))
+    return estimate_candidate(
+        cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour
+    )

@@ -2,45 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Unpack, get_args
+from typing import get_args
 
-from autotune.api.options import require_known
-from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
+from autotune.api.doors import takes
+from autotune.data.check import DataReport, check_dataset
 from autotune.data.items import make_options
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
-from autotune.plan.job import AdapterFormat, DataPlace, JobOverrides, ModelRef
+from autotune.plan.job import AdapterFormat, ModelRef
+from autotune.plan.request import CheckDataRequest
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.tensors import FileSummary, inspect_file
 
 
-def check_data(
-    folder: DataPlace,
-    *,
-    model: str = "qwen-image",
-    resolution_px: int | None = None,
-    max_upscaling: float = MAX_UPSCALING,
-    max_crop: float = MAX_CROP,
-    on_event: OnEvent = ignore_event,
-    **job: Unpack[JobOverrides],
-) -> DataReport:
+@takes(CheckDataRequest, "data")
+def check_data(request: CheckDataRequest) -> DataReport:
     """Look at every file of a data folder as training would, and name what is broken, tiny,
     duplicate or captionless.
-
-    Args:
-        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders; or
-            several of these.
-        model: name of the model family whose sizes count.
-        resolution_px: side of the square whose area every image is resized to; the family's by
-            default.
-        max_upscaling: factor per side above which enlarged images are counted.
-        max_crop: share of an image's area above which cropped images are named.
-        on_event: listener to progress.
-        job: fields of the job that decide what is read, e.g. `num_frames=81`, `trigger="sks"`.
 
     Raises:
         InvalidInput: there is no such folder or family.
@@ -49,19 +31,18 @@ def check_data(
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
-    require_known(job, JobOverrides.__annotations__, "argument of check_data")
-    family = get_family(model)
-    num_frames = job.get("num_frames", family.defaults.num_frames)
+    family = get_family(request.model)
+    num_frames = request.given.get("num_frames", family.defaults.num_frames)
     family.check_num_frames(num_frames)
     return check_dataset(
-        folder,
-        make_options(job, family, num_frames),
-        resolution_px=resolution_px or family.defaults.resolution_px,
+        request.data,
+        make_options(request.given, family, num_frames),
+        resolution_px=request.resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,
-        max_upscaling=max_upscaling,
-        max_crop=max_crop,
-        on_progress=_progress_to(on_event, "reading"),
+        max_upscaling=request.max_upscaling,
+        max_crop=request.max_crop,
+        on_progress=_progress_to(request.on_event, "reading"),
     )
 
 

@@ -4,8 +4,6 @@ GPUs."""
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.errors import InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.machine.capabilities import NO_BF16
 from autotune.machine.catalog import (
@@ -21,6 +19,7 @@ from autotune.machine.probing import probe as read_machine
 from autotune.machine.store import NOT_SAVED, cached_profile, hardware_named
 from autotune.models.registry import find_published
 from autotune.models.single_file import open_single_file, recognize
+from autotune.plan.amounts import memory_bytes
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.search.comparison import ModelSummary, NoGpu, summarize_models
 
@@ -107,7 +106,7 @@ def require_gpu(model: str) -> None:
 def hardware_for(
     hardware: str | HardwareProfile | None,
     *,
-    host_memory: MemoryAmount | None = None,
+    host_memory: int | str | None = None,
     assume: Collection[str] = (),
     on_event: OnEvent = ignore_event,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
@@ -125,7 +124,6 @@ def hardware_for(
     Raises:
         InvalidInput: there is no such hardware.
     """
-    require_named(hardware, host_memory, assume)
     size = None if host_memory is None else memory_bytes(host_memory)
     if hardware is None:
         on_event(StatusChanged(text="reading the machine"))
@@ -142,31 +140,13 @@ def hardware_for(
     return profile
 
 
-def require_named(
-    hardware: str | HardwareProfile | None,
-    host_memory: MemoryAmount | None,
-    assume: Collection[str],
-) -> None:
-    """Raise InvalidInput if this machine is described, which needs no description."""
-    if hardware is None and host_memory is not None:
-        raise InvalidInput(
-            "this machine's host memory is known",
-            hint="to describe another machine, add --hardware",
-        )
-    if hardware is None and assume:
-        raise InvalidInput(
-            "what is installed on this machine is known",
-            hint="to describe another machine, add --hardware",
-        )
-
-
 def memory_budget_for(
     profile: HardwareProfile,
     *,
     num_devices: int = 1,
-    max_memory: MemoryAmount | None = None,
-    reserve_memory: MemoryAmount | None = None,
-    cap_memory: MemoryAmount | None = None,
+    max_memory: int | str | None = None,
+    reserve_memory: int | str | None = None,
+    cap_memory: int | str | None = None,
 ) -> MemoryBudget:
     """What a run may use of each of the devices that train together.
 

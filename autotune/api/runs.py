@@ -1,24 +1,24 @@
 """`train` and `sample`: run a plan, and look at what came of it."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Unpack
 
 from autotune.api import plans
+from autotune.api.doors import takes
 from autotune.api.metrics_server import serve_metrics
-from autotune.api.options import require_known, require_optimizer
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
 from autotune.errors import InvalidInput
 from autotune.events import Notice, OnEvent, RunStarted, StatusChanged, ignore_event
+from autotune.knobs.settings import allow_optimizer
 from autotune.machine.device_lock import lock_for_run
 from autotune.machine.probing import probe as read_machine
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import DataPlace, Job, JobOverrides, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
+from autotune.plan.request import TrainRequest
 from autotune.plan.run import RunReport
 from autotune.search.arrival import load_or_verify
 from autotune.system.files import cache_path
@@ -39,36 +39,13 @@ ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""
 
 
-def train(
-    plan: TrainingPlan | str | Path | None = None,
-    *,
-    model: str | None = None,
-    data: DataPlace | None = None,
-    optimizer: str | None = None,
-    resume: bool = False,
-    trace: bool = False,
-    metrics_port: int | None = None,
-    on_event: OnEvent = ignore_event,
-    **job: Unpack[JobOverrides],
-) -> RunReport:
+@takes(TrainRequest, "plan")
+def train(request: TrainRequest) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
     Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
     is taken. A predicted plan is tried once on this machine first; the measured plan is written
     beside its file. If torchrun started this process, it is one of the plan's; else it starts them.
-
-    Args:
-        plan: a plan, or its file.
-        model: another folder or hub id of the same architecture; without a plan, as for `plan`.
-        data: another data folder.
-        optimizer: the plan's `package:Class`, without which such code is not loaded; without a
-            plan, as for `plan`.
-        resume: go on from the newest checkpoint, if there is one.
-        trace: write torch.profiler's trace of a few steps to `trace.json` in the output folder.
-        metrics_port: port of this machine alone at which Prometheus finds the run's numbers
-            meanwhile.
-        on_event: listener to progress.
-        job: fields of the plan's job to replace, e.g. `output="other"`.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
@@ -83,24 +60,32 @@ def train(
         >>> autotune.train("plan.yaml", output="first-run").final_loss
         >>> autotune.train(model="qwen-image", data="photos")
     """
-    require_known(job, JobOverrides.__annotations__, "argument of train")
-    changes: dict[str, Any] = {
-        "model": model,
-        "data": None if data is None else as_job_data(data),
-        **job,
-    }
+    plan, on_event, resume = request.plan, request.on_event, request.resume
     if plan is None:
-        plan = _plan_first({**changes, "optimizer": optimizer}, on_event, resume=resume)
+        plan = _plan_first(request)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else (load_plan(plan), Path(plan))
-    require_optimizer(given, optimizer)
-    chosen = with_job(given, **changes)
+    _require_optimizer(given, request.optimizer)
+    chosen = with_job(given, **request.given_job)
     launch = adopt_launch(chosen.frozen.hardware.num_processes)
     is_first = launch is None or launch.rank == 0
     on_event = on_event if is_first else ignore_event
     with contextlib.ExitStack() as stack:
-        if metrics_port is not None and is_first:
-            on_event = stack.enter_context(serve_metrics(metrics_port, on_event))
-        return _train_here(chosen, file, launch, on_event, resume=resume, trace=trace)
+        if request.metrics_port is not None and is_first:
+            on_event = stack.enter_context(serve_metrics(request.metrics_port, on_event))
+        return _train_here(chosen, file, launch, on_event, resume=resume, trace=request.trace)
+
+
+def _require_optimizer(plan: TrainingPlan, named: str | None) -> None:
+    """Let the plan's optimizer be loaded if the user names it. Raises InvalidInput if that is
+    another."""
+    planned = plan.frozen.workload.optimizer
+    if named not in (None, planned.name):
+        hint = f"plan for it: autotune plan --from PLAN --optimizer {named}"
+        raise InvalidInput(
+            f"the plan was made for the optimizer {planned.name}, not for {named}", hint=hint
+        )
+    if named is not None and ":" in named:
+        allow_optimizer(named)
 
 
 def _train_here(
@@ -140,27 +125,26 @@ def _train_here(
     return report
 
 
-def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool) -> TrainingPlan:
+def _plan_first(request: TrainRequest) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the
-    arguments say."""
-    output = Path(changes.get("output") or Job.model_fields["output"].default)
-    if (file := output / RUN_PLAN_FILE).exists():
-        earlier = load_plan(file)
-        if resume:
-            return with_job(earlier, output=str(output))
-        check_folder(with_job(earlier, output=str(output)), resume=False)  # before a search
+    request says."""
+    if (file := Path(request.output) / RUN_PLAN_FILE).exists():
+        earlier = with_job(load_plan(file), output=request.output)
+        if request.resume:
+            return earlier
+        check_folder(earlier, resume=False)  # before a search
     if started_by_launcher():
         hint = (
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         )
         raise InvalidInput("processes that train together need a plan file", hint=hint)
-    if changes["data"] is None:
+    if request.data is None:
         raise InvalidInput(
             "there is no data to train on", hint="name a folder with --data, or a plan that has one"
         )
-    return plans.plan(
-        **{name: value for name, value in changes.items() if value is not None}, on_event=on_event
-    )
+    asked = {**request.given_job, "optimizer": request.optimizer, "on_event": request.on_event}
+    made: TrainingPlan = plans.plan(**asked)
+    return made
 
 
 def measure_predicted(

@@ -43,7 +43,7 @@ def import_config(
     print_result(config, as_json, import_lines)
     if path is None:
         return
-    options: autotune.PlanOptions = {"path": path}
+    options: dict[str, object] = {"path": path}
     if hardware is not None:
         options["hardware"] = hardware
     with show_events() as show:

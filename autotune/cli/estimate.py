@@ -2,6 +2,7 @@
 owns."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import autotune
 from autotune.cli.options import REQUIRED, Json, WorkloadOptions, given, option, takes
@@ -49,10 +50,10 @@ def estimate(options: EstimateOptions, work: WorkloadOptions) -> None:
     print_result(answer, options.as_json, estimate_text)
 
 
-def _checkpointed(text: str) -> int | None:
+def _checkpointed(text: str) -> Any:
     """The number of blocks; None for all."""
     if text in ("none", "all"):
-        return 0 if text == "none" else None
+        return text
     if not (text.isascii() and text.isdigit()):
         raise autotune.InvalidInput(
             f"--checkpointing {text!r} is no number of blocks", hint="give none, all or a number"

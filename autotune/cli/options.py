@@ -76,7 +76,7 @@ class ShapeOptions:
         "to_q,ff.*"
     )
     effective_batch_size: int | None = option(
-        "Images per optimizer step (effective batch).", "--batch", min=1, max=65536
+        "Images per optimizer step (effective batch).", "--batch-size", min=1, max=65536
     )
 
 

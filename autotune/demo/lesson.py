@@ -75,7 +75,7 @@ def draw_picture(
 NEW_SHAPE = "heart"
 TAUGHT_COLORS, TAUGHT_GROUNDS = ("red", "blue", "green", "orange"), ("white", "gray", "black")
 PLAN_OPTIONS = (
-    *("--targets", "attention+mlp", "--batch", "8", "--steps", "300", "--timestep-shift", "1"),
+    *("--targets", "attention+mlp", "--batch-size", "8", "--steps", "300", "--timestep-shift", "1"),
     *("--learning-rate", "4e-3", "--lr-scheduler", "cosine"),
 )
 """Chosen as the next two (`benchmarks/DECISIONS.md`), on prompts that are not reported."""

@@ -3,7 +3,8 @@ one."""
 
 import hashlib
 import json
-from typing import Final, Self
+from collections.abc import Callable
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -33,6 +34,30 @@ class Frozen(BaseModel):
     def changed(self, **changes: object) -> Self:
         """A copy with these values. It is validated, which `model_copy(update=)` does not do."""
         return type(self).model_validate({**dict(self), **changes})
+
+
+def ignore(event: object) -> None:
+    """Do nothing."""
+
+
+class Request(Frozen):
+    """Base of what a user asks: it knows which of its fields were given."""
+
+    on_event: Callable[[Any], None] = Field(default=ignore, repr=False)
+    """Listener to progress: it gets the events of `autotune.events`."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were given, by name, in the order of their declaration."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set and name != "on_event"
+        }
+
+    def changed(self, **changes: object) -> Self:
+        """Return a validated copy with these values, which counts only them as given besides."""
+        return type(self).model_validate({"on_event": self.on_event, **self.given, **changes})
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen
@@ -36,7 +36,11 @@ def _not_empty(text: str) -> str:
     return text
 
 
-Words = Annotated[str, AfterValidator(_in_utf8)]
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+Words = Annotated[str, BeforeValidator(_as_text), AfterValidator(_in_utf8)]
 Place = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
 """A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset
 variable, is the folder that one is in, which nobody asked to read or to write."""
@@ -89,23 +93,18 @@ def each_place(data: DataPlace) -> tuple[str, ...]:
     return (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
 
 
-def as_job_data(data: DataPlace) -> str | tuple[str, ...]:
-    """The value of a job's `data`: of one place its name alone."""
+def as_job_data(data: Any) -> Any:
+    """Return the value of a job's `data`: of one place its name alone."""
+    if data is None:
+        return None
     places = each_place(data)
     return places[0] if len(places) == 1 else places
 
 
-class Job(Frozen):
-    """The user's part of a plan: may be edited or overridden while shapes stay in the planned
-    class.
+class ModelFields(Frozen):
+    """Which model, and which parts of it lie elsewhere."""
 
-    Names are those of diffusers' training scripts where they have one.
-
-    Example:
-        >>> autotune.load_plan("plan.yaml").job.output
-    """
-
-    model: Place
+    model: Place | None = None
     """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet
     alone."""
     base: Place | None = None
@@ -122,7 +121,12 @@ class Job(Frozen):
     expert: Expert | None = None
     """Which of its transformers is trained, of a model that has one for much noise and one for
     little; None for models with one transformer."""
-    data: Place | Places | None
+
+
+class DataFields(ModelFields):
+    """Which data, and how it is read."""
+
+    data: Annotated[Place | Places | None, BeforeValidator(as_job_data)] = None
     """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or
     several of either; None until `train --data` names one."""
     control: Place | None = None
@@ -136,37 +140,6 @@ class Job(Frozen):
     clips: ClipChoice = "head"
     """Which clips of that length are taken of a video: the first, `all` one after the other, or
     so many, evenly spread from its start to its end."""
-    output: Place = "output"
-    from_adapter: Place | None = None
-    """File of an adapter, in any format that is known, whose training goes on; None begins a new
-    one."""
-    save_dtype: SaveDtype = "bf16"
-    """Dtype of the adapter's file; training and checkpoints keep fp32."""
-    adapter_format: AdapterFormat = "diffusers"
-    """Whose names of layers the adapter is also written under, beside diffusers'."""
-    num_steps: int = Field(ge=1, le=MAX_STEPS)
-    """Number of optimizer steps, each of the effective batch."""
-    num_train_epochs: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Number of epochs; if it is given, it decides the number of steps instead of `num_steps`."""
-    learning_rate: float = Field(gt=0, le=1)
-    lr_scheduler: Schedule = "constant"
-    """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
-    weight_decay: float = Field(ge=0, le=1)
-    max_grad_norm: float = Field(gt=0)
-    timestep_sampling: TimestepSampling = "logit_normal"
-    """Density of the noise levels before they are shifted."""
-    timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"]
-    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts
-    larger images more, as the family's pipeline does."""
-    guidance_scale: float | None = Field(default=None, ge=0)
-    """What a guidance-distilled model is told while it trains; None for models that take none,
-    or the family's."""
-    weighting_scheme: Weighting = "none"
-    """How the loss weighs images by their noise."""
-    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of captions that are replaced by the empty one, drawn anew each time."""
     shuffle_tags: int = Field(default=0, ge=0, le=100)
     """Orders of a caption's comma-separated tags that are seen, the written one among them; each
     time one is drawn."""
@@ -179,11 +152,50 @@ class Job(Frozen):
     loss_mask: LossMask = "none"
     """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png`
     (`files`) or opaque (`alpha`)."""
+
+
+class JobFields(DataFields):
+    """What a user may say of a job. What is not given is the family's or as written here.
+
+    Names are those of diffusers' training scripts where they have one.
+    """
+
+    output: Place = "output"
+    from_adapter: Place | None = None
+    """File of an adapter, in any format that is known, whose training goes on; None begins a new
+    one."""
+    save_dtype: SaveDtype = "bf16"
+    """Dtype of the adapter's file; training and checkpoints keep fp32."""
+    adapter_format: AdapterFormat = "diffusers"
+    """Whose names of layers the adapter is also written under, beside diffusers'."""
+    num_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    """Number of optimizer steps, each of the effective batch."""
+    num_train_epochs: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    """Number of epochs; if it is given, it decides the number of steps instead of `num_steps`."""
+    learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    lr_scheduler: Schedule = "constant"
+    """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
+    weight_decay: float = Field(default=0.01, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    timestep_sampling: TimestepSampling = "logit_normal"
+    """Density of the noise levels before they are shifted."""
+    timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"] = 1.0
+    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts
+    larger images more, as the family's pipeline does."""
+    guidance_scale: float | None = Field(default=None, ge=0)
+    """What a guidance-distilled model is told while it trains; None for models that take none,
+    or the family's."""
+    weighting_scheme: Weighting = "none"
+    """How the loss weighs images by their noise."""
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of captions that are replaced by the empty one, drawn anew each time."""
     mask_floor: float = Field(default=0.0, ge=0, le=1)
     """Weight of the loss where a mask is black."""
     cache: Literal["disk", "memory"] = "disk"
     """Where encoded captions and images are kept; from `memory` they are gone when the run ends."""
-    seed: int = Field(ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, order and noise. torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
     """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
@@ -196,7 +208,7 @@ class Job(Frozen):
     preview_prompts: tuple[Words, ...] = ()
     """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the
     same noise."""
-    preview_steps: int = Field(ge=1, le=1000)
+    preview_steps: int = Field(default=20, ge=1, le=1000)
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
@@ -209,6 +221,19 @@ class Job(Frozen):
     """Whether the adapter is kept as it was when the loss on held-out images was lowest."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Tracker that gets the curves besides `metrics.jsonl`."""
+
+
+class Job(JobFields):
+    """The user's part of a plan: may be edited or overridden while shapes stay in the planned
+    class.
+
+    Example:
+        >>> autotune.load_plan("plan.yaml").job.output
+    """
+
+    model: Place
+    data: Annotated[Place | Places | None, BeforeValidator(as_job_data)]
+    num_steps: int = Field(ge=1, le=MAX_STEPS)
 
     @property
     def validation_folder(self) -> str | None:
@@ -271,59 +296,3 @@ def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 
     without the adapter."""
     rounds = num_steps // every if every else 0
     return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)
-
-
-class JobOverrides(TypedDict, total=False):
-    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left
-    out stays.
-
-    Example:
-        >>> job: autotune.JobOverrides = {"num_steps": 500, "output": "first-run"}
-        >>> autotune.train("plan.yaml", **job)
-    """
-
-    base: str
-    vae: str
-    text_encoders: tuple[str, ...]
-    revision: str
-    expert: Expert
-    control: str
-    caption: str
-    trigger: str
-    num_frames: int
-    clips: ClipChoice
-    output: str
-    from_adapter: str
-    save_dtype: SaveDtype
-    adapter_format: AdapterFormat
-    num_steps: int
-    num_train_epochs: int
-    learning_rate: float
-    lr_scheduler: Schedule
-    lr_warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    timestep_sampling: TimestepSampling
-    timestep_shift: float | Literal["by_resolution"]
-    guidance_scale: float
-    weighting_scheme: Weighting
-    caption_dropout: float
-    shuffle_tags: int
-    keep_tags: int
-    flip: bool
-    crop: Crop
-    loss_mask: LossMask
-    mask_floor: float
-    cache: Literal["disk", "memory"]
-    seed: int
-    checkpointing_steps: int
-    checkpointing_epochs: int
-    checkpoints_total_limit: int
-    checkpoints_keep_every: int
-    preview_prompts: tuple[str, ...]
-    preview_steps: int
-    preview_every: int
-    validation: str
-    validation_every: int
-    keep_best: bool
-    report_to: Literal["tensorboard", "wandb", "none"]

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.errors import InvalidInput
+from autotune.plan.amounts import ImageSize, image_size
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt, Request
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
@@ -33,8 +35,36 @@ class OptimizerChoice(Frozen):
     options: tuple[tuple[str, OptionValue], ...] = Field(default=(), max_length=32)
     """(name, value) pairs: its keyword arguments."""
 
+    @classmethod
+    def checked(cls, name: str, options: tuple[tuple[str, OptionValue], ...]) -> Self:
+        """Return the optimizer. Raises InvalidInput if it has no such name or option."""
+        try:
+            return cls(name=name, options=options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            is_name = first["loc"] == ("name",)
+            why = "neither a name nor package:Class" if is_name else first["msg"].lower()
+            raise InvalidInput(
+                f"{name!r} is not an optimizer with such options: {why}",
+                hint="give --optimizer NAME or package:Class, --optimizer-option name=value",
+            ) from error
+
+    @classmethod
+    def named(cls, optimizer: Self | str) -> Self:
+        """Return the optimizer of that name, or as it is."""
+        return cls.checked(optimizer, ()) if isinstance(optimizer, str) else optimizer
+
+
+OptimizerOptions = Mapping[str, OptionValue] | tuple[tuple[str, OptionValue], ...]
+
+
+def as_options(options: Any) -> tuple[tuple[str, OptionValue], ...]:
+    """Return (name, value) pairs of a mapping, or as they are."""
+    return tuple(options.items()) if isinstance(options, Mapping) else options
+
 
 ADAMW = OptimizerChoice()
+NamedOptimizer = Annotated[OptimizerChoice | str, AfterValidator(OptimizerChoice.named)]
 
 
 class ModelSpec(Frozen):
@@ -70,7 +100,82 @@ class Bucket(Frozen):
         return self.num_frames * self.width_px * self.height_px
 
 
-class Workload(Frozen):
+class Learning(Frozen):
+    """What decides what is learned, whatever the model and the data."""
+
+    rank: int = Field(default=16, ge=1, lt=2**63)
+    """Rank of the adapter; by default the family's."""
+    lora_alpha: float = Field(default=16.0, gt=0)
+    """Alpha of the adapter; by default in proportion to the rank."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps
+    its own copy of them."""
+    targets: str = "attention"
+    """Adapted layers: attention (default), attention+mlp, all-linear, SDXL: attention+mlp+proj; or
+    patterns of names or their ends, separated by commas: to_q,ff.net.*."""
+    adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
+    """Blocks whose layers are adapted, numbered from 0 in the order they run: 10-30 or 0-4,18."""
+    adapter: AdapterKind = "lora"
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms
+    of outputs, too."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of an average of the adapter over steps, which is what is saved; 0 keeps none."""
+    effective_batch_size: int = Field(default=1, ge=1, lt=2**63)
+    """Images that one optimizer step sees; by default the family's. Tuning never changes it."""
+    quality: Quality = "high"
+    """Least fidelity of the base model: exact (16-bit), high (also 8-bit) or compact (also 4-bit
+    and 8-bit products)."""
+    objective: Objective = "throughput"
+    """What to optimize: throughput (default) or memory."""
+
+
+class WorkloadRequest(Learning, Request):
+    """What a user asks of a workload; what is not given is the family's or the data's.
+
+    Example:
+        >>> autotune.estimate("qwen-image", hardware="4090", rank=32, adapter="dora")
+    """
+
+    resolution: ImageSize | None = None
+    """Side of a square in pixels, or WIDTHxHEIGHT. With data, its area is the largest of a
+    bucket."""
+    num_frames: int = Field(default=1, ge=1)
+    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
+    text_tokens: int | None = None
+    """Length of captions if there is no data to count it from."""
+    optimizer: NamedOptimizer = ADAMW
+    """adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class, which
+    is loaded only if you name it."""
+    optimizer_options: Annotated[OptimizerOptions, AfterValidator(as_options)] = ()
+    """An option of the optimizer beside learning rate and weight decay."""
+
+    @classmethod
+    def again(cls, work: "Workload", *, has_data: bool = True) -> Self:
+        """Return the request that gives `work` again on data of its class; without data it names
+        shape and length."""
+        largest = work.largest_bucket
+        side = (work.resolution_px, work.resolution_px)
+        shape: dict[str, Any] = {"resolution": side}
+        if not has_data:
+            size = (largest.width_px, largest.height_px)
+            shape = {"resolution": size, "text_tokens": work.max_text_tokens}
+        learning = {name: getattr(work, name) for name in Learning.model_fields}
+        return cls(**learning, **shape, num_frames=largest.num_frames, optimizer=work.optimizer)
+
+    @property
+    def size_px(self) -> tuple[int, int] | None:
+        """(width, height), if it was given."""
+        return None if self.resolution is None else image_size(self.resolution)
+
+    @property
+    def optimizer_choice(self) -> OptimizerChoice:
+        """The optimizer with its options."""
+        choice = OptimizerChoice.named(self.optimizer)
+        options = {**dict(choice.options), **dict(self.optimizer_options)}
+        return OptimizerChoice.checked(choice.name, tuple(options.items()))
+
+
+class Workload(Learning):
     """What is to be trained, as far as it decides memory and speed: the class a plan is made for.
 
     Example:
@@ -92,25 +197,9 @@ class Workload(Frozen):
     """The most control images that an item has; 0 unless the model edits images."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps
-    its own copy of them."""
-    targets: str
-    """Name of the set of adapted layers, e.g. `attention`, or patterns of their names, separated
-    by commas."""
-    adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
-    """Numbers of the blocks that the adapted layers lie in, from 0 in the order they run:
-    `10-30` or `0-4,18`."""
-    adapter: AdapterKind = "lora"
-    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms
-    of outputs, too."""
-    ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of the average of the adapter over steps, which is what is saved; 0 keeps none."""
-    optimizer: OptimizerChoice = ADAMW
     effective_batch_size: int = PositiveInt
-    """Images per optimizer step. The user decides it: tuning never changes what is learned."""
-    quality: Quality = "high"
-    objective: Objective = "throughput"
+    targets: str
+    optimizer: OptimizerChoice = ADAMW
 
     @property
     def largest_bucket(self) -> Bucket:

@@ -32,6 +32,7 @@ from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart, TrainingPlan
 from autotune.plan.plan_file import parse_plan, seal
 from autotune.plan.prediction import Prediction
+from autotune.plan.request import PlanRequest
 from autotune.plan.trial import Residual, TrialResult
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
 from autotune.search.next import ResidualSearch, best_seconds, search_cost_seconds
@@ -41,7 +42,7 @@ from autotune.search.problem import (
     advise_larger_batch,
     suggest_relaxation,
 )
-from autotune.search.request import PlanRequest, ResolvedRequest, resolve_request_model
+from autotune.search.request import ResolvedRequest, resolve_request_model
 from autotune.search.study import (
     TrialFunction,
     memoize,
@@ -198,7 +199,7 @@ def _keep_study(
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,  # what another version measured is measured again
-        "model": str(request.model),  # random weights and real ones fail in other ways
+        "model": str(request.model_ref),  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": budget.num_bytes if budget.is_set_by_user else None,
     }
@@ -230,7 +231,7 @@ def _keep_study(
 def _find_warm_start(
     problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
 ) -> tuple[StoreMatches, WarmStart]:
-    if not problem.request.use_profiles:
+    if not problem.request.use_records:
         return NO_MATCHES, NO_WARM_START
     found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
     found, warm_start = build_warm_start(
@@ -262,7 +263,7 @@ def _search(
     def on_trial(result: TrialResult) -> None:
         on_event(TrialFinished(result=result))
 
-    with backend.trials(request.model, problem.cost) as run:
+    with backend.trials(request.model_ref, problem.cost) as run:
 
         def run_trial(candidate: Candidate) -> TrialResult:
             on_event(TrialStarted(candidate=candidate))
@@ -330,7 +331,7 @@ def _try_compiled(
             return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
         on_event(TrialStarted(candidate=candidate))
         with backend.trials(
-            request.model, problem.cost
+            request.model_ref, problem.cost
         ) as trial:  # in a process that has compiled nothing
             result = trial(candidate)
         on_event(TrialFinished(result=result))
@@ -355,7 +356,7 @@ def _confirm(
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
         on_event(TrialStarted(candidate=candidate))
-        return backend.rehearse(request.model, problem.cost, candidate, seconds)
+        return backend.rehearse(request.model_ref, problem.cost, candidate, seconds)
 
     def rehearse(candidate: Candidate) -> TrialResult | None:
         longer = memoize(study, "rehearsal", candidate, longer_trial)
@@ -417,8 +418,8 @@ def freeze_plan(
         records=warm_start.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
-        pins=request.pins,
-        exclusions=request.exclusions,
+        pins=request.pin_pairs,
+        exclusions=request.exclusion_pairs,
         overheads=request.overheads,
         forecast=build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],

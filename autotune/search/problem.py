@@ -20,12 +20,13 @@ from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import KEY_NAMES, HardwareProfile, MemoryBudget, shares_host_memory
 from autotune.plan.job import Job, ModelRef
+from autotune.plan.request import PlanRequest
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search.comparison import NoGpu
 from autotune.search.gradient_checks import check_gradients
 from autotune.search.next import SearchLimits, memory_upper_bound
-from autotune.search.request import PlanRequest, ResolvedRequest
+from autotune.search.request import ResolvedRequest, build_space, split_pins
 from autotune.search.space import (
     SearchSpace,
     block_count_frontier,
@@ -132,24 +133,24 @@ class PlanningProblem:
         request, model, global_workload, job = asked.request, asked.model, asked.workload, asked.job
         if needs_weights:
             require_devices(asked, hardware)
-        workload = global_workload.share(request.num_processes)
+        workload = global_workload.share(request.num_gpus)
         budget = request.memory_budget or hardware.device.budget
-        parallel = Parallel("ddp", request.num_processes)
+        parallel = Parallel("ddp", request.num_gpus)
         context = TuningContext(
             hardware, model.family, workload, parallel.budget_of_one(budget, hardware)
         )
-        space = request.space(context)
+        space = build_space(request, context)
         if request.is_local:
             checked = backend.check_gradients(context, space.choices, model)
             if any(
                 not each.available for each in checked.capabilities[len(hardware.capabilities) :]
             ):
-                space = request.space(replace(context, hardware=checked))
+                space = build_space(request, replace(context, hardware=checked))
             hardware = checked
         cost, space = _choose_strategy(request, model, workload, hardware, budget, space)
         _require_host_memory(space, cost)
         return cls(
-            replace(request, model=job.model_ref),
+            request.changed(ref=job.model_ref),
             hardware,
             budget,
             global_workload,
@@ -195,7 +196,7 @@ class PlanningProblem:
             "settings to choose from": digest_of(choices),
         }
         program = {"program that trains": request.overheads.program} if request.overheads else {}
-        return {**keys, **own, **program, "processes": str(request.num_processes)}
+        return {**keys, **own, **program, "processes": str(request.num_gpus)}
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
@@ -230,11 +231,14 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
-        _, published = find_published(request.model.name) or (model.family, model.family.models[0])
+        _, published = find_published(request.model_ref.name) or (
+            model.family,
+            model.family.models[0],
+        )
         raise NoGpu.build(model.family, published)
     if not request.is_local:
         return
-    if request.num_processes > 1 and (misfits := device_misfits(request.num_processes, hardware)):
+    if request.num_gpus > 1 and (misfits := device_misfits(request.num_gpus, hardware)):
         raise NothingFits(
             misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`"
         )
@@ -253,7 +257,7 @@ def _choose_strategy(
 
     The weights are sharded only if no device is predicted to hold them all.
     """
-    number = request.num_processes
+    number = request.num_gpus
     together = Parallel("ddp", number)
     cost = CostModel.build(
         hardware,
@@ -262,8 +266,8 @@ def _choose_strategy(
         model.config,
         read_parts(model),
         memory_budget=together.budget_of_one(budget, hardware),
-        caching_pins=request.caching_pins,
-        caching_exclusions=request.caching_exclusions,
+        caching_pins=dict(split_pins(request.pin_pairs)[1]),
+        caching_exclusions=split_pins(request.exclusion_pairs)[1],
         overheads=request.overheads,
         parallel=together if number > 1 else ONE_PROCESS,
     )
@@ -443,7 +447,7 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
         if (bucket := _scale(workload.largest_bucket, share, family)) is not None
         for side in (max(1, round(workload.resolution_px * share)),)
     ]
-    smallest_batch = f"--batch {cost.parallel.num_processes}"
+    smallest_batch = f"--batch-size {cost.parallel.num_processes}"
     options += (
         [(smallest_batch, {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
     )
@@ -451,11 +455,11 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
     relaxed = [(option, request, workload.changed(**changes)) for option, changes in options]
     if named := [
         word
-        for word, pairs in (("--pin", request.pins), ("--exclude", request.exclusions))
+        for word, pairs in (("--pin", request.pin_pairs), ("--exclude", request.exclusion_pairs))
         if pairs
     ]:
         relaxed.append(
-            (f"without {' and '.join(named)}", replace(request, pins=(), exclusions=()), workload)
+            (f"without {' and '.join(named)}", request.changed(pins=(), exclusions=()), workload)
         )
     for option, other, work in relaxed:
         with contextlib.suppress(InvalidInput, NothingFits):  # a pinned value may not go with it
@@ -468,6 +472,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     """Least memory that a run for `workload` needs, by whichever strategy its processes take,
     and what it may take."""
     number = cost.parallel.num_processes
+    pins = dict(split_pins(request.pin_pairs)[1])
     own = CostModel.build(
         cost.hardware,
         workload,
@@ -476,14 +481,14 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         cost.model.parts,
         memory_budget=cost.memory_budget,
         caching=(cost.caching, cost.caching_reason)
-        if request.caching_pins and cost.resident_encoder_bytes
+        if pins and cost.resident_encoder_bytes
         else None,
-        caching_pins=request.caching_pins,
-        caching_exclusions=request.caching_exclusions,
+        caching_pins=dict(split_pins(request.pin_pairs)[1]),
+        caching_exclusions=split_pins(request.exclusion_pairs)[1],
         overheads=cost.overheads,
         parallel=cost.parallel,
     )
-    space = request.space(own.context)
+    space = build_space(request, own.context)
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
     larger: dict[Choice, str] = {
         k: "needs more" for k in space.choices["micro_batch_size"] if k != smallest

@@ -31,18 +31,13 @@ from autotune.models.resolve import (
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import with_job
-from autotune.plan.workload import Bucket, ModelSpec, Workload
+from autotune.plan.workload import Bucket, ModelSpec, Workload, WorkloadRequest
 from autotune.system.process import current_launch
 from autotune.train.adapter_file import starting_values
 from autotune.train.checkpoint import require_same_weights
 from autotune.train.folder import check_folder, claim_folder, require_separate_output
 from autotune.train.metrics import require_tracker
-from autotune.train.workload import (
-    check_job,
-    describe_workload,
-    overrides_from,
-    require_even_shares,
-)
+from autotune.train.workload import check_job, describe_workload, require_even_shares
 from autotune.weights.files import open_weights, read_header, weights_digest
 
 
@@ -126,7 +121,7 @@ def prepare(
     )
     require_fit(model_misfits(plan, model.spec))
     workload = describe_workload(
-        model, data.whole, overrides_from(planned), drops_captions=job.caption_dropout > 0
+        model, data.whole, WorkloadRequest.again(planned), drops_captions=job.caption_dropout > 0
     )
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))

@@ -2,7 +2,6 @@
 weights."""
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -17,62 +16,11 @@ from autotune.models.family import Family, build_on_meta
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Job
 from autotune.plan.typical import quantiles_of
-from autotune.plan.workload import (
-    ADAMW,
-    AdapterKind,
-    Bucket,
-    Objective,
-    OptimizerChoice,
-    Quality,
-    Workload,
-)
+from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest
 from autotune.weights.names import can_write
 
 NUM_QUANTILES = 16
 """Number of caption lengths that a workload holds."""
-
-
-@dataclass(frozen=True)
-class WorkloadOverrides:
-    """Properties of a workload that a user may set; None means the family's default."""
-
-    size_px: tuple[int, int] | None = None
-    """(width, height). With data, its area is the maximum area of a bucket."""
-    num_frames: int | None = None
-    text_tokens: int | None = None
-    """Length of captions when there is no data to count it from."""
-    rank: int | None = None
-    lora_alpha: float | None = None
-    lora_dropout: float = 0.0
-    targets: str = "attention"
-    adapted_blocks: str = "all"
-    adapter: AdapterKind = "lora"
-    ema_decay: float = 0.0
-    optimizer: OptimizerChoice = ADAMW
-    effective_batch_size: int | None = None
-    quality: Quality = "high"
-    objective: Objective = "throughput"
-
-
-COPIED_FIELDS = (
-    *("lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay", "optimizer"),
-    *("quality", "objective"),
-)
-"""Fields that a workload has under the same names."""
-FAMILY_FIELDS = ("rank", "lora_alpha", "effective_batch_size")
-"""Such fields whose defaults are the family's."""
-
-
-def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOverrides:
-    """The overrides that give `workload` again, on data of its class; without data they name its
-    shape and length."""
-    largest, side = workload.largest_bucket, workload.resolution_px
-    size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
-    text_tokens = None if has_data else workload.max_text_tokens
-    copied = {name: getattr(workload, name) for name in (*COPIED_FIELDS, *FAMILY_FIELDS)}
-    return WorkloadOverrides(
-        size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied
-    )
 
 
 def require_even_shares(batch: int, num_processes: int) -> None:
@@ -81,7 +29,7 @@ def require_even_shares(batch: int, num_processes: int) -> None:
         more = batch + num_processes - batch % num_processes
         raise InvalidInput(
             f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes",
-            hint=f"make the plan with a multiple of --gpus, e.g. --batch {more}",
+            hint=f"make the plan with a multiple of --gpus, e.g. --batch-size {more}",
         )
 
 
@@ -112,24 +60,23 @@ def check_job(job: Job, family: Family) -> None:
     family.check_num_frames(job.num_frames)
 
 
-def check_overrides(family: Family, overrides: WorkloadOverrides) -> Bucket:
+def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     """The bucket of the size and length that are asked for, or usual.
 
     Raises:
         InvalidInput: a size or a number is not positive or does not suit the family.
     """
-    defaults = family.defaults
-    width, height = overrides.size_px or (defaults.resolution_px, defaults.resolution_px)
-    positive("rank", given(overrides.rank, defaults.rank))
-    positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size))
-    positive("text tokens", given(overrides.text_tokens, defaults.text_tokens))
-    return checked_bucket(family, width, height, given(overrides.num_frames, defaults.num_frames))
+    defaults, given = family.defaults, request.given
+    width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
+    for name in ("rank", "effective_batch_size", "text_tokens"):
+        positive(name.replace("_", " "), given.get(name, 1))
+    return checked_bucket(family, width, height, given.get("num_frames", defaults.num_frames))
 
 
 def describe_workload(
     model: ResolvedModel,
     dataset: Dataset | None,
-    overrides: WorkloadOverrides,
+    request: WorkloadRequest,
     *,
     drops_captions: bool = False,
 ) -> Workload:
@@ -145,16 +92,21 @@ def describe_workload(
             images.
     """
     family, defaults = model.family, model.family.defaults
-    bucket = check_overrides(family, overrides)
+    bucket = check_overrides(family, request)
     num_controls = _num_controls(family, dataset)
-    _check_learning(model, overrides)  # before captions are read
-    resolution, rank = (
-        math.isqrt(bucket.width_px * bucket.height_px),
-        given(overrides.rank, defaults.rank),
-    )
+    _check_learning(model, request)  # before captions are read
+    resolution = math.isqrt(bucket.width_px * bucket.height_px)
+    given = {name: value for name, value in request.given.items() if name in Learning.model_fields}
+    rank = given.get("rank", defaults.rank)
+    usual = {
+        "rank": rank,
+        "lora_alpha": defaults.lora_alpha * rank / defaults.rank,
+        "effective_batch_size": defaults.effective_batch_size,
+        "targets": request.targets,
+    }
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset, resolution, *sides)
-    lengths = sorted(_text_lengths(model, dataset, buckets, overrides.text_tokens, drops_captions))
+    lengths = sorted(_text_lengths(model, dataset, buckets, request.text_tokens, drops_captions))
     if lengths[-1] > family.max_text_tokens:
         raise InvalidInput(
             f"{family.name} accepts no caption of {lengths[-1]} tokens",
@@ -168,23 +120,22 @@ def describe_workload(
         text_token_quantiles=quantiles_of(lengths, NUM_QUANTILES),
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
         num_control_images=num_controls,
-        rank=rank,
-        lora_alpha=overrides.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
-        effective_batch_size=given(overrides.effective_batch_size, defaults.effective_batch_size),
-        **{name: getattr(overrides, name) for name in COPIED_FIELDS},
+        optimizer=request.optimizer_choice,
+        **{**usual, **given},
     )
 
 
-def _check_learning(model: ResolvedModel, overrides: WorkloadOverrides) -> None:
+def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
     """Raise InvalidInput if the model has no such layers, or the optimizer cannot be had."""
     family = model.family
-    check_options(overrides.optimizer)
-    if overrides.ema_decay and overrides.optimizer.name == "schedule-free":
+    optimizer = request.optimizer_choice
+    check_options(optimizer)
+    if request.ema_decay and optimizer.name == "schedule-free":
         raise InvalidInput("schedule-free already averages its steps", hint="leave --ema out")
-    if overrides.targets not in family.target_sets or overrides.adapted_blocks != "all":
+    if request.targets not in family.target_sets or request.adapted_blocks != "all":
         transformer = build_on_meta(family, model.config)
-        choose_layers(family, transformer, overrides.targets, overrides.adapted_blocks)
-        _require_alike(family, transformer, overrides.targets)
+        choose_layers(family, transformer, request.targets, request.adapted_blocks)
+        _require_alike(family, transformer, request.targets)
 
 
 def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> None:
@@ -206,11 +157,6 @@ def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> No
             )
 
 
-def given(value: int | None, default: int) -> int:
-    """`value`, or `default` if it is None; 0 stays 0, to be refused later."""
-    return default if value is None else value
-
-
 def _num_controls(family: Family, dataset: Dataset | None) -> int:
     if dataset is None:
         return min(1, family.max_controls)
@@ -226,7 +172,7 @@ def _text_lengths(
     text_tokens: int | None,
     drops_captions: bool,
 ) -> list[int]:
-    usual = given(text_tokens, model.family.defaults.text_tokens)
+    usual = model.family.defaults.text_tokens if text_tokens is None else text_tokens
     if model.config_folder is None or dataset is None:
         return [usual, max(1, usual - 1)]  # without data, captions are assumed to differ in length
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]

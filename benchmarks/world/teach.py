@@ -25,10 +25,11 @@ from autotune.demo.world import Scene
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
+from autotune.plan.workload import WorkloadRequest
 from autotune.train.model import load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import Noising, optimizer_step, to_device
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 
 CPU = torch.device("cpu")
 PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
@@ -93,8 +94,8 @@ class Classroom:
     def teach(self, job: Job, settings: Candidate = PLAIN, seed: int = 0) -> torch.nn.Module:
         """A transformer with an adapter that has learned, on plain weights whatever it was
         trained on."""
-        wishes = WorkloadOverrides(
-            size_px=(64, 64), rank=job.rank, targets=job.targets, quality="compact"
+        wishes = WorkloadRequest(
+            resolution=(64, 64), rank=job.rank, targets=job.targets, quality="compact"
         )
         workload = describe_workload(self.resolved, None, wishes)
         model = load_model(self.resolved, workload, settings, CPU, seed)

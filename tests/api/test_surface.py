@@ -13,10 +13,10 @@ import mypy.api
 import pytest
 
 import autotune
-from autotune.api.amounts import image_size, memory_bytes
 from autotune.cli.options import JobOptions, WorkloadOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
 from autotune.events import Event
+from autotune.plan.amounts import image_size, memory_bytes
 
 ROOT = Path(__file__).parents[2]
 

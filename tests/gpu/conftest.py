@@ -15,9 +15,9 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import Workload
+from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.search.trials import ProcessTrialRunner
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30
@@ -59,9 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
-    wishes = WorkloadOverrides(
-        (side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16
-    )
+    wishes = WorkloadRequest((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
     asked = describe_workload(resolve_model(ModelRef.of(model)), None, wishes)
     return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 

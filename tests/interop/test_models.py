@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.api.plans import request_for
+from autotune.api.plans import complete
 from autotune.errors import InvalidInput
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.rules import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.interop.trainer import trainers
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
+from autotune.plan.request import PlanRequest
 
 
 def read(folder: Path, name: str, content: str | dict[str, Any]) -> ImportedConfig:
@@ -64,15 +65,12 @@ def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
 
 def test_targets_suit_the_trainer() -> None:
     assert (
-        request_for("sdxl", None, {"for_trainer": "sd-scripts"}).workload_overrides.targets
+        complete(PlanRequest(model="sdxl", for_trainer="sd-scripts")).targets
         == "attention+mlp+proj"
     )
-    assert (
-        request_for("sdxl", None, {"for_trainer": "onetrainer"}).workload_overrides.targets
-        == "attention"
-    )
+    assert complete(PlanRequest(model="sdxl", for_trainer="onetrainer")).targets == "attention"
     with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
-        request_for("flux1-dev", None, {"for_trainer": "sd-scripts", "targets": "attention"})
+        complete(PlanRequest(model="flux1-dev", for_trainer="sd-scripts", targets="attention"))
     assert "attention+mlp" in str(told.value.hint)
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.api.options import choose_optimizer
 from autotune.errors import InvalidInput
 from autotune.knobs.optimizer import check_options, optimizer_bytes, optimizer_class
-from autotune.knobs.settings import ALLOWED, OPTIMIZERS
+from autotune.knobs.settings import ALLOWED, OPTIMIZERS, allow_optimizer
 from autotune.plan.workload import ADAMW, OptimizerChoice
 from autotune.train.optimizer import AdapterOptimizer
 
@@ -101,5 +100,5 @@ def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPat
     assert "--optimizer antigravity:Optimizer" in caught.value.hint
     assert "antigravity" not in __import__("sys").modules
     monkeypatch.setenv(ALLOWED, "")
-    choose_optimizer(ADAMW, "torch.optim:SGD", None)
+    allow_optimizer("torch.optim:SGD")
     assert optimizer_class("torch.optim:SGD") is torch.optim.SGD

@@ -12,8 +12,8 @@ from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, Sample
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import Bucket, Workload
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.plan.workload import Bucket, Workload, WorkloadRequest
+from autotune.train.workload import describe_workload
 from tests.small import write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
@@ -78,7 +78,7 @@ class Small:
         return describe_workload(
             resolve_model(ModelRef.of(self.folder)),
             None,
-            WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets),
+            WorkloadRequest(rank=4, lora_alpha=4.0, targets=targets),
         )
 
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:

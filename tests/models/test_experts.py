@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from autotune.api import plans
+from autotune.api.plans import complete
 from autotune.cost.memory import resident_of
 from autotune.cost.predict import CostModel
 from autotune.data.encode import Encoders
@@ -20,12 +20,14 @@ from autotune.models.registry import FAMILIES, find_published
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Job, ModelRef
-from autotune.search.request import PlanRequest
+from autotune.plan.plan_file import with_job
+from autotune.plan.request import PlanRequest
 from autotune.train.preview import Preview, PreviewSampler
 from autotune.train.step import Noising
 from autotune.weights.adapters import AdapterInfo, save_adapter
 from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.models.small import CAPTIONS, Small
+from tests.report.page.pages import golden_plan
 from tests.train.small import SETTINGS
 
 NAME = "wan-2.2-14b"
@@ -147,18 +149,12 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
     ],
 )
 def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
-    small_pipelines: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    other: str,
-    asked: dict[str, str],
-    kept: str | None,
+    small_pipelines: Any, other: str, asked: dict[str, str], kept: str | None
 ) -> None:
-    earlier = PlanRequest(model=ModelRef(name="wan-2.2-14b", expert="low-noise"))
-    monkeypatch.setattr(plans, "_loaded", lambda plan: plan)
-    monkeypatch.setattr(plans, "request_from", lambda plan: plan)
+    earlier = with_job(golden_plan(), model="wan-2.2-14b", expert="low-noise")
     folder = small_pipelines(other).folder
-    request = plans.request_for(str(folder), None, {"earlier": earlier, **asked})  # type: ignore[typeddict-item]
-    assert request.model == ModelRef(name=str(folder), expert=kept)
+    request = complete(PlanRequest(model=str(folder), earlier=earlier, **asked))
+    assert request.model_ref == ModelRef(name=str(folder), expert=kept)
 
 
 def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(

@@ -21,10 +21,10 @@ from autotune.plan.typical import (
     typical_bucket,
     typical_text_tokens,
 )
-from autotune.plan.workload import Bucket, Workload
+from autotune.plan.workload import Bucket, Workload, WorkloadRequest
 from autotune.search.gradient_checks import small_workload
 from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 from tests import builders
 from tests.train.small import write_model_and_images
 
@@ -84,7 +84,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     work = describe_workload(
         resolve_model(ModelRef.of(model)),
         read_dataset(images),
-        WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
+        WorkloadRequest(resolution=(32, 32), effective_batch_size=2),
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     request = TrialRequest(

@@ -180,8 +180,8 @@ class FormulaCostModel:
 def by_formula(num_blocks: int = 50) -> Iterator[None]:
     """Planning that predicts by formula and builds no model: torch is never imported."""
 
-    def resolve(named: ModelRef | str) -> ResolvedModel:
-        model = ModelRef.of(named).name
+    def resolve(ref: ModelRef) -> ResolvedModel:
+        model = ref.name
         family = get_family(model)
         spec = ModelSpec(
             family=model,

@@ -20,14 +20,13 @@ from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import plan_text
+from autotune.plan.request import PlanRequest
 from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.search.request import PlanRequest
 from autotune.search.study import TrialFunction
 from autotune.share.record import Record
 from autotune.share.warm_start import (
@@ -37,7 +36,6 @@ from autotune.share.warm_start import (
     compare,
     usable_trials,
 )
-from autotune.train.workload import WorkloadOverrides
 from tests import builders
 
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
@@ -51,10 +49,10 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
 
 def request(study: str | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
-    workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
     values = {
-        "model": ModelRef.of("kandinsky5-image-lite"),
-        "workload_overrides": workload_overrides,
+        "model": "kandinsky5-image-lite",
+        "resolution": (256, 256),
+        "effective_batch_size": 2,
         "max_trials": 8,
         "study": study,
         **changes,

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 @pytest.fixture(scope="module")
 def predicted(_by_formula: None) -> TrainingPlan:
-    asked = replace(request(pins=(("quantization", "none"),)), is_local=False)
+    asked = request(pins=(("quantization", "none"),), hardware="another")
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
 

@@ -45,7 +45,7 @@ def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunctio
 
 
 def plan_on(run: TrialFunction, **changes: object) -> TrainingPlan:
-    asked = request(job_overrides={"num_steps": STEPS}, pins=PLAIN + FEW, **changes)
+    asked = request(**{"num_steps": STEPS}, pins=PLAIN + FEW, **changes)
     return make_plan(asked, COMPILING, backend=surroundings(run))
 
 
@@ -105,9 +105,7 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
         return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
     backend = replace(surroundings(run), check_gradients=check)
-    plan = make_plan(
-        request(job_overrides={"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend
-    )
+    plan = make_plan(request(**{"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend)
     assert plan.frozen.settings.compile == "off"
     assert not tried
     assert "gradients differ" in reason_of(plan).rejected[0].reason

@@ -6,9 +6,9 @@ import pytest
 
 from autotune.errors import NothingFits
 from autotune.machine.catalog import gpu_named, profile_of_gpu
+from autotune.plan.request import PlanRequest
 from autotune.search.comparison import FILE, catalog_predictions
 from autotune.search.planner import make_plan
-from autotune.search.request import PlanRequest
 from autotune.system.files import shipped_path
 
 KNOWN = json.loads(shipped_path(FILE).read_text())["models"]
@@ -21,7 +21,10 @@ WRITE = "write them again: python benchmarks/predict_catalog.py"
 )
 def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: str) -> None:
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
-    request, hardware = PlanRequest(model=family, is_local=False), profile_of_gpu(gpu_named(gpu))
+    request, hardware = (
+        PlanRequest(model=family, hardware="another"),
+        profile_of_gpu(gpu_named(gpu)),
+    )
     try:
         frozen = make_plan(request, hardware).plan.frozen
     except NothingFits:

@@ -22,13 +22,12 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import ModelSpec
+from autotune.plan.request import PlanRequest
+from autotune.plan.workload import ModelSpec, WorkloadRequest
 from autotune.search import problem
 from autotune.search import problem as alternatives
 from autotune.search import request as request_module
-from autotune.search.request import PlanRequest
 from autotune.search.winner import TIE
-from autotune.train.workload import WorkloadOverrides
 from tests.kinds import KINDS
 from tests.search.formula import GIB, FormulaCostModel, by_formula
 from tests.search.machines import make_plan
@@ -81,7 +80,8 @@ class Formula(FormulaCostModel):
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_formula() -> Iterator[None]:
-    def resolve(model: str) -> ResolvedModel:
+    def resolve(ref: ModelRef) -> ResolvedModel:
+        model = ref.name
         parameters, blocks = SIZES.get(model, (20.4e9, 60))
         spec = ModelSpec(
             family=model,
@@ -110,10 +110,10 @@ def seconds(
     share: float = 1.0,
 ) -> float:
     """Of the predicted plan; infinite if nothing fits."""
-    work = WorkloadOverrides(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
+    work = WorkloadRequest(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
     budget = MemoryBudget(num_bytes=int(share * hardware.device.budget.num_bytes))
     request = PlanRequest(
-        ModelRef.of(family), work, pins=pins, is_local=False, memory_budget=budget
+        model=family, **work.given, pins=pins, hardware="another", memory_budget=budget
     )
     try:
         return make_plan(request, hardware).frozen.expected.step_seconds

@@ -15,13 +15,12 @@ import pytest
 from autotune.cost.calibration import Posterior
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import plan_text, read_plan
+from autotune.plan.request import PlanRequest
+from autotune.plan.workload import WorkloadRequest
 from autotune.search.problem import PlanningProblem
-from autotune.search.request import PlanRequest
 from autotune.share.record import Record, shareable_machine
-from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.search.formula import by_formula
 from tests.search.machines import make_plan, matches_of, replay, surroundings
@@ -58,7 +57,7 @@ class Golden:
 
 def plain(
     family: str,
-    workload_overrides: WorkloadOverrides,
+    workload_overrides: WorkloadRequest,
     keep: Mapping[str, object],
     exclusions: tuple[tuple[str, str], ...] = (),
 ) -> PlanRequest:
@@ -68,17 +67,17 @@ def plain(
     )
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     return PlanRequest(
-        model=ModelRef.of(family),
-        workload_overrides=workload_overrides,
+        model=family,
+        **workload_overrides.given,
         pins=tuple((name, str(value)) for name, value in defaults if name not in searched),
         exclusions=exclusions,
-        job_overrides={"num_steps": 2000},
+        num_steps=2000,
     )
 
 
 SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
 IMAGES = plain(
-    "kandinsky5-image-lite", WorkloadOverrides(size_px=(256, 256), effective_batch_size=2), {}
+    "kandinsky5-image-lite", WorkloadRequest(resolution=(256, 256), effective_batch_size=2), {}
 )
 GOLDEN = (
     Golden("wall", IMAGES, wall_gib=14),
@@ -87,7 +86,7 @@ GOLDEN = (
         "measured",
         plain(
             "qwen-image",
-            WorkloadOverrides(size_px=(112, 112), rank=8, effective_batch_size=4),
+            WorkloadRequest(resolution=(112, 112), rank=8, effective_batch_size=4),
             {"precision": "fp32"},
             (
                 ("checkpointed_blocks", "3"),

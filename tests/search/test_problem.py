@@ -1,14 +1,12 @@
 """What follows from a question before anything is tried."""
 
-from dataclasses import replace
-
 import pytest
 
 from autotune.errors import NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate
+from autotune.plan.workload import WorkloadRequest
 from autotune.search.problem import PlanningProblem
-from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.search.formula import GIB, FormulaCostModel
 from tests.search.machines import CAPABILITIES, request, surroundings
@@ -31,11 +29,8 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
     monkeypatch.setattr(FormulaCostModel, "weight_bytes", weight_bytes)
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
-    workload_overrides = replace(
-        request().workload_overrides, effective_batch_size=4, quality="compact"
-    )
     case = PlanningProblem.build(
-        request(workload_overrides=workload_overrides, num_processes=4, is_local=False),
+        request(effective_batch_size=4, quality="compact", num_gpus=4, hardware="another"),
         hardware,
         surroundings(),
     )
@@ -48,10 +43,10 @@ def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -
     with pytest.raises(
         NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"
     ):
-        PlanningProblem.build(request(is_local=False), small, surroundings())
+        PlanningProblem.build(request(hardware="another"), small, surroundings())
 
 
-ONE_EACH = WorkloadOverrides(size_px=(256, 256), effective_batch_size=8)
+ONE_EACH = WorkloadRequest(resolution=(256, 256), effective_batch_size=8)
 """Work that 8 processes can share."""
 
 
@@ -64,8 +59,8 @@ def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
     monkeypatch.setattr(
         FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.modulation == "ahead"]
     )
-    several = request(workload_overrides=ONE_EACH, num_processes=8, is_local=False)
-    usual = replace(several, num_processes=4)
+    several = request(**ONE_EACH.given, num_gpus=8, hardware="another")
+    usual = several.changed(num_gpus=4)
     offloads = []
     for asked in (several, usual):
         space = PlanningProblem.build(asked, builders.hardware(*CAPABILITIES), surroundings()).space

@@ -1,7 +1,6 @@
 """What the planner says of other wishes is predicted, and true of its own predictions."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -26,34 +25,26 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
     hardware = builders.hardware(
         *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
-    workload_overrides = replace(
-        request().workload_overrides,
-        size_px=(2048, 2048),
+    tight = request(
+        resolution=(2048, 2048),
         quality="exact",
         effective_batch_size=4 * num_processes,
-    )
-    tight = request(
-        workload_overrides=workload_overrides, num_processes=num_processes, is_local=False
+        num_gpus=num_processes,
+        hardware="another",
     )
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint
-    named = dict(re.findall(r"--(quality|resolution|batch|rank) (\w+)", hint))
+    named = dict(re.findall(r"--(quality|resolution|batch-size|rank) (\w+)", hint))
     assert named, hint
     options = {
         "quality": lambda value: {"quality": value},
-        "resolution": lambda value: {"size_px": (int(value), int(value))},
-        "batch": lambda value: {"effective_batch_size": int(value)},
+        "resolution": lambda value: {"resolution": int(value)},
+        "batch-size": lambda value: {"effective_batch_size": int(value)},
         "rank": lambda value: {"rank": int(value)},
     }
     for option, value in named.items():
-        make_plan(
-            replace(
-                tight,
-                workload_overrides=replace(tight.workload_overrides, **options[option](value)),
-            ),
-            hardware,
-        )
+        make_plan(tight.changed(**options[option](value)), hardware)
 
 
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])

@@ -2,7 +2,6 @@
 measure nothing twice."""
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sqlite3
@@ -16,11 +15,10 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.plan_file import plan_text, read_plan
+from autotune.plan.request import PlanRequest
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
-from autotune.search.request import PlanRequest
 from autotune.system.files import make_scratch_folder
-from autotune.train.workload import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.search.machines import (
@@ -116,9 +114,7 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
         so_far.settings
         == min(so_far.trials, key=lambda trial: trial.median_step_seconds or 0).candidate
     )
-    other = dataclasses.replace(
-        asked, job_overrides={"learning_rate": 3e-4, "output": "elsewhere"}
-    )  # another job, the same settings
+    other = asked.changed(learning_rate=3e-4, output="elsewhere")  # another job, the same settings
     plan = make_plan(other, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert len(tried) == len(set(tried))
     assert [trial.candidate for trial in plan.frozen.trials] == tried
@@ -152,7 +148,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
     changes = {
         "budget": {"memory_budget": MemoryBudget(num_bytes=23 * builders.GIB, is_set_by_user=True)},
         "fresh": {"interrupted": "forgotten"},
-        "work": {"workload_overrides": WorkloadOverrides(size_px=(256, 256), rank=8)},
+        "work": {"rank": 8},
     }
     (file,) = tmp_path.rglob("*.db")
     if what == "damage":
@@ -162,9 +158,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
             database.execute("update alembic_version set version_num = 'v99.0.0.a'")
     second: list[Candidate] = []
     make_plan(
-        dataclasses.replace(asked, **changes.get(what, {})),
-        HARDWARE,
-        backend=interrupted_after(99, second),
+        asked.changed(**changes.get(what, {})), HARDWARE, backend=interrupted_after(99, second)
     )
     assert second[: len(first)] == first or what == "work"
     assert len(second) >= 4
@@ -194,9 +188,7 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
 
 def test_a_study_of_another_question_or_machine_says_so() -> None:
     make_plan(request("mine"), HARDWARE, backend=surroundings())
-    other_work = request(
-        "mine", workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
-    )
+    other_work = request("mine", resolution=(512, 512))
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())
     other_card = builders.hardware(*CAPABILITIES, compute_capability=(8, 9))
@@ -231,7 +223,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert latecomer.output.read_text() == texts[0]
     (tmp_path / "plan.yaml").write_text(texts[0])
     trials = read_plan(tmp_path / "plan.yaml").frozen.trials
-    again = replay(dataclasses.replace(asked, study=None), HARDWARE, trials)
+    again = replay(asked.changed(study=None), HARDWARE, trials)
     assert plan_text(again) == texts[0], "a shared search replays"
 
     everything = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())

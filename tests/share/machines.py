@@ -14,10 +14,10 @@ from autotune.events import Notice
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.request import PlanRequest
 from autotune.plan.trial import TrialResult
 from autotune.search.planner import make_plan
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.search.request import PlanRequest
 from autotune.share.record import Record, build_record
 from autotune.share.store import Store
 from autotune.share.warm_start import StoreMatches, find_matches

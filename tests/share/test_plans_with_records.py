@@ -4,7 +4,6 @@ never an unsafe one."""
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def neighbor(seed: int, slow: dict[str, float] = SLOW) -> Simulated:
 
 def test_a_neighbors_profile_saves_trials(tmp_path: Path) -> None:
     """By a search that time did not end."""
-    asked = replace(QUESTION, search_seconds=600.0)
+    asked = QUESTION.changed(search_seconds=600.0)
     record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
     store = store_with(tmp_path, [record])
     saved: list[int] = []
@@ -185,7 +184,7 @@ def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(
 def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
     limited: dict[str, object], cold: Planned, tmp_path: Path
 ) -> None:
-    before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
+    before = planned_on(Simulated(slow=SLOW), asked=QUESTION.changed(**limited))
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
     assert again.find_matches.records[0].match.kind == "near"
     assert len(again.trials) >= 4

@@ -13,8 +13,9 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.plan_file import seal
+from autotune.plan.workload import WorkloadRequest
 from autotune.system.version import __version__
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import draw_images, write_small_pipeline
 
 RESOLUTION_PX = 32
@@ -44,8 +45,8 @@ def make_plan(
     **job: Any,
 ) -> TrainingPlan:
     resolved, num_frames = resolve_model(ModelRef.of(model)), job.get("num_frames", 1)
-    wishes = WorkloadOverrides(
-        size_px=(resolution_px, resolution_px),
+    wishes = WorkloadRequest(
+        resolution=(resolution_px, resolution_px),
         num_frames=num_frames,
         rank=2,
         effective_batch_size=4,

@@ -17,10 +17,11 @@ from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.plan_file import seal
+from autotune.plan.workload import WorkloadRequest
 from autotune.train.adapter_file import save_trained, start_from
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 from autotune.weights.adapters import read_adapter
 from tests.builders import workload
 from tests.cost.tiny_models import TINY
@@ -146,7 +147,7 @@ def test_patterns_that_tell_blocks_apart_are_refused(bench: Bench) -> None:
         bench.resolved, config={**bench.resolved.config, "num_layers": 5}, folder=None
     )
     with pytest.raises(InvalidInput, match="names different layers in different blocks") as caught:
-        describe_workload(deep, None, WorkloadOverrides(targets="transformer_blocks.2.attn.to_q"))
+        describe_workload(deep, None, WorkloadRequest(targets="transformer_blocks.2.attn.to_q"))
     assert "--blocks" in caught.value.hint
-    work = describe_workload(deep, None, WorkloadOverrides(targets="to_q", adapted_blocks="2"))
+    work = describe_workload(deep, None, WorkloadRequest(targets="to_q", adapted_blocks="2"))
     assert len(add_adapter(family, build_on_meta(family, deep.config), work, torch.float32)) == 2

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +23,11 @@ from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.events import StepFinished
 from autotune.plan.candidate import CachingSettings
-from autotune.plan.job import ModelRef
 from autotune.plan.plan_file import write_plan
+from autotune.plan.request import PlanRequest
 from autotune.plan.run import RunReport
 from autotune.report.run import report_lines
-from autotune.search.request import PlanRequest, ResolvedRequest
+from autotune.search.request import ResolvedRequest
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.prepare import prepare
 from autotune.train.preview import (
@@ -40,7 +39,6 @@ from autotune.train.preview import (
     sample_run,
 )
 from autotune.train.run import train
-from autotune.train.workload import WorkloadOverrides
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.search.machines import make_plan
@@ -354,10 +352,7 @@ def test_an_incomplete_model_is_refused_before_any_work(
         )
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(
-            PlanRequest(ModelRef.of(model), job_overrides={"data": str(bench.images)}),
-            bench.hardware,
-        )
+        make_plan(PlanRequest(model=str(model), **{"data": str(bench.images)}), bench.hardware)
 
 
 @pytest.fixture
@@ -388,14 +383,11 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
 
 
 def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
-    plain = {"data": str(alike)}
     asked = PlanRequest(
-        ModelRef.of(bench.model_folder),
-        WorkloadOverrides(size_px=(32, 32), effective_batch_size=2),
-        plain,
+        model=str(bench.model_folder), data=str(alike), resolution=(32, 32), effective_batch_size=2
     )
-    dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
-    again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
+    dropping = asked.changed(caption_dropout=0.1)
+    again = asked.over(bench.plan(caption_dropout=0.1))
     for question, masked in ((asked, False), (dropping, True), (again, True)):
         candidates = (
             ResolvedRequest.build(question, needs_weights=False).space(bench.hardware).candidates

@@ -24,10 +24,10 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import Workload
+from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, TrialRequest, run_trial
-from autotune.train.workload import WorkloadOverrides, describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30
@@ -144,7 +144,7 @@ def machine() -> dict[str, Any]:
 def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
                 padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
     """A square of `side_px`, captions of one length unless `masked`."""
-    workload_overrides = WorkloadOverrides(
+    workload_overrides = WorkloadRequest(
         (side_px, side_px),
         rank=rank,
         effective_batch_size=batch,
