@@ -67,16 +67,15 @@ if TYPE_CHECKING:
     from autotune.interop.exporting import ExportedConfig
     from autotune.interop.importing import ConfigLine, ImportedConfig
     from autotune.machine.catalog import CatalogGpu
-    from autotune.machine.diagnosis import Finding, doctor
+    from autotune.machine.doctor import Finding, doctor
     from autotune.models.resolve import FetchedModel, fetch
-    from autotune.plan.candidate import Candidate
+    from autotune.plan.candidate import Candidate, TrialResult
+    from autotune.plan.file import plan_text
     from autotune.plan.hardware import HardwareProfile
     from autotune.plan.job import Job
     from autotune.plan.plan import CheckResult, TrainingPlan
-    from autotune.plan.plan_file import plan_text
     from autotune.plan.prediction import Estimate, Prediction
     from autotune.plan.run import RunReport
-    from autotune.plan.trial import TrialResult
     from autotune.plan.workload import ModelSpec, Workload
     from autotune.search.comparison import (
         CatalogPrediction,

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from autotune.plan.base import Frozen
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 
 

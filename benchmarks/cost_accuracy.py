@@ -29,14 +29,13 @@ from cpu_truth import run
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.machine.rates import Meter, kernel_names
 from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.plan.base import digest_of
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 SIDE_PX = 256

@@ -65,8 +65,7 @@ from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
-from autotune.plan.overheads import Overheads
-from autotune.plan.prediction import Prediction
+from autotune.plan.prediction import Overheads, Prediction
 from autotune.plan.workload import Bucket, Workload
 
 FAMILIES = {

@@ -40,11 +40,10 @@ from search_tasks import StepMemoryModel
 
 from autotune.cost.predict import CostModel
 from autotune.knobs.knob import TuningContext
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.trial import TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.space import build_search_space, expand_block_counts
 from autotune.search.study import run_search

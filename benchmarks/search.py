@@ -26,8 +26,7 @@ import optuna
 from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, table_tasks
 
 from autotune.cost.predict import BLOCK_COUNTS
-from autotune.plan.candidate import Candidate
-from autotune.plan.trial import TrialResult
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.study import run_search
 

@@ -19,14 +19,13 @@ from typing import Any, Literal
 from autotune.cost.calibration import PriorResiduals
 from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.knobs.knob import TuningContext
-from autotune.machine.store import hardware_named
+from autotune.machine.probe import hardware_named
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Workload
 from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 

@@ -36,11 +36,10 @@ from search_tasks import CAPS, cap_bytes, merged
 
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 from autotune.search.space import build_search_space
 

@@ -9,9 +9,8 @@ import pytest
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 GIB = 2**30

@@ -22,8 +22,8 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell starts background jobs with SIGINT ignored
 
+from autotune.plan.file import read_plan
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import read_plan
 from autotune.system.process import silence_libraries
 
 silence_libraries()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.models.registry import FAMILIES
-from autotune.plan.plan_file import read_plan
+from autotune.plan.file import read_plan
 from tests.conftest import autotune
 from tests.small import write_small
 

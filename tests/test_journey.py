@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate
+from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.plan import FrozenPart
-from autotune.plan.plan_file import read_plan, seal, write_plan
 from autotune.search.winner import TIE
 from tests.conftest import Journey, autotune, autotune_here
 from tests.search.machines import wait_until

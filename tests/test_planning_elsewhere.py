@@ -12,10 +12,10 @@ from autotune.api.estimating import estimate
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
-from autotune.machine.store import hardware_named
+from autotune.machine.probe import hardware_named
+from autotune.plan.file import read_plan
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import read_plan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autotune.api.machines import hardware_for
 from autotune.api.plan_files import load_plan
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.train.prepare import card_misfits, hardware_misfits

@@ -16,7 +16,7 @@ from autotune.models.family import Parts
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.amounts import memory_bytes
 from autotune.plan.base import Frozen
-from autotune.plan.plan_file import TEXT_TAG, BoundedLoader
+from autotune.plan.file import TEXT_TAG, BoundedLoader
 from autotune.plan.request import CompareRequest, PlanRequest
 from autotune.search.comparison import (
     ComparedGpu,

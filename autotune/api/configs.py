@@ -8,8 +8,8 @@ from autotune.errors import InvalidInput
 from autotune.interop.exporting import ExportedConfig, export_plan
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
+from autotune.plan.file import with_job
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import with_job
 from autotune.system.files import write_text_atomic
 
 

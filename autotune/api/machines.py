@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.machine.capabilities import NO_BF16
+from autotune.machine.capabilities import NO_BF16, limited_budget
 from autotune.machine.catalog import (
     CatalogGpu,
     gpu_named,
@@ -13,10 +13,8 @@ from autotune.machine.catalog import (
     with_assumed_packages,
     with_host_memory,
 )
-from autotune.machine.memory import limited_budget
-from autotune.machine.probing import may_have_gpu
-from autotune.machine.probing import probe as read_machine
-from autotune.machine.store import NOT_SAVED, cached_profile, hardware_named
+from autotune.machine.probe import NOT_SAVED, cached_profile, hardware_named, may_have_gpu
+from autotune.machine.probe import probe as read_machine
 from autotune.models.registry import find_published
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.amounts import memory_bytes

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from autotune.plan.file import read_plan, write_plan
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import read_plan, write_plan
 
 
 def load_plan(path: str | Path) -> TrainingPlan:

@@ -13,9 +13,9 @@ from autotune.knobs.caching import caching_choices
 from autotune.knobs.settings import allow_optimizer
 from autotune.machine.catalog import with_assumed_packages
 from autotune.models.resolve import is_single_file, resolve_model
+from autotune.plan.file import read_plan, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import read_plan, write_plan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import ADAMW
 from autotune.search.fork_server import warm_up

@@ -13,11 +13,11 @@ from autotune.api.reports import RunPage
 from autotune.errors import InvalidInput
 from autotune.events import Notice, OnEvent, RunStarted, StatusChanged, ignore_event
 from autotune.knobs.settings import allow_optimizer
-from autotune.machine.device_lock import lock_for_run
-from autotune.machine.probing import probe as read_machine
+from autotune.machine.probe import lock_for_run
+from autotune.machine.probe import probe as read_machine
+from autotune.plan.file import RUN_PLAN_FILE, with_job
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import RUN_PLAN_FILE, with_job
 from autotune.plan.request import TrainRequest
 from autotune.plan.run import RunReport
 from autotune.search.arrival import load_or_verify

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import MAX_RESIDUAL, Candidate, Residual, TrialResult
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import MAX_RESIDUAL, Residual, TrialResult
 
 OFFSET, DOUBLING, KEEPS_ATTENTION = "offset", "batch>", "keeps attention"
 IN_PRECISION = "in precision="

@@ -12,8 +12,7 @@ from autotune.models.family import Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import VALIDATION_DRAWS, num_previews
 from autotune.plan.prediction import Estimate, JobTime, Prediction
-from autotune.plan.typical import mean_text_tokens, pad_text
-from autotune.plan.workload import Bucket
+from autotune.plan.workload import Bucket, mean_text_tokens, pad_text
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""

@@ -43,7 +43,7 @@ from autotune.knobs.quantized_layers import (
 )
 from autotune.models.family import Family
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.overheads import ProductPractice
+from autotune.plan.prediction import ProductPractice
 
 DeviceRules = Literal["cpu", "cuda"]
 

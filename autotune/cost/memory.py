@@ -17,9 +17,8 @@ from autotune.plan.hardware import (
     process_overhead_bytes,
     shares_host_memory,
 )
-from autotune.plan.overheads import Overheads
 from autotune.plan.plan import Strategy
-from autotune.plan.prediction import MemoryBreakdown, PhaseMemory
+from autotune.plan.prediction import MemoryBreakdown, Overheads, PhaseMemory
 from autotune.plan.workload import ADAMW
 
 FP32_BYTES = 4

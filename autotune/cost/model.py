@@ -36,7 +36,7 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.family import Family, Parts, build_on_meta
-from autotune.plan.overheads import AdapterPractice, Overheads
+from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.system.failures import is_out_of_memory
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes

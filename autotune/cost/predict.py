@@ -19,12 +19,10 @@ from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.family import Family, Parts
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
-from autotune.plan.overheads import Overheads
 from autotune.plan.plan import EncoderGpu, Reason
-from autotune.plan.prediction import Prediction, StepTime
-from autotune.plan.trial import Residual, TrialResult
+from autotune.plan.prediction import Overheads, Prediction, StepTime
 from autotune.plan.workload import Workload
 
 BLOCK_COUNTS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")

@@ -40,8 +40,8 @@ from autotune.knobs.modulation import window_steps
 from autotune.knobs.settings import encoder_element_bytes, plain_choices
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.overheads import Overheads
-from autotune.plan.typical import (
+from autotune.plan.prediction import Overheads
+from autotune.plan.workload import (
     has_typical_shape,
     mean_text_tokens,
     pad_text,

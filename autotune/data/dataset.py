@@ -38,8 +38,8 @@ from autotune.data.media import (
 )
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen
+from autotune.plan.file import read_listing
 from autotune.plan.job import DataPlace, Place, each_place
-from autotune.plan.listing import read_listing
 
 VERIFY_SECONDS = 120.0
 """Time limit for decoding images to prove them whole; damage in the others is found when they

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.plan.plan_file import RUN_PLAN_FILE
+from autotune.plan.file import RUN_PLAN_FILE
 
 
 @dataclass(frozen=True)

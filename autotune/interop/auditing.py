@@ -3,9 +3,8 @@ fastest there."""
 
 from autotune.interop.importing import ImportedConfig
 from autotune.plan.base import Frozen
-from autotune.plan.candidate import Choice
+from autotune.plan.candidate import Choice, TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.plan.trial import TrialResult
 
 
 class SettingWorth(Frozen):

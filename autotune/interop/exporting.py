@@ -26,8 +26,8 @@ from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Job
-from autotune.plan.overheads import Overheads
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ModelSpec, Workload
 
 OF_WORKLOAD = (

@@ -19,7 +19,7 @@ import yaml
 
 from autotune.errors import InvalidInput, first_line
 from autotune.interop.rules import Values
-from autotune.plan.plan_file import BoundedLoader
+from autotune.plan.file import BoundedLoader
 from autotune.system.files import read_bounded
 
 MAX_BYTES = 1 << 18

@@ -13,7 +13,7 @@ from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.base import Frozen
-from autotune.plan.overheads import Overheads
+from autotune.plan.prediction import Overheads
 
 
 class ConfigLine(Frozen):

@@ -14,7 +14,7 @@ from autotune.interop.files import Document
 from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
 from autotune.models.family import Family, PublishedModel
 from autotune.models.registry import find_published
-from autotune.plan.overheads import Overheads
+from autotune.plan.prediction import Overheads
 
 NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onetrainer")
 

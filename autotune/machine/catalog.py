@@ -18,9 +18,15 @@ from pydantic import Field
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.machine.capabilities import CUDA_13, Machine, capabilities_of, unmet, without_bf16
+from autotune.machine.capabilities import (
+    CUDA_13,
+    Machine,
+    capabilities_of,
+    device_with_budget,
+    unmet,
+    without_bf16,
+)
 from autotune.machine.facts import PACKAGES
-from autotune.machine.memory import device_with_budget
 from autotune.plan.base import Frozen
 from autotune.plan.hardware import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
 from autotune.system.files import shipped_path

@@ -1,29 +1,147 @@
-"""Measures how fast a device really is, in shapes that the model families use. Every measurement
-has a time limit.
+"""Repeated timings within a limit of wall-clock time, with their median and spread."""
 
-Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and
-backward, FLOP/s), `memory.bandwidth`, `memory.cache`, `elementwise.<kernel>.<dtype>` and
-`dequantization.<stored>.<dtype>` (bytes read and written, B/s), `host_to_device.pinned`,
-`host_to_device.pageable`, `disk.<loader>` and `page_cache.<loader>` (B/s), `operation.launch`,
-`kernel.least` (s), `process.overhead` (B).
-"""
-
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from safetensors.torch import save
 
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.machine.disk import time_reads
-from autotune.machine.system import Unavailable
-from autotune.machine.timing import Timings, time_calls
+from autotune.machine.facts import Facts, Reader, integer, positive_number
+from autotune.machine.sources import RealSystem, System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
+from autotune.system.files import cache_path
+from autotune.system.process import silence_libraries
+from autotune.weights.files import open_weights
 from autotune.weights.tensors import LOADERS
+
+MAX_SAMPLES = 25
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of several equal calls."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median; 0 for fewer than four samples, which are too few
+        to tell."""
+        if len(self.seconds) < 4:
+            return 0.0
+        first, _, third = statistics.quantiles(self.seconds, n=4)
+        return (third - first) / self.median
+
+
+def time_calls(
+    call: Callable[[], object],
+    *,
+    limit_seconds: float,
+    synchronize: Callable[[], None] = lambda: None,
+    setup: Callable[[], None] | None = None,
+    max_samples: int = MAX_SAMPLES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Time `call` until the limit or `max_samples`, at least once.
+
+    The first call warms up and is dropped, unless it alone took four times the limit. `synchronize`
+    waits for the device; `setup` runs before each call, untimed. Without a `setup`, quick calls are
+    grouped so that a sample takes at least a millisecond: clocks and launches have noise of their
+    own.
+    """
+
+    def sample(repeats: int) -> float:
+        if setup:
+            setup()
+        synchronize()
+        begin = clock()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (clock() - begin) / repeats
+
+    first = sample(1)
+    if first >= 4 * limit_seconds:
+        return Timings((first,))
+    begin = clock()
+    second = sample(1)
+    repeats = 1 if setup else max(1, min(1000, round(1e-3 / max(second, 1e-9))))
+    seconds = [second] if repeats == 1 else [sample(repeats)]
+    while len(seconds) < max_samples and clock() - begin < limit_seconds:
+        seconds.append(sample(repeats))
+    return Timings(tuple(seconds))
+
+
+NUM_TENSORS = 8
+MAX_DISK_SAMPLES = 5
+PAGE_BYTES = 4096
+
+
+def time_reads(
+    loader: str, file_bytes: int, device: torch.device, limit_seconds: float, *, cold: bool = True
+) -> Timings:
+    """Time reading a fresh file of `file_bytes`; if `cold`, it is dropped from the page cache
+    before every reading.
+
+    Raises:
+        Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that
+            nothing honest can be measured.
+    """
+    reason = LOADERS[loader].why_not(device)
+    if reason or not hasattr(os, "posix_fadvise"):
+        raise Unavailable(reason or "the page cache cannot be bypassed on this system")
+    folder = cache_path()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(
+        dir=folder
+    ) as file:  # nameless: it disappears with this process, however that ends
+        file.write(_random_weights(file_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+        source = open_weights(Path(f"/proc/self/fd/{file.fileno()}"))
+
+        def read() -> None:
+            # A memory-mapped tensor is read when it is touched, a page at a time.
+            for _, tensor in LOADERS[loader].stream(source, device):
+                tensor[::PAGE_BYTES].sum().item()
+
+        def drop() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        return time_calls(
+            read,
+            limit_seconds=limit_seconds,
+            setup=drop if cold else None,
+            max_samples=MAX_DISK_SAMPLES,
+        )
+
+
+def _random_weights(num_bytes: int) -> bytes:
+    """A safetensors file of random bytes, which a compressing disk cannot shrink."""
+    noise = torch.randint(0, 256, (NUM_TENSORS, num_bytes // NUM_TENSORS), dtype=torch.uint8)
+    return save({f"block.{i}": noise[i].clone() for i in range(NUM_TENSORS)})
+
 
 NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called
@@ -379,3 +497,128 @@ def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
     if wide or first is None or again is None:
         return wide
     return abs(first.value - again.value) > NOISY_ABOVE * (first.value + again.value) / 2
+
+
+Report = Callable[[str, str], None]
+CONDITIONS: Facts = {
+    "clock_mhz": (integer(1, 10_000), "nvml:clock_mhz"),
+    "temperature_celsius": (integer(1, 150), "nvml:temperature_celsius"),
+    "power_watts": (positive_number(1e5), "nvml:power_watts"),
+}
+
+
+def main() -> None:
+    """Measure the device of the profile on stdin."""
+    for ending in (signal.SIGINT, signal.SIGPIPE):  # the probe ends too, and reports it
+        signal.signal(ending, signal.SIG_DFL)
+    silence_libraries()
+    profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
+    measure(profile, RealSystem(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
+
+
+def measure(profile: HardwareProfile, system: System, report: Report) -> None:
+    """Report every rate of the profile's device, and a note on each that fails or for which no
+    time is left."""
+    report("measuring", "the start of a process")
+    if (overhead := process_overhead(profile)) is not None:
+        report("rate", overhead.model_dump_json())
+    if PACKED in stored_dtypes(profile):
+        with contextlib.suppress(Exception):  # its measurement will report it
+            import bitsandbytes  # noqa: F401
+
+    meter = Meter(profile, lambda: conditions_of(profile, system))
+    rates: list[Rate] = []
+    first: Callable[[], Rate] | None = None
+    begin, background = time.perf_counter(), BackgroundLoad()
+    for name, call in meter.measurements():
+        if time.perf_counter() - begin > meter.sizes.total_seconds:
+            report("note", f"not measured for lack of time: {name}")
+            continue
+        report("measuring", name)
+        try:
+            rates.append(call())
+        except Exception as error:  # a kernel that fails costs its own rate only
+            report(
+                "note",
+                f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200],
+            )
+        else:
+            first = first or call
+            report("rate", rates[-1].model_dump_json())
+    again: Rate | None = None
+    if first is not None:
+        with contextlib.suppress(Exception):  # another process may have taken the memory since
+            again = first()
+    if is_noisy(tuple(rates), again):
+        report("noisy", "timings disagreed by more than 10%")
+    share = background.share()
+    if profile.device.kind == "cpu" and share > NOISY_ABOVE:
+        report("noisy", f"other processes took {share:.0%} of the CPU")
+    report("measuring", "done")
+
+
+class BackgroundLoad:
+    """How much CPU time other processes take, from the creation of this object until now."""
+
+    def __init__(self) -> None:
+        self._begin = self._times()
+
+    def share(self) -> float:
+        """Their share of all CPU time, in [0, 1]."""
+        busy, idle, own = (
+            now - before for now, before in zip(self._times(), self._begin, strict=True)
+        )
+        return max(0.0, busy - own) / max(busy + idle, 1e-9)
+
+    def _times(self) -> tuple[float, float, float]:
+        whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = whole.idle + getattr(whole, "iowait", 0.0)
+        # On Linux `user` already holds the guests' time.
+        busy = sum(whole) - idle - getattr(whole, "guest", 0.0) - getattr(whole, "guest_nice", 0.0)
+        return busy, idle, own.user + own.system
+
+
+def process_overhead(profile: HardwareProfile) -> Rate | None:
+    """Bytes that a process takes before its first tensor: a CUDA context, or torch in the host's
+    memory."""
+    if profile.device.kind == "cuda":
+        index, free_before = profile.device.index, profile.device.free_memory_bytes
+        if free_before is None or profile.device.memory_kind == "integrated":
+            return None
+        _load_kernels(torch.device("cuda", index))
+        torch.cuda.empty_cache()
+        num_bytes = (
+            free_before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
+        )
+    else:
+        num_bytes = psutil.Process().memory_info().rss
+    if num_bytes <= 0:
+        return None
+    return Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1)
+
+
+def _load_kernels(device: torch.device) -> None:
+    """Use one kernel of each library that a step uses: CUDA loads a library's code with its
+    first kernel, for good."""
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    for dtype in (torch.float32, torch.bfloat16 if capable else torch.float16):
+        images = torch.ones(1, 64, 32, 32, device=device, dtype=dtype, requires_grad=True)
+        matrix = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
+        heads = torch.ones(1, 2, 128, 128, device=device, dtype=dtype, requires_grad=True)
+        convolved = torch.nn.functional.conv2d(
+            images, images.detach()[0, :, None, :3, :3].expand(64, 64, 3, 3)
+        )
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        (convolved.sum() + (matrix @ matrix).sum() + attended.sum()).backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+
+
+def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None:
+    """Clock, temperature and power of a GPU now; None on other devices."""
+    if profile.device.kind != "cuda":
+        return None
+    return Conditions(**Reader(system, profile.device.index).facts("conditions", CONDITIONS))
+
+
+if __name__ == "__main__":
+    main()

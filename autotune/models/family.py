@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling
-from autotune.plan.typical import pad_text
-from autotune.plan.workload import Bucket, TextPadding
+from autotune.plan.workload import Bucket, TextPadding, pad_text
 from autotune.system.lazy import lazy_module
 from autotune.weights.stream import limit_tensors
 

@@ -5,12 +5,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
-from autotune.plan.candidate import CachingSettings, Candidate, Choice
-from autotune.plan.forecast import Forecast
+from autotune.plan.candidate import CachingSettings, Candidate, Choice, PhasePeak, TrialResult
 from autotune.plan.hardware import DeviceKind, Versions
 from autotune.plan.job import Job
-from autotune.plan.overheads import Overheads
-from autotune.plan.trial import PhasePeak, TrialResult
+from autotune.plan.prediction import Forecast, Overheads
 from autotune.plan.workload import Workload
 
 Strategy = Literal["single", "ddp", "fsdp2"]

@@ -1,11 +1,11 @@
 """The frozen objects of the cost model: what is predicted of a candidate, and of a whole job."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Workload
 
 Limit = Literal["compute", "bandwidth", "transfer", "data", "host"]
@@ -165,3 +165,191 @@ class Estimate(Frozen):
     price_per_hour: float | None = Field(default=None, ge=0)
     cost: float | None = Field(default=None, ge=0)
     """Cost of the whole job, in the currency of the price."""
+
+
+MAX_ALTERNATIVES = 512
+"""Maximum number for one plan; autotune records fewer."""
+
+
+class Alternative(Frozen):
+    """A candidate and its prediction: as first predicted if a trial ran it, else corrected by
+    all trials."""
+
+    changes: dict[str, Choice]
+    """Values of the knobs that differ from the plan's settings; empty for these settings."""
+    step_seconds: float = Field(gt=0)
+    """Wall time of an optimizer step, to five digits."""
+    step_memory_bytes: int = PositiveInt
+    """Peak of a training step, as the device's allocator counts it."""
+    run_memory_bytes: int = PositiveInt
+    """What the phase that needs most takes of the device, which the budget must hold."""
+
+    @model_validator(mode="after")
+    def _changes_are_knobs(self) -> Self:
+        if unknown := self.changes.keys() - Candidate.model_fields:
+            raise ValueError(f"there is no setting {min(unknown)!r}")
+        return self
+
+    def candidate(self, settings: Candidate) -> Candidate:
+        """All of its values. Raises ValidationError if a value is of the wrong kind."""
+        return settings.changed(**self.changes)
+
+
+class PhaseForecast(Frozen):
+    """Device memory that a phase of a run is predicted to need."""
+
+    name: str
+    run_memory_bytes: int = NaturalInt
+
+
+class Forecast(Frozen):
+    """Predictions around a plan's settings."""
+
+    num_candidates: int = PositiveInt
+    """Number of candidates that were predicted."""
+    num_fitting: int = NaturalInt
+    """Number of those that are predicted to fit."""
+    step_time: StepTime
+    """Seconds of a step by kind of work, at the rates that the probe measured: nothing that
+    trials taught."""
+    phases: tuple[PhaseForecast, ...] = ()
+    alternatives: tuple[Alternative, ...] = Field(default=(), max_length=MAX_ALTERNATIVES)
+    """Those that tell most, the plan's settings among them: the Pareto front of memory and time,
+    the best with each other value of a knob, what was tried, and the nearest that do not fit."""
+
+    def rebased(self, before: Candidate, after: Candidate) -> Self:
+        """The same forecast for a plan that has the settings `after` instead of `before`."""
+        rows = (
+            each.changed(changes=differences_of(each.candidate(before), after))
+            for each in self.alternatives
+        )
+        return self.changed(alternatives=tuple(rows))
+
+
+def differences_of(candidate: Candidate, settings: Candidate) -> dict[str, Choice]:
+    """The values of `candidate` that are not those of `settings`, by knob."""
+    return {name: value for name, value in candidate if value != getattr(settings, name)}
+
+
+Part = Literal["transformer", "text_encoders", "vae"]
+KeptPhase = Literal["load", "cache", "train", "preview"]
+
+
+class AdapterPractice(Frozen):
+    """How a program holds and steps an adapter when the model computes in bf16; in fp32 all of
+    it is in fp32."""
+
+    precision: Literal["bf16", "fp32"]
+    """Of its parameters and gradients."""
+    autocasts: bool = False
+    """Whether training runs under autocast: products are in the precision that the model
+    computes in and norms in fp32, whatever their inputs are in; else each adapted layer copies
+    its input to the adapter's precision."""
+    optimizer_bytes: int = NaturalInt
+    """For each of its parameters: what AdamW keeps, a second copy of the parameters included if
+    there is one."""
+    step_bytes: int = NaturalInt
+    """For each of its parameters: what AdamW needs beyond that while it steps."""
+
+    @property
+    def text(self) -> str:
+        """In words for people."""
+        products = ", under autocast" if self.autocasts else ""
+        inputs = (
+            ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
+        )
+        return (
+            f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} "
+            "bytes of "
+            "AdamW a parameter"
+        )
+
+
+class ProductPractice(Frozen):
+    """How a program stores frozen layers of a weight format, and multiplies by them."""
+
+    keeps: Literal["weights", "inputs"]
+    """Until the backward pass of each layer: its weight in the precision of the products, as
+    autograd does; or its input, for a gradient of the weight that is computed and that nobody
+    uses."""
+    everywhere: bool = False
+    """Whether all linear layers are stored so, not those of blocks alone."""
+
+    @property
+    def text(self) -> str:
+        """In words for people."""
+        kept = {
+            "weights": "each converted weight kept for its backward pass",
+            "inputs": "gradients of weights, too",
+        }
+        return f"{kept[self.keeps]}{', all linear layers stored so' * self.everywhere}"
+
+
+class KeptPart(Frozen):
+    """A model that is on the device in a phase in which autotune's executor has it elsewhere."""
+
+    phase: KeptPhase
+    """What is kept in training is there in previews, too."""
+    part: Part
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of what no setting stores otherwise."""
+
+    @property
+    def text(self) -> str:
+        """In words for people."""
+        during = {
+            "load": "loading",
+            "cache": "caching",
+            "train": "training",
+            "preview": "previews",
+        }[self.phase]
+        precision = " in fp32" if self.precision == "fp32" else ""
+        return f"{self.part.replace('_', ' ')}{precision} kept during {during}"
+
+
+class Overheads(Frozen):
+    """One program's ways with memory, as far as they were read in its source."""
+
+    program: str
+    version: str
+    """Commit that they were read at."""
+    source: str
+    """Where in it."""
+    adapter: AdapterPractice
+    adapter_by_format: dict[str, AdapterPractice] = Field(default_factory=dict)
+    """What differs from `adapter`, by the weight format of the layers that are adapted."""
+    products: dict[str, ProductPractice] = Field(default_factory=dict)
+    """By the weight format of frozen layers; others are stored and multiplied by as autotune
+    does."""
+    kept: tuple[KeptPart, ...] = ()
+
+    @property
+    def traced(self) -> tuple[object, ...]:
+        """All that decides how a model is traced."""
+        return self.adapter, tuple(self.adapter_by_format.items()), tuple(self.products.items())
+
+    def adapter_on(self, weight_format: str) -> AdapterPractice:
+        """How the adapter of layers is held that are stored in a format."""
+        return self.adapter_by_format.get(weight_format, self.adapter)
+
+    def has(self, part: Part, phase: str) -> bool:
+        """Whether a part is kept in a phase."""
+        return any(one.part == part and one.phase == phase for one in self.kept)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is taken for granted, one thing each."""
+        others: dict[str, list[str]] = {}
+        texts = [(name, one.text) for name, one in self.adapter_by_format.items()]
+        for name, text in (*texts, *((name, one.text) for name, one in self.products.items())):
+            others.setdefault(text, []).append(name)
+        formats = tuple(f"with {' or '.join(names)}: {text}" for text, names in others.items())
+        return (self.adapter.text, *formats, *(one.text for one in self.kept))
+
+    @property
+    def text(self) -> str:
+        """The same in one sentence."""
+        return (
+            f"memory as {self.program} takes it, by its source ({self.version}): "
+            f"{'; '.join(self.sentences)}"
+        )

@@ -16,8 +16,8 @@ from autotune.plan.base import Request
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
 from autotune.plan.job import DataFields, Job, JobFields, ModelRef, as_job_data
-from autotune.plan.overheads import Overheads
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
 
 Pairs = tuple[tuple[str, str], ...]

@@ -3,9 +3,8 @@
 from pydantic import Field
 
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, PhasePeak, QuantizationError
 from autotune.plan.prediction import Limit
-from autotune.plan.trial import PhasePeak, QuantizationError
 
 
 class AdapterVerdict(Frozen):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from autotune.interop.auditing import Audit
 from autotune.interop.exporting import DIFFERENCE_KINDS, ExportedConfig
 from autotune.interop.importing import ConfigLine, ImportedConfig
+from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.plan.trial import TrialResult
 from autotune.report.text import memory_text, seconds_text, uncertainty_text, wrapped
 
 MAX_VALUE = 40

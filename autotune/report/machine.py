@@ -21,7 +21,7 @@ from autotune.report.text import (
 if TYPE_CHECKING:
     from autotune.data.check import DataReport
     from autotune.machine.catalog import CatalogGpu
-    from autotune.machine.diagnosis import Finding
+    from autotune.machine.doctor import Finding
     from autotune.models.resolve import FetchedModel
     from autotune.plan.hardware import Capability, HardwareProfile, Rate
     from autotune.plan.prediction import Estimate

@@ -12,13 +12,10 @@ from autotune.knobs.registry import KNOBS, TITLES
 from autotune.knobs.settings import usual_learning_rate
 from autotune.models.family import VIEWS_PER_IMAGE
 from autotune.models.registry import get_family
-from autotune.plan.candidate import CachingSettings, Candidate, Choice
-from autotune.plan.forecast import differences_of
+from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
 from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
-from autotune.plan.typical import mean_text_tokens
-from autotune.plan.workload import Bucket, Workload
+from autotune.plan.prediction import Prediction, differences_of
+from autotune.plan.workload import Bucket, Workload, mean_text_tokens
 from autotune.report.text import (
     capped,
     count_text,

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 
 from autotune.events import StepFinished
+from autotune.plan.candidate import PhasePeak, QuantizationError
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import AdapterVerdict, RunReport, ValidationResult
-from autotune.plan.trial import PhasePeak, QuantizationError
 from autotune.report.text import (
     change_text,
     loss_text,

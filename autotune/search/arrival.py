@@ -18,11 +18,10 @@ from autotune.knobs.caching import describe_caching
 from autotune.knobs.knob import TuningContext, gradient_capability, why_not
 from autotune.knobs.registry import GRADIENT_TOLERANCES, TITLES, why_not_on
 from autotune.models.resolve import read_parts, resolve_model
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import FrozenPart, PlannedHardware, Reason, TrainingPlan
-from autotune.plan.plan_file import read_plan, seal, write_plan
-from autotune.plan.trial import TrialResult
 from autotune.search.expected import build_expectation, planned_hardware
 from autotune.search.next import search_cost_seconds
 from autotune.search.problem import PlannerBackend

@@ -9,15 +9,19 @@ from autotune.cost.memory import Parallel
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.forecast import Alternative, Forecast, PhaseForecast, differences_of
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import MemoryBudget, shares_host_memory
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, PlannedHardware
-from autotune.plan.prediction import Prediction, StepTime
-from autotune.plan.trial import TrialResult
-from autotune.plan.typical import mean_text_tokens
-from autotune.plan.workload import Workload
+from autotune.plan.prediction import (
+    Alternative,
+    Forecast,
+    PhaseForecast,
+    Prediction,
+    StepTime,
+    differences_of,
+)
+from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.search.winner import Score
 
 

@@ -16,9 +16,8 @@ from functools import lru_cache
 from typing import Protocol, Self
 
 from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
 

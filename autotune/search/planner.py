@@ -27,13 +27,12 @@ from autotune.events import (
 )
 from autotune.knobs.knob import gradient_capability, why_not
 from autotune.plan.base import SCHEMA_VERSION, digest_of
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, Residual, TrialResult
+from autotune.plan.file import parse_plan, seal
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart, TrainingPlan
-from autotune.plan.plan_file import parse_plan, seal
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
-from autotune.plan.trial import Residual, TrialResult
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
 from autotune.search.next import ResidualSearch, best_seconds, search_cost_seconds
 from autotune.search.problem import (

@@ -12,16 +12,15 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
-from autotune.machine.memory import host_floor_bytes
+from autotune.machine.capabilities import host_floor_bytes
 from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, HardwareProfile, MemoryBudget, shares_host_memory
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.request import PlanRequest
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search.comparison import NoGpu
 from autotune.search.gradient_checks import check_gradients

@@ -15,8 +15,7 @@ from PIL import Image
 from autotune.data.cache import Cache
 from autotune.data.encode import Encoders, open_pixels
 from autotune.models.resolve import ResolvedModel, resolve_model
-from autotune.plan.candidate import CachingSettings
-from autotune.plan.trial import TrialResult
+from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.search.worker import (
     TASKS,
     ChildState,

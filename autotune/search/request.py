@@ -18,9 +18,9 @@ from autotune.models.resolve import (
     is_on_hub,
     resolve_model,
 )
+from autotune.plan.file import job_from
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
-from autotune.plan.plan_file import job_from
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search.space import SearchSpace, build_search_space

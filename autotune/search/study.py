@@ -25,8 +25,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.plan.base import digest_of
-from autotune.plan.candidate import Candidate
-from autotune.plan.trial import TrialResult
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.system.files import ESCAPE_CHARACTERS, quote_error
 

@@ -16,9 +16,9 @@ import psutil
 
 from autotune.knobs.optimizer import check_options
 from autotune.knobs.registry import reload_key
-from autotune.machine.device_lock import DeviceLock, lock_path
-from autotune.machine.memory import MIN_MARGIN_BYTES, default_reserve_bytes
-from autotune.plan.candidate import CachingSettings, Candidate, Choice
+from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
+from autotune.machine.probe import DeviceLock, lock_path
+from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
 from autotune.plan.hardware import (
     HardwareProfile,
     MemoryBudget,
@@ -27,7 +27,6 @@ from autotune.plan.hardware import (
 )
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import Outcome, TrialResult
 from autotune.plan.workload import Workload
 from autotune.search.fork_server import fork_server_context
 from autotune.search.rehearsal import RehearsalRequest

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, startup_seconds
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import GOALS, Objective
 from autotune.search.problem import PlanningProblem
 from autotune.search.space import SearchSpace

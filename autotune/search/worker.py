@@ -29,11 +29,15 @@ from autotune.knobs.modulation import find_modulation_ahead
 from autotune.knobs.settings import allow_optimizer, configure_allocator
 from autotune.models.family import Batch, Family, Sample
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, Outcome, TrialResult
 from autotune.plan.job import ModelRef
-from autotune.plan.trial import Outcome, TrialResult
-from autotune.plan.typical import has_typical_shape, typical_bucket, typical_text_tokens
-from autotune.plan.workload import Bucket, Workload
+from autotune.plan.workload import (
+    Bucket,
+    Workload,
+    has_typical_shape,
+    typical_bucket,
+    typical_text_tokens,
+)
 from autotune.system.failures import is_out_of_memory
 from autotune.system.memory import (
     device_peak_bytes,

@@ -18,10 +18,9 @@ from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES
 from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
-from autotune.plan.trial import Residual, TrialResult
 from autotune.plan.workload import Workload
 
 MAX_RECORD_BYTES = 1 << 18

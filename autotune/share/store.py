@@ -19,9 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen
+from autotune.plan.candidate import Residual
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.trial import Residual
 from autotune.share.record import (
     MAX_RECORD_BYTES,
     DamagedRecord,

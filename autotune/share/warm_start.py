@@ -21,11 +21,9 @@ from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import Candidate, Choice, Residual, TrialResult
 from autotune.plan.hardware import KEY_NAMES, HardwareProfile
-from autotune.plan.trial import Residual, TrialResult
-from autotune.plan.typical import mean_text_tokens
-from autotune.plan.workload import Workload
+from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.share.record import (
     Machine,
     Record,

@@ -24,8 +24,7 @@ from autotune.models.adapter import add_adapter, disable_dropout
 from autotune.models.family import Batch, Family, Sample
 from autotune.models.noise import NoiseProcess
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import Candidate
-from autotune.plan.trial import QuantizationError
+from autotune.plan.candidate import Candidate, QuantizationError
 from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.processes import shard_on_arrival

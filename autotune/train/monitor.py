@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import torch
 
-from autotune.machine.diagnosis import NO_SPILL
+from autotune.machine.doctor import NO_SPILL
+from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart
-from autotune.plan.trial import PhasePeak
 from autotune.system.memory import (
     allocated_bytes,
     device_peak_bytes,

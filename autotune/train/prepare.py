@@ -16,7 +16,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.optimizer import check_options, optimizer_bytes
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.adapter import adapter_shapes, add_adapter
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family
@@ -28,9 +28,9 @@ from autotune.models.resolve import (
     is_on_hub,
     resolve_model,
 )
+from autotune.plan.file import with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import with_job
 from autotune.plan.workload import Bucket, ModelSpec, Workload, WorkloadRequest
 from autotune.system.process import current_launch
 from autotune.train.adapter_file import starting_values
@@ -198,7 +198,7 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 CAPTION_TOLERANCE = 0.01
 """By how much a caption may be longer than planned, as a share of the largest image's tokens.
 Activations grow by less than that share, and a plan leaves 2% of a GPU's memory free
-(`autotune.machine.memory`)."""
+(`autotune.machine.capabilities`)."""
 
 
 def hardware_misfits(

@@ -34,9 +34,9 @@ from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import ResolvedModel, fetch_model
+from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import RUN_PLAN_FILE, read_plan
 from autotune.plan.workload import Bucket
 from autotune.system.failures import is_out_of_memory, reraise_oom
 from autotune.system.files import atomic_write, require_writable

@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, first_line
 from autotune.events import Event, OnEvent
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.family import Family
+from autotune.plan.file import read_plan, write_plan
 from autotune.plan.plan import PlannedHardware, TrainingPlan
-from autotune.plan.plan_file import read_plan, write_plan
 from autotune.plan.run import RunReport
 from autotune.system.failures import explain_error
 from autotune.system.files import make_scratch_folder

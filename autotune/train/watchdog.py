@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from autotune.errors import AutotuneError, Preempted
-from autotune.machine.memory import host_floor_bytes
+from autotune.machine.capabilities import host_floor_bytes
 from autotune.machine.sources import available_bytes, host_available_bytes, memory_bytes
 from autotune.plan.hardware import MemoryKind, shares_host_memory
 

@@ -15,8 +15,7 @@ from autotune.models.adapter import choose_layers, target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Job
-from autotune.plan.typical import quantiles_of
-from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest
+from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
 from autotune.weights.names import can_write
 
 NUM_QUANTILES = 16

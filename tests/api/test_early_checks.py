@@ -65,8 +65,8 @@ def test_what_is_wrong_is_told_before_the_rates_are_measured(
     def measure(*asked: object) -> None:
         pytest.fail("the rates are being measured")
 
-    monkeypatch.setattr("autotune.machine.store.measure_rates", measure)
-    monkeypatch.setattr("autotune.machine.store.has_valid_rates", lambda saved, now: False)
+    monkeypatch.setattr("autotune.machine.probe.measure_rates", measure)
+    monkeypatch.setattr("autotune.machine.probe.has_valid_rates", lambda saved, now: False)
     arguments, words = WRONG[what]
     with pytest.raises(AutotuneError, match=words):
         autotune.plan(

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 import autotune
 from autotune.api.publishing import push_to_hub
 from autotune.errors import AutotuneError
-from autotune.plan.plan_file import with_job
+from autotune.plan.file import with_job
 from autotune.weights.hub import require_hub
 from tests.api.test_report import run_folder
 from tests.report.page.pages import FOLDER

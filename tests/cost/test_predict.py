@@ -11,10 +11,9 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 
 STEP_PARTS = (
     "matmul",

@@ -12,7 +12,7 @@ from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
 from autotune.data.items import DatasetOptions, read_metadata
 from autotune.errors import InvalidInput
-from autotune.plan.plan_file import RUN_PLAN_FILE
+from autotune.plan.file import RUN_PLAN_FILE
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile

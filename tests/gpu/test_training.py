@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from autotune.events import Event
 from autotune.plan.candidate import Candidate
-from autotune.plan.plan_file import seal
+from autotune.plan.file import seal
 from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.run import train
 from autotune.weights.files import open_weights

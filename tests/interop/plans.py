@@ -4,10 +4,10 @@ from typing import Any
 
 from autotune.models.registry import find_published
 from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.file import seal
 from autotune.plan.hardware import Versions
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 NUM_BLOCKS = {

@@ -14,8 +14,7 @@ from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
-from autotune.plan.overheads import Overheads
-from autotune.plan.prediction import MemoryBreakdown, Prediction
+from autotune.plan.prediction import MemoryBreakdown, Overheads, Prediction
 from autotune.plan.workload import Bucket
 from autotune.search.winner import Score, refuse_beyond
 from tests.cost.tiny_models import TINY, gpu, workload_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from autotune.machine.system import Unavailable
+from autotune.machine.sources import Unavailable
 from autotune.plan.hardware import HardwareProfile
 
 HERE = Path(__file__).parent

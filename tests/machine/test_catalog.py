@@ -8,7 +8,7 @@ from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.machine.capabilities import NO_BF16
 from autotune.machine.catalog import PCIE_BYTES_PER_LANE, find_gpu, load_catalog
-from autotune.machine.store import hardware_named
+from autotune.machine.probe import hardware_named
 
 GIB = 2**30
 

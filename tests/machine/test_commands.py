@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
-from autotune.machine import diagnosis as doctor
-from autotune.machine import probing
+from autotune.machine import doctor
+from autotune.machine import probe as probing
 from autotune.machine.catalog import load_catalog
 from autotune.plan.hardware import HardwareProfile
 from tests.machine.fleet import machine

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.machine import sources
-from autotune.machine.facts import read_host
-from autotune.machine.memory import compute_budget
-from autotune.machine.reader import Reader
-from autotune.machine.sources import RealSystem
-from autotune.machine.system import Unavailable
+from autotune.machine.capabilities import compute_budget
+from autotune.machine.facts import Reader, read_host
+from autotune.machine.sources import RealSystem, Unavailable
 
 GIB = 2**30
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.machine import sources
-from autotune.machine.sources import RealSystem
-from autotune.machine.system import Unavailable
+from autotune.machine.sources import RealSystem, Unavailable
 
 XEON = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) "

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.machine.device_lock import DeviceLock, lock_for_run, lock_path
-from autotune.machine.nvidia import DriverSource
+from autotune.machine.probe import DeviceLock, lock_for_run, lock_path
+from autotune.machine.sources import DriverSource
 from tests.builders import hardware
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -57,7 +57,7 @@ def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
     first, pipe = _holder(path)
     assert pipe.recv() == []
     with monkeypatch.context() as patch:
-        patch.setattr("autotune.machine.device_lock.MAX_WAIT_SECONDS", 0.1)
+        patch.setattr("autotune.machine.probe.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
             DeviceLock(path).acquire()
     assert refused.value.hint
@@ -114,7 +114,7 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
     search.acquire()
     impatient = DeviceLock(path, waits.append, for_training=True)
     with monkeypatch.context() as patch:
-        patch.setattr("autotune.machine.device_lock.MAX_WAIT_SECONDS", 0.1)
+        patch.setattr("autotune.machine.probe.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
             impatient.acquire()
     assert "waiting for its end" in waits[0]

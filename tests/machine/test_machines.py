@@ -10,11 +10,9 @@ import pytest
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import Attention
-from autotune.machine.capabilities import NO_BF16
-from autotune.machine.diagnosis import MIN_VERSIONS, findings
-from autotune.machine.doctor_facts import read_doctor_facts
-from autotune.machine.memory import limited_budget
-from autotune.machine.probing import read_profile
+from autotune.machine.capabilities import NO_BF16, limited_budget
+from autotune.machine.doctor import MIN_VERSIONS, findings, read_doctor_facts
+from autotune.machine.probe import read_profile
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30

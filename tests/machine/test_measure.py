@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune.machine import disk, rates
-from autotune.machine import measure as measuring
+from autotune.machine import rates
+from autotune.machine import rates as disk
+from autotune.machine import rates as measuring
 from autotune.machine.catalog import load_catalog
-from autotune.machine.probing import measure_rates, read_profile
+from autotune.machine.probe import measure_rates, read_profile
 from autotune.plan.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.machine.fleet import machine
@@ -208,7 +209,7 @@ def test_a_child_that_hangs_is_ended():
 def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
     act = "signal.raise_signal(signal.SIGINT)" if "interrupt" in ends else "report('note', 'x')"
     code = (
-        "import signal; from autotune.machine import measure as m; m.measure = lambda p, s, "
+        "import signal; from autotune.machine import rates as m; m.measure = lambda p, s, "
         f"report: {act}; m.main()"
     )
     pipe = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine.memory import OVERRIDES, classify_memory, compute_budget
+from autotune.machine.capabilities import OVERRIDES, classify_memory, compute_budget
 
 SIZES = st.one_of(st.none(), st.integers(0, 2**45))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.machine.catalog import SERIES, VARIANTS, load_catalog
-from autotune.machine.store import hardware_named, save_profile
+from autotune.machine.probe import hardware_named, save_profile
 
 IDS = [gpu.id for gpu in load_catalog()]
 WORDS = sorted({word for id_ in IDS for word in id_.split("-")})

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.machine import nvidia
-from autotune.machine.nvidia import DriverSource, NvmlSource
-from autotune.machine.reader import FLAG
-from autotune.machine.sources import RealSystem
-from autotune.machine.system import Unavailable
+from autotune.machine import sources as nvidia
+from autotune.machine.facts import FLAG
+from autotune.machine.sources import DriverSource, NvmlSource, RealSystem, Unavailable
 
 LIBCUDA = """
 #include <string.h>

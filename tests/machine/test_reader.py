@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError
-from autotune.machine.diagnosis import findings
-from autotune.machine.doctor_facts import read_doctor_facts
-from autotune.machine.probing import read_profile
-from autotune.machine.reader import SIZE, Reader
+from autotune.machine.doctor import findings, read_doctor_facts
+from autotune.machine.facts import SIZE, Reader
+from autotune.machine.probe import read_profile
 from autotune.plan.hardware import HardwareProfile
 from tests.machine.fleet import MACHINES, SOURCES, FakeSystem
 

@@ -7,15 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.machine import store
-from autotune.machine.probing import read_profile
-from autotune.machine.store import (
+from autotune.machine import probe as store
+from autotune.machine.probe import (
     NOT_SAVED,
     cached_profile,
     hardware_named,
     has_valid_rates,
     load_profile,
     profile_path,
+    read_profile,
     save_profile,
 )
 from autotune.plan.hardware import Conditions, Rate

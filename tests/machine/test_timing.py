@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.machine.timing import MAX_SAMPLES, Timings, time_calls
+from autotune.machine.rates import MAX_SAMPLES, Timings, time_calls
 
 
 @given(st.floats(1e-7, 100), st.floats(0.01, 1))

@@ -19,8 +19,8 @@ from autotune.models.noise import FlowMatching
 from autotune.models.registry import FAMILIES, find_published
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.file import with_job
 from autotune.plan.job import Job, ModelRef
-from autotune.plan.plan_file import with_job
 from autotune.plan.request import PlanRequest
 from autotune.train.preview import Preview, PreviewSampler
 from autotune.train.step import Noising

@@ -14,14 +14,16 @@ from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
-from autotune.plan.typical import (
+from autotune.plan.workload import (
+    Bucket,
+    Workload,
+    WorkloadRequest,
     mean_text_tokens,
     padded_text_tokens,
     spread_of,
     typical_bucket,
     typical_text_tokens,
 )
-from autotune.plan.workload import Bucket, Workload, WorkloadRequest
 from autotune.search.gradient_checks import small_workload
 from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
 from autotune.train.workload import describe_workload

@@ -14,9 +14,8 @@ from autotune.api.machines import list_models
 from autotune.data.check import DataReport
 from autotune.data.items import Problem, ProblemKind
 from autotune.errors import InvalidInput
-from autotune.machine.diagnosis import findings
-from autotune.machine.doctor_facts import read_doctor_facts
-from autotune.machine.probing import read_profile
+from autotune.machine.doctor import findings, read_doctor_facts
+from autotune.machine.probe import read_profile
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from autotune.cli.terminal import err, out
-from autotune.plan.plan_file import with_job
+from autotune.plan.file import with_job
 from autotune.plan.prediction import StepTime
 from autotune.report.plan import differences, origin_lines
 from autotune.report.run import report_lines

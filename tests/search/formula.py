@@ -16,12 +16,11 @@ from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.hardware import MemoryBudget
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
-from autotune.plan.trial import Residual, TrialResult
 from autotune.plan.workload import ModelSpec
 from autotune.search import arrival as sealing
 from autotune.search import expected as publish_plan

@@ -18,12 +18,11 @@ from typing import Any
 
 from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.file import plan_text
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import plan_text
 from autotune.plan.request import PlanRequest
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem

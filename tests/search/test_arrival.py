@@ -8,13 +8,11 @@ import pytest
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.knob import gradient_capability
-from autotune.machine.probing import with_budget
-from autotune.machine.store import hardware_named
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.machine.probe import hardware_named, with_budget
+from autotune.plan.candidate import CachingSettings, Candidate, TrialResult
+from autotune.plan.file import seal, with_job, write_plan
 from autotune.plan.hardware import Capability, HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import seal, with_job, write_plan
-from autotune.plan.trial import TrialResult
 from autotune.search.arrival import load_verified, sealed_path, verify_prediction
 from tests import builders
 from tests.search.formula import KEPT_BYTES

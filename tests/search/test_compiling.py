@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
-from autotune.plan.trial import TrialResult
 from autotune.search.study import TrialFunction
 from tests import builders
 from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings

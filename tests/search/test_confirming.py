@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.plan.candidate import Candidate
-from autotune.plan.trial import PhasePeak, TrialResult
+from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
 from tests.builders import GIB, trial

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.trial import PhasePeak, TrialResult
 from autotune.search.problem import PlannerBackend
 from autotune.search.study import TrialFunction
 from autotune.search.trials import ProcessTrialRunner

@@ -14,9 +14,9 @@ import pytest
 
 from autotune.cost.calibration import Posterior
 from autotune.plan.candidate import Candidate
+from autotune.plan.file import plan_text, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import plan_text, read_plan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.problem import PlanningProblem

@@ -11,7 +11,7 @@ from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.knobs.registry import GRADIENT_TOLERANCES, Quantization
 from autotune.knobs.settings import optimizer_tolerance, precision_tolerance
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice

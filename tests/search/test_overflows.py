@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from autotune.plan.candidate import TrialResult
 from autotune.plan.job import ModelRef
-from autotune.plan.trial import TrialResult
 from autotune.search import worker as steps
 from autotune.search.worker import ChildState, TrialRequest
 from autotune.train.optimizer import AdapterOptimizer

@@ -12,9 +12,8 @@ import torch
 
 from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import CachingSettings
+from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
-from autotune.plan.trial import TrialResult
 from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure

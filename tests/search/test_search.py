@@ -12,8 +12,7 @@ import pytest
 
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.plan.candidate import Candidate
-from autotune.plan.trial import Outcome, TrialResult
+from autotune.plan.candidate import Candidate, Outcome, TrialResult
 from autotune.search import next as next_module
 from autotune.search.next import (
     MAX_GROWTH,

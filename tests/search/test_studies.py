@@ -13,8 +13,8 @@ import pytest
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import Candidate
+from autotune.plan.file import plan_text, read_plan
 from autotune.plan.hardware import MemoryBudget
-from autotune.plan.plan_file import plan_text, read_plan
 from autotune.plan.request import PlanRequest
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted

@@ -2,12 +2,11 @@
 
 from datetime import date
 
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, Rate
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.plan.plan_file import seal
-from autotune.plan.trial import TrialResult
 from autotune.plan.workload import Workload
 from autotune.share.record import Record, build_record
 from tests.builders import GIB, candidate, hardware, trial, workload

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from autotune.cost.predict import CostModel
 from autotune.events import Notice
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
-from autotune.plan.trial import TrialResult
 from autotune.search.planner import make_plan
 from autotune.search.problem import PlannerBackend, PlanningProblem
 from autotune.share.record import Record, build_record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.plan.trial import TrialResult
+from autotune.plan.candidate import TrialResult
 from autotune.share.record import Record
 from autotune.share.warm_start import NOISY_TIME_TOLERANCE, TIME_TOLERANCE, find_mismatch
 from tests.builders import GIB, candidate, trial

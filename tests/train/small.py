@@ -6,13 +6,13 @@ from typing import Any
 from autotune.data.dataset import read_dataset
 from autotune.data.items import make_options
 from autotune.events import StepFinished
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
+from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.plan.workload import WorkloadRequest
 from autotune.system.version import __version__
 from autotune.train.workload import describe_workload

@@ -15,8 +15,8 @@ from autotune.errors import InvalidInput
 from autotune.models.adapter import adapter_shapes, add_adapter, block_numbers, choose_layers
 from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
+from autotune.plan.file import seal
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.adapter_file import save_trained, start_from
 from autotune.train.loop import TrainingLoop

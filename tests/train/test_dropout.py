@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autotune.models.adapter import find_dropout_layers
+from autotune.plan.file import seal
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import eager_eval, load_model
 from tests.train.conftest import CPU, Bench

@@ -3,9 +3,9 @@
 import pytest
 
 from autotune.plan.candidate import CachingSettings
+from autotune.plan.file import seal
 from autotune.plan.hardware import Capability, HardwareProfile, OtherGpu
 from autotune.plan.plan import EncoderGpu, TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.plan.workload import Bucket
 from autotune.train.prepare import data_misfits, hardware_misfits
 from tests import builders

@@ -16,7 +16,7 @@ from torch import nn
 
 from autotune.data.encode import EncodedDataset
 from autotune.models.registry import get_family
-from autotune.plan.plan_file import seal, with_job
+from autotune.plan.file import seal, with_job
 from autotune.train.adapter_file import update_norm
 from autotune.train.folder import list_checkpoints
 from autotune.train.optimizer import AdapterOptimizer, LearningRate

@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
+from autotune.plan.file import seal, write_plan
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import seal, write_plan
 from autotune.plan.run import RunReport
 from autotune.train.adapter_file import save_trained
 from autotune.train.folder import ADAPTER_FILE

@@ -7,7 +7,7 @@ from torch import nn
 
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.plan.trial import QuantizationError
+from autotune.plan.candidate import QuantizationError
 from autotune.report.run import error_lines
 from autotune.train import model as quality
 from autotune.train.model import (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.plan.plan_file import read_plan, write_plan
+from autotune.plan.file import read_plan, write_plan
 from autotune.train.adapter_file import save_trained
 from autotune.train.checkpoint import Checkpoints
 from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints

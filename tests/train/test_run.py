@@ -23,7 +23,7 @@ from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.events import StepFinished
 from autotune.plan.candidate import CachingSettings
-from autotune.plan.plan_file import write_plan
+from autotune.plan.file import write_plan
 from autotune.plan.request import PlanRequest
 from autotune.plan.run import RunReport
 from autotune.report.run import report_lines

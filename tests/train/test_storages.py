@@ -8,8 +8,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.events import StepFinished
+from autotune.plan.file import seal
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.plan_file import seal
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.run import train

@@ -12,13 +12,12 @@ from evidence import Evidence, Levers, ReservingTrial, begin, candidate, precisi
 
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import reload_key
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
-from autotune.plan.trial import TrialResult
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure
 

@@ -19,7 +19,7 @@ from autotune.system.process import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.machine.probing import probe
+from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile

@@ -13,7 +13,7 @@ from evidence import ROOT, Evidence, begin, precision_of, workload_of
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import Attention
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.hardware import HardwareProfile

@@ -23,7 +23,7 @@ from accuracy import (
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef

@@ -11,7 +11,7 @@ from accuracy import unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef

@@ -16,7 +16,7 @@ from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, write_pipeline
 from search import plan, plan_command
 
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE, read_metrics
 

@@ -16,7 +16,7 @@ from search import plan, plan_command
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
-from autotune.machine.store import cached_profile
+from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile

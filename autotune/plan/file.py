@@ -11,16 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from autotune.errors import InvalidPlan
-from autotune.plan.base import MAX_DEPTH, SCHEMA_VERSION, digest_of, first_problem
+from autotune.errors import InvalidInput, InvalidPlan, first_line
+from autotune.plan.base import MAX_DEPTH, SCHEMA_VERSION, Frozen, digest_of, first_problem
 from autotune.plan.job import Job
 from autotune.plan.plan import FrozenPart, TrainingPlan
-from autotune.system.files import write_text_atomic
+from autotune.system.files import read_bounded, write_text_atomic
 
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
@@ -275,3 +275,29 @@ def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> J
         raise InvalidPlan(
             f"job.{where}: {message.lower()}", hint="give the job another value"
         ) from error
+
+
+MAX_FILE_BYTES = 1 << 20
+
+T = TypeVar("T", bound=Frozen)
+
+
+def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
+    """What a YAML file lists, which may be untrusted: errors call it `what`, e.g. `data folders`.
+
+    Raises:
+        InvalidInput: it cannot be read, or holds something else.
+    """
+    try:
+        content = yaml.load(read_bounded(path, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
+        return kind.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        problem = ": ".join(filter(None, first_problem(error)))
+        raise InvalidInput(f"{path} lists no {what}: {problem}", hint=hint) from error
+    except OSError as error:  # what to write into a file is no help where there is none
+        reason = error.strerror or first_line(error)
+        raise InvalidInput(
+            f"cannot read {path}, which should list {what}: {reason}", hint="check the path"
+        ) from error
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidInput(f"{path} lists no {what}: {first_line(error)}", hint=hint) from error

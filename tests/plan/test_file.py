@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput, InvalidPlan
+from autotune.plan import file
+from autotune.plan.file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
 from autotune.plan.hardware import Versions
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
-from autotune.plan.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
 from autotune.share.record import DamagedRecord, name_of, parse_record
 from tests import builders
 from tests.conftest import autotune_here
@@ -241,7 +242,7 @@ def test_more_values_than_any_plan_has_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
-    monkeypatch.setattr("autotune.plan.plan_file.MAX_NODES", 1000)
+    monkeypatch.setattr(file, "MAX_NODES", 1000)
     assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
 
 
