@@ -240,10 +240,8 @@ class Calibration:
             )
             cautious = [max(0.0, r.memory) for _, r in prior_residuals.residuals]
             memory = _learned(memory, "memory", prior_residuals.residuals, cautious)
-            time, memory = (
-                time.tempered(prior_residuals.weight),
-                memory.tempered(prior_residuals.weight),
-            )
+            time = time.tempered(prior_residuals.weight)
+            memory = memory.tempered(prior_residuals.weight)
         return Calibration(
             time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
             memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),

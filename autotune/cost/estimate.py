@@ -121,10 +121,8 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
     if cost.tables.kernel_of(candidate) != "cudnn":
         return 0.0
     work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
-    longest, shortest = (
-        work.max_text_tokens,
-        (work.text_token_quantiles or (work.max_text_tokens,))[0],
-    )
+    longest = work.max_text_tokens
+    shortest = (work.text_token_quantiles or (work.max_text_tokens,))[0]
     num_lengths = 0
     for bucket in work.buckets:
         image_tokens = cost.model.image_tokens(bucket)
@@ -155,7 +153,6 @@ def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
 
 
 def _bus(cost: CostModel, rates: Rates) -> float:
-    """Bytes per second of what is streamed from mapped files."""
     return cost.hardware.rate("host_to_device.pageable") or rates.host_to_device
 
 

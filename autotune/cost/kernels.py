@@ -29,6 +29,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
 
 from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel
@@ -111,8 +112,6 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     a checkpoint. Whatever backend this process last trained with, the model calls the function that
     is replaced.
     """
-    from diffusers.models.attention_dispatch import attention_backend
-
     functional = torch.nn.functional
 
     table: dict[str, Callable[..., Any]] = {}
@@ -379,7 +378,6 @@ def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
 def _stand_in_for_practice(
     quantize: Callable[[nn.Linear], None], practice: ProductPractice, layer: nn.Linear
 ) -> None:
-    """Let a layer multiply by what `quantize` stores of it as a program does."""
     dtype = layer.weight.dtype
     quantize(layer)
     ways: dict[str, Callable[..., torch.Tensor]] = {

@@ -94,11 +94,9 @@ def resident_of(
 ) -> Resident:
     """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
     have it."""
-    precision, quantization, swapped = (
-        candidate.precision,
-        candidate.quantization,
-        candidate.swapped_blocks,
-    )
+    precision = candidate.precision
+    quantization = candidate.quantization
+    swapped = candidate.swapped_blocks
     model_bytes = model.model_bytes(precision, quantization, candidate.modulation)
     state_bytes, working_bytes = _optimizer_bytes(model, model_bytes, candidate)
     average = model_bytes.adapter_parameters * FP32_BYTES
@@ -200,7 +198,6 @@ def _modulation_memory(
 def _quantizing_bytes(
     hardware: HardwareProfile, quantization: str, largest_layer_bytes: int
 ) -> int:
-    """What a layer takes beyond its stored weight for a moment, when it arrives."""
     weight_format = WEIGHT_FORMATS[quantization]
     if not weight_format.quantize:
         return 0

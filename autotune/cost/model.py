@@ -153,13 +153,11 @@ class TracedModel:
         parts: Parts,
         overheads: Overheads | None = None,
     ) -> None:
-        self.family, self.config, self.workload, self.rules, self.parts = (
-            family,
-            config,
-            workload,
-            rules,
-            parts,
-        )
+        self.family = family
+        self.config = config
+        self.workload = workload
+        self.rules = rules
+        self.parts = parts
         self.overheads = overheads
         self._resident = build_on_meta(family, config)
         kinds = block_kinds(family, self._resident)
@@ -177,8 +175,6 @@ class TracedModel:
         self.in_shape = cache(self._in_shape)
 
     def _build_template(self, modulation: str) -> Any:
-        """The shortened transformer; modulations that are computed ahead are those of the full
-        one."""
         if modulation != "ahead":
             return self._resident
         transformer = build_on_meta(self.family, self.config)
@@ -256,7 +252,6 @@ class TracedModel:
         return self.family.tokens_per_frame(bucket) * frames
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> nn.Module:
-        """The shortened transformer with adapter, as training would set it up."""
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
         if ahead := find_modulation_ahead(transformer):
@@ -340,8 +335,6 @@ class TracedModel:
         return peak
 
     def _vae_cost(self, precision: str) -> VaeCost:
-        """The family's autoencoder for the largest bucket, traced; nothing for a model whose
-        parts are unknown."""
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
@@ -438,18 +431,15 @@ def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
 
 
 def _frozen_bytes(module: nn.Module) -> int:
-    """Bytes of parameters that are not trained."""
     return sum(_frozen_sizes(module))
 
 
 def _frozen_sizes(module: nn.Module) -> list[int]:
-    """Of each tensor behind them."""
     parameters = [p for p in module.parameters() if not p.requires_grad]
     return [t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p)]
 
 
 def _attribute_bytes(model: nn.Module) -> int:
-    """Bytes of buffers, and of tensors that modules keep as plain attributes."""
     tensors = [*model.buffers(), *attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 

@@ -268,8 +268,6 @@ class CostModel:
         )
 
     def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
-        """A candidate's pass, what the allocator reserves beyond it, and seconds by class:
-        trials change none of it."""
         self.prepare((candidate,))
         return self.tables.steps[candidate, self.parallel]
 
@@ -292,11 +290,8 @@ class CostModel:
         return (*others, *kinds, recomputed >= self.workload.model.num_blocks)
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
-        """The same of candidates that are alike by `_all_but_depth`."""
-        one, numbers = (
-            candidates[0],
-            np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates]),
-        )
+        one = candidates[0]
+        numbers = np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates])
         composed = self.tables.passes(
             PassChoice.of(one), numbers[:, :2], self._accumulation(one) > 1
         )
@@ -407,6 +402,5 @@ def idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDAr
 
 
 def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Seconds of a step: those of recomputed operations are within their classes."""
     total: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
     return total

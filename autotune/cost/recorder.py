@@ -172,7 +172,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _charge_of(call: Call) -> tuple[Work, int]:
-    """What an operation does, and the bytes of scratch memory that its kernel takes."""
     func, args, kwargs, out, inputs, outputs = call
     name = func._schema.name[6:]
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
@@ -211,7 +210,6 @@ def _sums_gradients(inputs: list[Tensor]) -> bool:
 
 
 def _class_of(name: str, inputs: list[Tensor]) -> tuple[str, tuple[int, ...]]:
-    """Class and shape of an operation; see `kernels.Work`."""
     if name in MATMULS:
         left, right = inputs[-2], inputs[-1]
         batch = left.shape[0] if left.ndim == 3 else 1
@@ -406,7 +404,6 @@ def _find_kind(func: Any) -> str:
 
 
 def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `item` is a whole new meta tensor, so that an empty one may stand for it."""
     if type(item) is not torch.Tensor or item.device.type != "meta" or item.storage_offset():
         return False
     storage = item.untyped_storage()

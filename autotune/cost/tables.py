@@ -71,14 +71,7 @@ class PassChoice(NamedTuple):
     @classmethod
     def of(cls, candidate: Candidate) -> Self:
         """The candidate's choices."""
-        return cls(
-            candidate.precision,
-            candidate.quantization,
-            candidate.attention,
-            candidate.micro_batch_size,
-            candidate.modulation,
-            candidate.norm_rope,
-        )
+        return cls(*(getattr(candidate, name) for name in cls._fields))
 
     def traced_options(self) -> dict[str, Any]:
         """The choices that a trace takes by name."""
@@ -95,12 +88,10 @@ class PassTables:
     def __init__(
         self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None
     ) -> None:
-        self.model, self.hardware, self.workload, self.overheads = (
-            model,
-            hardware,
-            model.workload,
-            overheads,
-        )
+        self.model = model
+        self.hardware = hardware
+        self.workload = model.workload
+        self.overheads = overheads
         self._num_blocks, self._num_traced = model.num_blocks, sum(map(len, model.picked))
         self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
@@ -246,11 +237,9 @@ class PassTables:
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
-        choice, allocator, last = (
-            PassChoice.of(candidate),
-            candidate.allocator,
-            max(1, self._num_blocks - 1),
-        )
+        choice = PassChoice.of(candidate)
+        allocator = candidate.allocator
+        last = max(1, self._num_blocks - 1)
         share = np.minimum(1.0, recomputed / last)
         low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
         own = [self._scaled_waste(choice, allocator, end, saved_bytes) for end in (0, last)]
@@ -303,10 +292,8 @@ class PassTables:
         stored = candidate.precision, candidate.quantization, candidate.modulation
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
         if key not in self._residents:
-            stay, encoder_bytes = (
-                caching.residency == "keep",
-                self.encoder_size.device_bytes(caching),
-            )
+            stay = caching.residency == "keep"
+            encoder_bytes = self.encoder_size.device_bytes(caching)
             stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
@@ -331,10 +318,8 @@ class PassTables:
         vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(
             candidate.precision
         )
-        resident, encoders = (
-            self.resident_of(candidate, caching, parallel),
-            self.encoder_size.weight_bytes(caching),
-        )
+        resident = self.resident_of(candidate, caching, parallel)
+        encoders = self.encoder_size.weight_bytes(caching)
         return kept_part_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
 
     @property

@@ -50,6 +50,24 @@ UNKNOWN_BANDWIDTH = 1e10
 EIGHT_BITS = ("int8", "fp8")
 """Dtypes of 8-bit products."""
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
+KERNEL_SECONDS = 3e-6
+"""From the start of a kernel to that of the next, however little it does, where no probe
+measured it: some 3 us for kernels that do nothing, on recent cards and drivers
+(forums.developer.nvidia.com, thread 233645)."""
+CACHE_SHARE = 0.9
+"""Of the L2 cache, what a kernel's operands and results may take to be there still. Published
+curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its
+rate up to 93% of an L40's, then fall to the memory's."""
+CACHE_SHARE_IN_HALVES = 0.7
+"""The same for data-center cards since the A100, whose cache has two halves that hold copies of
+each other's lines: 69% of an A100's, 72% of an H100's and of an H200's, in the same curves."""
+CACHE_GAIN = 2.0
+"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
+The cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from
+long ago, as a residual, comes from memory."""
+THIN = 64
+"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has
+16 FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
 TILE = 128
 
 
@@ -82,11 +100,18 @@ class Rates:
         self.launch_seconds = (
             hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
         )
-        self.min_kernel_seconds = min_kernel_seconds(hardware)
-        self.cached_bytes, self.cache_gain = cached_bytes(hardware), cache_gain(hardware)
+        on_gpu = hardware.device.kind == "cuda"
+        self.min_kernel_seconds = (
+            (hardware.rate("kernel.least") or KERNEL_SECONDS) if on_gpu else 0.0
+        )
+        is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
+        share = CACHE_SHARE_IN_HALVES if is_halved else CACHE_SHARE
+        # What a kernel may read and write for its tensors to be in the cache.
+        self.cached_bytes = share * (hardware.device.l2_bytes or 0) if on_gpu else 0.0
+        cached = hardware.rate("memory.cache")
+        self.cache_gain = max(1.0, cached / copy) if cached and copy else CACHE_GAIN
         known = measured_products(hardware, precision)
         # On a CPU a slice of what takes too long is measured, for its FLOP/s.
-        on_gpu = hardware.device.kind == "cuda"
         self.products = [each for each in known if not (on_gpu and is_thin(each.shape))]
         self._thin = _thin_products(
             [each for each in known if on_gpu and is_thin(each.shape)], precision
@@ -260,7 +285,6 @@ def _measured_attention(
 
 
 def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
-    """Interpolate in log tokens and log rate; constant beyond the ends."""
     if tokens <= points[0][0]:
         return points[0][1]
     for (low, slow), (high, fast) in pairwise(points):
@@ -281,47 +305,6 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
         seconds[kind] += count * rates.seconds(item)
         launches += count * LAUNCHES_OF.get(item[0], 1)
     return (*seconds.values(), launches)
-
-
-KERNEL_SECONDS = 3e-6
-"""From the start of a kernel to that of the next, however little it does, where no probe
-measured it: some 3 us for kernels that do nothing, on recent cards and drivers
-(forums.developer.nvidia.com, thread 233645)."""
-CACHE_SHARE = 0.9
-"""Of the L2 cache, what a kernel's operands and results may take to be there still. Published
-curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its
-rate up to 93% of an L40's, then fall to the memory's."""
-CACHE_SHARE_IN_HALVES = 0.7
-"""The same for data-center cards since the A100, whose cache has two halves that hold copies of
-each other's lines: 69% of an A100's, 72% of an H100's and of an H200's, in the same curves."""
-CACHE_GAIN = 2.0
-"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
-The cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from
-long ago, as a residual, comes from memory."""
-THIN = 64
-"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has
-16 FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
-
-
-def min_kernel_seconds(hardware: HardwareProfile) -> float:
-    """What the device takes for any kernel."""
-    if hardware.device.kind != "cuda":
-        return 0.0
-    return hardware.rate("kernel.least") or KERNEL_SECONDS
-
-
-def cached_bytes(hardware: HardwareProfile) -> float:
-    """What a kernel may read and write for its tensors to be in the cache."""
-    if hardware.device.kind != "cuda":
-        return 0.0
-    is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
-    return (CACHE_SHARE_IN_HALVES if is_halved else CACHE_SHARE) * (hardware.device.l2_bytes or 0)
-
-
-def cache_gain(hardware: HardwareProfile) -> float:
-    """Times the memory's rate at which it moves them then."""
-    cached, copied = hardware.rate("memory.cache"), hardware.rate("memory.bandwidth")
-    return max(1.0, cached / copied) if cached and copied else CACHE_GAIN
 
 
 def is_thin(shape: tuple[int, ...]) -> bool:

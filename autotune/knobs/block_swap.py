@@ -152,16 +152,14 @@ class BlockSwap:
         # Memory that is taken now may still be read by what was queued before.
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        visiting = self._copy_to_device(self.blocks[number].region.bytes)
+        host = self.blocks[number].region.bytes
+        # On the running stream, where it will be freed.
+        visiting = torch.empty_like(host, device=self.device)
+        with torch.cuda.stream(self.stream):  # does nothing for None
+            visiting.copy_(host, non_blocking=True)
         for weight in self.blocks[number].weights:
             weight.put(_placed(weight.on_host, visiting, weight.offsets))
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
-
-    def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        # On the running stream, where it will be freed.
-        copy = torch.empty_like(tensor, device=self.device)
-        with torch.cuda.stream(self.stream):  # does nothing for None
-            return copy.copy_(tensor, non_blocking=True)
 
     def _await(self, number: int) -> None:
         event = self.arrivals[number]
@@ -176,15 +174,12 @@ class BlockSwap:
 
 
 def _move_trained(block: nn.Module, device: torch.device) -> None:
-    """Move what is trained to the device, for good."""
     for parameter in block.parameters():
         if parameter.requires_grad and parameter.device != device:
             parameter.data = parameter.data.to(device)
 
 
 def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
-    """Move the block's frozen parameters to one region of the host, locked for CUDA, and buffers
-    to the device."""
     frozen = [
         (module, name, parameter.detach())
         for module in block.modules()

@@ -246,8 +246,6 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
 
 
 def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
-    """The defaults with some fields, as text. Raises InvalidInput for what is no field, or no
-    value of one."""
     values: dict[str, object] = dict(pins)
     if "text_encoder_streamed" in pins:
         values["text_encoder_streamed"] = {"true": True, "false": False}.get(
@@ -310,7 +308,6 @@ def _require_choice(
 
 
 def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
-    """The GPU beside the one that trains with this name, if this machine has it."""
     return next((gpu for gpu in hardware.device.others if f"cuda:{gpu.index}" == name), None)
 
 
@@ -325,7 +322,6 @@ def _places(context: TuningContext, num_processes: int, pinned: CachingSettings)
 
 
 def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
-    """All ways of text encoders on this machine, as fields, in the order they are preferred."""
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
     ways: list[dict[str, Any]] = [
@@ -340,13 +336,11 @@ def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
 def _captions_refusal(
     option: CachingSettings, size: EncoderSize, context: TuningContext
 ) -> str | None:
-    """Why captions cannot be encoded in a way, or None."""
     reason = _unusable_reason(option.text_encoder_quantization, context)
     return reason or _shortage(option.text_encoder_device, size.captions_bytes(option), context)
 
 
 def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
-    """Why a place has no room for so many bytes of tensors, or None."""
     hardware, needed = context.hardware, _reserved(num_bytes)
     if place == "cpu":
         budget, room = hardware.host.available_memory_bytes, "of the host's memory are free"
@@ -379,7 +373,6 @@ def cast_refusal(name: str, family: Family) -> str | None:
 
 
 def _unusable_reason(name: str, context: TuningContext) -> str | None:
-    """Why text encoders cannot be stored in a weight format on this machine, or None."""
     weight_format = WEIGHT_FORMATS.get(name)
     if weight_format is None:
         return f"it is unknown; known: {', '.join(WEIGHT_FORMATS)}"

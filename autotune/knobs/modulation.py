@@ -192,8 +192,6 @@ class ModulationAhead(nn.Module):
 
     @torch.no_grad()
     def _compute(self, conditionings: Tensor, rows: Tensor) -> None:
-        """Fill the first of `rows` with what all layers make of `conditionings` (items,
-        features), layer by layer."""
         assert self._stream is not None
         activated, device = nn.functional.silu(conditionings), conditionings.device
         layers = {name: layer for layer in self.layers for name in layer.tensors}

@@ -20,6 +20,7 @@ from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from autotune.models.family import AttentionLayout, Rotary, Stream
@@ -178,28 +179,20 @@ def _wide_backward(
     return found
 
 
+def _compiled_when_run(function: Any) -> Any:
+    return lambda *inputs: _compile(function)(*inputs)
+
+
 @cache
 def _compile(function: Any) -> Any:
     return torch.compile(function)  # when it is needed: torch's compiler takes seconds to import
 
 
-def _compiled_forward(
-    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
-) -> Tensor:
-    out: Tensor = _compile(_wide_forward)(streams, weights, tables, epsilon)
-    return out
-
-
-def _compiled_backward(
-    gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
-) -> list[Tensor]:
-    found: list[Tensor] = _compile(_wide_backward)(gradient, streams, weights, tables, epsilon)
-    return found
-
-
 KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
-    "compiled": Kernels(_wide, _compiled_forward, _compiled_backward),
+    "compiled": Kernels(
+        _wide, _compiled_when_run(_wide_forward), _compiled_when_run(_wide_backward)
+    ),
 }
 """By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again
 for other shapes."""
@@ -283,11 +276,10 @@ class JoinedNormRope:
             )
             for kind, inputs in (("query", states), ("key", attended))
         )
-        out = (
-            self._dispatch(query, key, value, _joint_mask(image, arguments))
-            .flatten(2, 3)
-            .to(query.dtype)
-        )
+        given = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        mask = _joint_mask(image, arguments)
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **given)
+        out = out.flatten(2, 3).to(query.dtype)
         if not is_joined:
             return _project_out(attn, layout.image, out)
         parts = torch.split(out, [part.shape[1] for part in states], dim=1)
@@ -312,13 +304,6 @@ class JoinedNormRope:
             kernels, weights, tables, _epsilon(norms[0]), rounds, *streams
         )  # type: ignore[no-untyped-call]
         return joined
-
-    def _dispatch(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-        given = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        out: Tensor = dispatch_attention_fn(query, key, value, attn_mask=mask, **given)
-        return out
 
 
 def _joint_mask(image: Tensor, arguments: dict[str, Any]) -> Tensor | None:

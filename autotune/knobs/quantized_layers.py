@@ -68,10 +68,8 @@ def store_rows(
     Scales are numbers that `scales_as` has: what is scaled in that dtype then rounds no scale.
     """
     weight = layer.weight.data
-    stored, scale = (
-        weight.new_empty(weight.shape, dtype=dtype),
-        weight.new_empty(len(weight), dtype=torch.float32),
-    )
+    stored = weight.new_empty(weight.shape, dtype=dtype)
+    scale = weight.new_empty(len(weight), dtype=torch.float32)
     step = max(1, slice_bytes_of(weight) // (weight.shape[1] * weight.element_size()))
     # In slices: a whole takes several times itself.
     for start in range(0, 0 if weight.is_meta else len(weight), step):
@@ -122,7 +120,6 @@ def _scales_weight(stored: Tensor, factor: Tensor) -> bool:
 
 
 def _weight(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight that is stored in `dtype`, rounded once."""
     if scale is None:
         return as_stored(stored).to(dtype)
     if stored.dtype == torch.int8:
@@ -230,10 +227,8 @@ def multiply(
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
     if missing > 0:
-        left, rows = (
-            functional.pad(left, (0, 0, 0, missing)),
-            functional.pad(rows, (0, 0, 0, missing)),
-        )
+        left = functional.pad(left, (0, 0, 0, missing))
+        rows = functional.pad(rows, (0, 0, 0, missing))
     if right.stride(0) != 1 and (kernels.has_cuda_limits or right.dtype == FLOAT8):
         right = right.t().contiguous().t()  # kernels read the second factor by columns alone
     left = left.contiguous()  # what is rounded keeps the order in memory of what it was made of

@@ -48,10 +48,8 @@ class MicroBatchSize(Knob):
     title = "micro-batch"
 
     def choices(self, context: TuningContext) -> Choices:
-        effective, max_size = (
-            context.workload.effective_batch_size,
-            context.family.max_micro_batch_size,
-        )
+        effective = context.workload.effective_batch_size
+        max_size = context.family.max_micro_batch_size
         sizes = [size for size in range(1, effective + 1) if effective % size == 0]
         admitted = tuple(size for size in sizes if max_size is None or size <= max_size)
         why = f"{context.family.name} takes {max_size} at once, because captions differ in length"
@@ -252,7 +250,6 @@ class Modulation(Knob):
 
 
 def _unsuited_reason(context: TuningContext) -> str | None:
-    """Why modulations of this model cannot be computed ahead for this work; None if they can."""
     family, layers = context.family, context.family.modulation
     if layers is None:
         return family.excluded.get("modulation", "the family names no modulation layers")
@@ -337,10 +334,8 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
         return None
     cases = [False, True] if _takes_masks(backend, context) else [False]
     if hardware.origin == "catalog" and backend.needs.library:
-        what, speed = (
-            "published for its kernel is",
-            max(_assumed_speed(name, hardware, masked) for masked in cases),
-        )
+        what = "published for its kernel is"
+        speed = max(_assumed_speed(name, hardware, masked) for masked in cases)
     else:
         found = [
             _measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware)
@@ -357,8 +352,6 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
 
 
 def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    """Whether the backend would be given masks in micro-batches of several, because captions
-    differ in length."""
     work, family = context.workload, context.family
     always = family.has_attention_mask(1, "exact")  # of the text alone
     is_masked = not always and family.has_attention_mask(
@@ -400,7 +393,6 @@ def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float |
 
 
 def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
-    """FLOP/s by dtype and number of tokens, e.g. `bf16.4096`."""
     prefix = f"attention.{name}."
     return {
         rate.name.removeprefix(prefix): rate.value

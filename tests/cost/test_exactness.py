@@ -261,10 +261,8 @@ def test_peak_agrees_with_the_profiler_where_some_blocks_keep_attention(
 def test_what_dropout_keeps_is_predicted(predictor):
     plain = predictor("qwen-image")
     work = plain.workload.model_copy(update={"lora_dropout": 0.3})
-    own, candidate = (
-        CostModel.build(cpu(), work, plain.family, TINY["qwen-image"]),
-        candidate_of("fp32"),
-    )
+    own = CostModel.build(cpu(), work, plain.family, TINY["qwen-image"])
+    candidate = candidate_of("fp32")
     truth = run(plain.family, TINY["qwen-image"], work, candidate, num_timed=0)
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
@@ -286,10 +284,8 @@ def test_what_dropout_keeps_is_predicted(predictor):
 def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, changes, k):
     plain = predictor(name)
     work = plain.workload.changed(**changes)
-    own, candidate = (
-        CostModel.build(cpu(), work, plain.family, TINY[name]),
-        candidate_of("fp32", k=k),
-    )
+    own = CostModel.build(cpu(), work, plain.family, TINY[name])
+    candidate = candidate_of("fp32", k=k)
     truth = run(plain.family, TINY[name], work, candidate, num_timed=0)
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)

@@ -160,10 +160,8 @@ def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_
     card,
 ):
     usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
-    resident, ahead = (
-        card.predict(usual),
-        card.predict(usual.model_copy(update={"modulation": "ahead"})),
-    )
+    resident = card.predict(usual)
+    ahead = card.predict(usual.model_copy(update={"modulation": "ahead"}))
     layers = card.model.model_bytes("bf16", "none", "ahead").modulation
     weights = [p.phases[2].breakdown.weight_bytes for p in (resident, ahead)]
     assert weights[0] - weights[1] == layers.weight_bytes

@@ -113,10 +113,8 @@ def test_processors_change_and_change_back(plain, name):
 
 def test_positions_that_change_are_not_taken_from_the_last_call():
     tables = processor.RotaryTables()
-    first, second = (
-        torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4)),
-        torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4)),
-    )
+    first = torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4))
+    second = torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4))
     one = tables.get("complex", first, [3], "fused")
     assert tables.get("complex", first, [3], "fused") is one
     assert torch.equal(tables.get("complex", second, [3], "fused")[0], second.unsqueeze(2))
