@@ -180,7 +180,10 @@ def _wide_backward(
 
 
 def _compiled_when_run(function: Any) -> Any:
-    return lambda *inputs: _compile(function)(*inputs)
+    def call(*inputs: Any) -> Any:
+        return _compile(function)(*inputs)
+
+    return call
 
 
 @cache

@@ -69,16 +69,13 @@ def test_adapter_gradients_are_the_stock_processors(plain, name, kernels):
 
 @pytest.mark.parametrize("attention", ["_native_flash", "_native_math"])
 def test_the_attention_backend_is_the_candidates(plain, attention, monkeypatch):
-    from diffusers.models import attention_dispatch
-
-    seen = []
-    original = attention_dispatch.dispatch_attention_fn
+    seen, original = [], processor.dispatch_attention_fn
 
     def spy(*args, backend=None, **kwargs):
         seen.append(backend)
         return original(*args, backend=backend, **kwargs)
 
-    monkeypatch.setattr(attention_dispatch, "dispatch_attention_fn", spy)
+    monkeypatch.setattr(processor, "dispatch_attention_fn", spy)
     assert error("qwen-image", plain("qwen-image"), norm_rope="fused", attention=attention) <= 1e-5
     assert {str(one.value) for one in seen} == {attention}
 
