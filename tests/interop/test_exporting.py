@@ -203,11 +203,6 @@ def test_searches_suit_another_trainer(tmp_path: Path) -> None:
     assert "torchao-int8" in everything["quantization"]
     assert "torchao-int8" not in space.choices["quantization"]
     assert space.choices["loader"] == everything["loader"]
-    knobs = SPARING.keys() & space.choices.keys()
-    assert len(knobs) == len(SPARING) - 1  # one is of caching
-    assert {name: space.choices[name] for name in knobs} == {
-        name: (SPARING[name],) for name in knobs
-    }
+    for name in SPARING.keys() & space.choices.keys():
+        assert space.choices[name] == (SPARING[name],)
     assert space.choices["selective_blocks"] == (0,)
-    with pytest.raises(InvalidInput, match="there is no trainer called 'kohya'"):
-        list_choices(str(model), **asked, for_trainer="kohya")

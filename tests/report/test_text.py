@@ -11,31 +11,8 @@ from autotune.plan.file import with_job
 from autotune.plan.prediction import StepTime
 from autotune.report.plan import differences, origin_lines
 from autotune.report.run import report_lines
-from autotune.report.text import change_text, loss_text, memory_text, seconds_text, time_left_text
 from tests.plan.test_plan_file import make_plan
 from tests.report.page.pages import golden_plan, run_report
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (seconds_text(4e-5), "40 us"),
-        (seconds_text(0.5), "0.500 s"),
-        (seconds_text(61), "1 min 01 s"),
-        (seconds_text(7265), "2 h 01 min"),
-        (time_left_text(None), ""),
-        (time_left_text(0.2), "1 s left"),
-        (time_left_text(185), "3 min 05 s left"),
-        (memory_text(None), "-"),
-        (memory_text(4096), "4 KiB"),
-        (memory_text(3 << 29), "1.50 GiB"),
-        (loss_text(0.12345), "0.1235"),
-        (change_text(-0.123, 1), "-12.3%"),
-        (loss_text(1e99), "1.0e+99"),
-    ],
-)
-def test_numbers_read_well(text: str, expected: str) -> None:
-    assert text == expected
 
 
 @pytest.mark.slow
@@ -49,16 +26,14 @@ def test_closed_pipes_end_nothing() -> None:
     assert (process.returncode, process.stdout) == (0, b"done\n")
 
 
-def test_no_control_character_of_a_stranger_reaches_the_terminal(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_control_characters_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     for console in (out, err):
         console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
     printed = capfd.readouterr()
     assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
 
 
-def test_a_predicted_plan_beside_another_is_as_uncertain_as_it_says() -> None:
+def test_predicted_differences_are_uncertain() -> None:
     measured = golden_plan()
     expected = measured.frozen.expected.changed(
         evidence="predicted", time_uncertainty=0.62, step_seconds=3600.0
@@ -71,7 +46,7 @@ def test_a_predicted_plan_beside_another_is_as_uncertain_as_it_says() -> None:
     assert step.ratio == pytest.approx(3600.0 / measured.frozen.expected.step_seconds)
 
 
-def test_what_limits_a_run_is_the_largest_wait() -> None:
+def test_the_largest_wait_limits_a_run() -> None:
     kinds = [name for name in StepTime.model_fields if name != "recompute_seconds"]
     time = StepTime(**dict.fromkeys(kinds, 1.0), recompute_seconds=0.0)
     waits = time.waits(data_seconds=1.0)
@@ -81,7 +56,7 @@ def test_what_limits_a_run_is_the_largest_wait() -> None:
     assert "limited by data" in report_lines(report)
 
 
-def test_values_that_differ_from_the_defaults_are_the_users() -> None:
+def test_changed_values_are_the_users() -> None:
     lines = origin_lines(with_job(make_plan(), learning_rate=3e-4, timestep_shift=2.2))
     ours = next(at for at, line in enumerate(lines) if line.startswith("we set"))
     assert any("learning rate 0.0003" in line for line in lines[:ours])
