@@ -154,18 +154,6 @@ def test_plan_from_another_machine_is_refused_with_the_difference(
         assert "compute capability: the plan was made with 9.0" in process.stdout + process.stderr
 
 
-def test_plan_that_needs_more_memory_than_here_is_refused(
-    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
-) -> None:
-    frozen = journey.plan.frozen.model_dump(mode="json")
-    frozen["expected"]["peak_memory_bytes"] = 10**14
-    huge = tmp_path / "huge.yaml"
-    write_plan(huge, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
-    process = autotune_here(capfd, "check", huge)
-    assert process.returncode == 4
-    assert "run memory: the plan needs" in process.stdout
-
-
 def test_the_real_model_without_a_gpu_says_what_is_missing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

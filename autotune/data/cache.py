@@ -148,9 +148,7 @@ class Cache:
         return self.folder / f"{key}.safetensors"
 
     def _touch(self, path: Path) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # a read-only cache still works, without times of last use
+        with contextlib.suppress(OSError):  # a read-only cache works without times of last use
             if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
                 os.utime(path)
 
@@ -270,11 +268,8 @@ class CacheEntry:
     """Whether it is mirrored."""
 
     def __str__(self) -> str:
-        return (
-            f"pixels of {self.paths[0]}"
-            if self.caption is None
-            else f"caption {self.caption[:80]!r}"
-        )
+        what = None if self.caption is None else self.caption[:80]
+        return f"pixels of {self.paths[0]}" if what is None else f"caption {what!r}"
 
 
 @dataclass(frozen=True)
@@ -375,13 +370,13 @@ def _make_latents_entry(
     never mirrored."""
     digests = tuple(map(digest, paths))
     span, crop = (item.span, item.crop) if item else (None, "center")
-    usual = {
-        "clip": None,
-        "crop": "center",
-        "flipped": False,
-    }  # parts that keys have not always had
-    parts = {"clip": asdict(span) if span else None, "crop": crop, "flipped": flipped}
-    unusual = {name: value for name, value in parts.items() if value != usual[name]}
-    size = (bucket.width_px, bucket.height_px)
-    key = entry_key("latents", files=digests, size=size, encoder=identity.vae, **unusual)
+    key = entry_key(
+        "latents",
+        files=digests,
+        size=(bucket.width_px, bucket.height_px),
+        encoder=identity.vae,
+        clip=asdict(span) if span else None,
+        crop=crop,
+        flipped=flipped,
+    )
     return CacheEntry(key, paths, digests, bucket, span=span, crop=crop, flipped=flipped)

@@ -1,19 +1,12 @@
 """Buckets never exceed the area, keep the aspect ratio, and account for every item."""
 
-import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.data.batches import (
-    MAX_ASPECT_RATIO,
-    assign_buckets,
-    choose_bucket_size,
-    list_bucket_sizes,
-    make_buckets,
-)
+from autotune.data.batches import MAX_ASPECT_RATIO, assign_buckets, choose_bucket_size, make_buckets
 from autotune.data.dataset import Dataset
 from autotune.data.items import Item
 from autotune.errors import InvalidInput
@@ -34,21 +27,6 @@ def test_a_bucket_fits_area_multiple_ratio_and_side(
     assert to_width % multiple == to_height % multiple == 0
     assert 0 < to_width * to_height <= resolution**2
     assert 1 / MAX_ASPECT_RATIO <= to_width / to_height <= MAX_ASPECT_RATIO
-
-
-@given(sides, sides, resolutions, multiples)
-def test_no_size_on_offer_is_closer_in_ratio(
-    width: int, height: int, resolution: int, multiple: int
-) -> None:
-    chosen = choose_bucket_size(width, height, resolution, multiple, 8192)
-
-    def distance(size: tuple[int, int]) -> float:
-        return abs(math.log(width / height) - math.log(size[0] / size[1]))
-
-    assert all(
-        distance(chosen) <= distance(size) + 1e-8
-        for size in list_bucket_sizes(resolution, multiple, 8192)
-    )
 
 
 def dataset_of(*sizes: tuple[int, int], frames: int = 1) -> Dataset:

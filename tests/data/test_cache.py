@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from autotune.data.cache import Cache, entry_key
+from autotune.data.cache import Cache
 from autotune.errors import AutotuneError
 
 TENSORS = {
@@ -117,16 +117,3 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(
     with pytest.raises(AutotuneError, match="is full"):
         cache.write("b", TENSORS)
     assert names(tmp_path) == ["a.safetensors"]
-
-
-def test_keys_differ_in_every_part() -> None:
-    base = {"files": ["x"], "size": (64, 64), "encoder": "e"}
-    keys = {
-        entry_key("latents", **base),
-        entry_key("prompt", **base),
-        *(
-            entry_key("latents", **{**base, **change})
-            for change in ({"files": ["y"]}, {"size": (64, 32)}, {"encoder": "f"})
-        ),
-    }
-    assert len(keys) == 5

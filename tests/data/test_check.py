@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from autotune.data.check import DataReport, check_dataset
 from autotune.data.items import DatasetOptions
-from tests.conftest import autotune_here
 from tests.data.pictures import write_pictures
 
 
@@ -40,23 +37,3 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
         max_side_px=8192,
         options=DatasetOptions(trigger="sks"),
     ).can_train
-
-
-def test_the_command_looks_at_clips_as_training_would(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_pictures(tmp_path / "clip", *[(64, 48)] * 5)
-    (tmp_path / "clip.txt").write_text("a moving fox")
-    for path in (tmp_path / "clip").glob("*.txt"):
-        path.unlink()
-    command = ("data", "check", tmp_path, "--model", "kandinsky5-video-lite", "--resolution", 64)
-    good = autotune_here(capfd, *command, "--frames", 5)
-    told = " ".join(good.stdout.split())  # lines break where the path is long
-    assert (good.returncode, "1 usable" in told, "5 frames" in told) == (0, True, True)
-    odd = autotune_here(capfd, *command, "--frames", 4)
-    assert (odd.returncode, "use --frames 1 or --frames 5" in odd.stderr) == (2, True)
-    short = autotune_here(capfd, *command)  # of the family's usual length
-    assert (short.returncode, "has 5 frames, 29 are needed" in " ".join(short.stdout.split())) == (
-        2,
-        True,
-    )

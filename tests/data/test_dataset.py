@@ -30,13 +30,6 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
     assert dataset.problems == ()
 
 
-def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "more", (64, 64))
-    write_pictures(tmp_path / ".thumbnails", (64, 64), first=5)
-    (tmp_path / "more" / "._000.png").write_bytes(b"resource fork")
-    assert [item.path for item in read_dataset(tmp_path).items] == [tmp_path / "more" / "000.png"]
-
-
 def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
@@ -73,17 +66,6 @@ def test_no_metadata_file_crashes_the_reader(
     assert len(captions) + len(complaints) == sum(
         bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     )
-
-
-def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Path) -> None:
-    write_pictures(tmp_path, (64, 64), (64, 64))
-    (tmp_path / "001.txt").write_text(" \n")
-    with pytest.raises(InvalidInput, match=r"1 image.*001\.png") as caught:
-        read_dataset(tmp_path)
-    assert "--caption" in caught.value.hint
-    assert [
-        item.caption for item in read_dataset(tmp_path, DatasetOptions(caption="a photo")).items
-    ] == [CAPTIONS[0], "a photo"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
@@ -130,17 +112,6 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path)
         "lost.png": "broken",
         "to pipe.png": "broken",
     }
-
-
-def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> None:
-    folder = write_pictures(Path(os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")), (64, 64))
-    (folder / os.fsdecode(b"\xff.png")).write_bytes(b"junk")
-    (folder / os.fsdecode(b"\xff.gif")).write_bytes(b"junk")
-    dataset = read_dataset(folder)
-    assert len(dataset.items) == 1
-    assert kinds(dataset) == {"\\udcff.png": "broken", "\\udcff.gif": "unsupported"}
-    report = check_dataset(folder, resolution_px=64, multiple_px=16, max_side_px=8192)
-    assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
 
 
 @pytest.mark.parametrize("content", [None, "not a folder", "empty"])

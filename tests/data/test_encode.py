@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from autotune.data.batches import make_buckets
-from autotune.data.cache import Cache, EncoderIdentity, identify_encoders
+from autotune.data.cache import Cache, EncoderIdentity
 from autotune.data.dataset import read_dataset
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, open_pixels
 from autotune.data.items import DatasetOptions
@@ -153,32 +153,6 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any
                 assert one.keys() == other.keys()
                 assert all(torch.equal(one[name], other[name]) for name in one)
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
-
-
-def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(
-    data: Path, pipeline: Any
-) -> None:
-    family = CountingFamily()
-    encoded = encode(data, pipeline, family)
-    assert sorted(family.captions) == sorted(CAPTIONS)
-    with pytest.raises(ValueError, match="without caption dropout"):
-        encoded.sample(0, dropped=True)
-    encoded = encode(data, pipeline, family, caption_dropout=0.5)
-    assert family.captions[len(CAPTIONS) :] == [""]
-    dropped, own = encoded.sample(0, dropped=True), encoded.sample(0)
-    assert len(dropped["prompt_embeds"]) < len(own["prompt_embeds"])
-    assert torch.equal(dropped["latents"], own["latents"])
-
-
-def test_what_changed_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
-    encode(data, pipeline)
-    picture(77).save(data / "000.png")
-    (data / "001.txt").write_text("another caption")
-    (data / "002.png").rename(data / "005.png")
-    (data / "002.txt").rename(data / "005.txt")
-    family = CountingFamily()
-    encode(data, pipeline, family)
-    assert (family.num_images, family.captions) == (1, ["another caption"])
 
 
 def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: Any) -> None:
@@ -323,28 +297,3 @@ def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any)
     ):
         encode(data, pipeline, Damaged())
     assert not list((data.parent / "cache").glob("latents-*"))
-
-
-def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_folder: Path) -> None:
-    family = QwenImage()
-    folder = tmp_path / "model"
-    for part in ("vae", "text_encoder", "tokenizer", "transformer"):
-        (folder / part).mkdir(parents=True)
-        (folder / part / "weights").write_bytes(bytes(3 * 1024**2))
-
-    def changed_by(part: str, content: bytes) -> tuple[bool, bool]:
-        before = identify_encoders(folder, family, settings="bf16")
-        (folder / part / "weights").write_bytes(content)
-        after = identify_encoders(folder, family, settings="bf16")
-        return before.text_encoder != after.text_encoder, before.vae != after.vae
-
-    assert changed_by("transformer", b"new") == (False, False)
-    assert changed_by("vae", bytes(3 * 1024**2 - 1) + b"x") == (False, True)
-    assert changed_by("tokenizer", b"x" + bytes(3 * 1024**2 - 1)) == (True, False)
-    assert changed_by("text_encoder", b"short") == (True, False)
-    assert identify_encoders(folder, family, settings="fp32") != identify_encoders(
-        folder, family, settings="bf16"
-    )
-    assert identify_encoders(pipeline_folder, family, settings="bf16") == identify_encoders(
-        pipeline_folder, family, settings="bf16"
-    )

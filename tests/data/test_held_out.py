@@ -7,7 +7,6 @@ import pytest
 
 from autotune.data.dataset import SplitDataset, read_split
 from autotune.data.items import DatasetOptions
-from autotune.errors import InvalidInput
 from tests.data.pictures import write_pictures
 
 OPTIONS = DatasetOptions(caption="a picture")
@@ -48,12 +47,6 @@ def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path:
     )
 
 
-def test_nothing_is_held_out_unasked(images: Path) -> None:
-    split = read_split(images, OPTIONS, None, 0)
-    assert (len(split.training.items), split.held_out) == (20, ())
-    assert split.whole == split.training
-
-
 def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(
     images: Path, tmp_path: Path
 ) -> None:
@@ -71,12 +64,3 @@ def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(
     assert held_out == {"renamed.png"}
     assert third.name not in training
     assert len(training) == 19
-
-
-def test_something_must_be_left_to_train_on(images: Path, tmp_path: Path) -> None:
-    write_images(tmp_path / "one", 1)
-    for folder, validation in ((tmp_path / "one", "10%"), (images, str(images))):
-        with pytest.raises(InvalidInput, match="is left to train on"):
-            read_split(folder, OPTIONS, validation, 0)
-    with pytest.raises(InvalidInput, match="no data folder"):
-        read_split(images, OPTIONS, str(tmp_path / "absent"), 0)

@@ -13,32 +13,6 @@ from autotune.data.pixels import EXIF_ORIENTATION, read_size, to_rgb
 from tests.data.pictures import picture
 
 
-def color_of(path: Path) -> list[int]:
-    """The one color of a plain image, 0 to 255."""
-    pixels = open_pixels([path], 32, 32)
-    assert pixels.shape == (3, 1, 32, 32)
-    assert float(pixels.amax((1, 2, 3)).sub(pixels.amin((1, 2, 3))).max()) < 0.03
-    return [round(float(value)) for value in (pixels[:, 0, 16, 16] + 1) * 127.5]
-
-
-@pytest.mark.parametrize(
-    ("mode", "color", "expected"),
-    [
-        ("RGB", (200, 100, 50), [200, 100, 50]),
-        ("L", 77, [77, 77, 77]),
-        ("1", 1, [255, 255, 255]),
-        ("RGBA", (200, 100, 50, 255), [200, 100, 50]),
-        ("RGBA", (200, 100, 50, 0), [255, 255, 255]),
-        ("RGBA", (0, 0, 0, 51), [204, 204, 204]),
-        ("LA", (0, 0), [255, 255, 255]),
-        ("I;16", 256 * 128 + 128, [128, 128, 128]),
-    ],
-)
-def test_modes_of_png(tmp_path: Path, mode: str, color: object, expected: list[int]) -> None:
-    Image.new(mode, (48, 40), color).save(tmp_path / "a.png")  # type: ignore[arg-type]
-    assert color_of(tmp_path / "a.png") == expected
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_counts_for_sizes_and_pixels(

@@ -144,26 +144,6 @@ def test_the_loss_counts_what_its_weights_say() -> None:
     assert float(whole) == 1
 
 
-@pytest.mark.parametrize("kind", ["files", "alpha"])
-def test_a_mask_that_lets_nothing_be_learned_is_named(tmp_path: Path, kind: Any) -> None:
-    write_pictures(tmp_path, (64, 64), (64, 64))
-    if kind == "files":
-        Image.new("L", (64, 64), 0).save(tmp_path / "000.mask.png")
-        Image.new("L", (64, 64), 1).save(tmp_path / "001.mask.png")
-    else:
-        image = picture(0).convert("RGBA")
-        image.putalpha(0)
-        image.save(tmp_path / "000.png")
-    dataset = read_dataset(tmp_path, DatasetOptions(loss_mask=kind))
-    ((file, found),) = [(one.file, one.kind) for one in dataset.problems]
-    assert (file, found, len(dataset.items)) == ("000.png", "black", 2), (
-        "nothing is left out: there may be a floor"
-    )
-    (line,) = dataset.problem_summary
-    assert line.startswith("000.png: ")
-    assert "nothing of it is trained" in line
-
-
 def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(
     tmp_path: Path,
 ) -> None:
@@ -196,37 +176,3 @@ def test_a_folder_inside_another_would_be_trained_twice(tmp_path: Path) -> None:
             read_dataset(data)
     write_pictures(tmp_path / "dogs2", (64, 64))
     assert len(read_dataset([inner, tmp_path / "dogs2"]).items) == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("folders:\n- path: dogs\n  repeats: 0", "folders.0.repeats"),
-        ("folders:\n- path: none", "no data folder"),
-        ("folders: &a [*a]", "lists no data folders"),
-        ("\x00", "lists no data folders"),
-        ('folders:\n- path: "a\\0b"', "folders.0.path"),
-    ],
-)
-def test_a_wrong_list_of_folders_is_refused_with_the_reason(
-    tmp_path: Path, content: str, told: str
-) -> None:
-    (tmp_path / "data.yaml").write_text(content)
-    with pytest.raises(InvalidInput, match=told):
-        read_dataset(tmp_path / "data.yaml")
-
-
-def test_cropping_at_the_top_keeps_the_top(tmp_path: Path) -> None:
-    image = Image.new("RGB", (64, 512), "black")
-    image.paste("white", (0, 0, 64, 256))
-    image.save(tmp_path / "a.png")
-    top, center = (
-        encode(tmp_path, DatasetOptions(caption="x", crop=crop)).sample(0)["latents"]
-        for crop in ("top", "center")  # type: ignore[arg-type]
-    )
-    assert float(top.mean()) > float(center.mean()) + 0.1
-    with pytest.raises(InvalidInput, match="neither flipped nor cropped"):
-        read_dataset(
-            tmp_path,
-            DatasetOptions(crop="top", control=write_pictures(tmp_path / "control", (64, 64))),
-        )

@@ -22,30 +22,9 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
-def test_what_cannot_be_written_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
-    wanted = tmp_path / ("x" * 255)
-    with pytest.raises(OSError, match="too long") as refused:
-        write_text_atomic(wanted, "text")
-    assert refused.value.filename == str(wanted)
-
-
 def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path / "plan.yaml")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_permissions_follow_the_mask_of_the_process_without_setting_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mask can be read only by setting it, and of two threads that do, one may leave it at
-    0."""
-    set_mask, before = os.umask, os.umask(0o027)
-    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("set by a writer"))
-    try:
-        write_text_atomic(tmp_path / "plan.yaml", "text")
-    finally:
-        set_mask(before)
-    assert stat.S_IMODE((tmp_path / "plan.yaml").stat().st_mode) == 0o640
 
 
 def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(

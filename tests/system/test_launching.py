@@ -102,10 +102,3 @@ def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
     stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
     assert ending(monkeypatch, stopped, file) == 75
     assert ending(monkeypatch, stopped, file) == 143
-
-
-def test_processes_share_the_cores_that_a_job_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.environ", {})
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)), raising=False)
-    assert ending(monkeypatch, None) == 0
-    assert os.environ["OMP_NUM_THREADS"] == "3"
