@@ -73,7 +73,7 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
-    def trials(model: str, cost: CostModel) -> Iterator[TrialFunction]:
+    def trials(model: ModelRef, cost: CostModel) -> Iterator[TrialFunction]:
         yield run
 
     return PlannerBackend(
