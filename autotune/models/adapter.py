@@ -7,26 +7,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
-from unittest import mock
-
-from autotune.errors import InvalidInput
-from autotune.models.family import Family
-from autotune.plan.workload import Workload
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+
+from autotune.errors import InvalidInput
+from autotune.models.family import Family
+from autotune.plan.workload import Workload
 
 ADAPTER_NAME = "default"
 
@@ -50,7 +41,7 @@ def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
 
 
 def choose_layers(
-    family: Family, transformer: "nn.Module", targets: str, blocks: str = "all"
+    family: Family, transformer: nn.Module, targets: str, blocks: str = "all"
 ) -> Sequence[str] | str:
     """The adapted layers, in the form that peft's `target_modules` takes.
 
@@ -119,7 +110,7 @@ def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
 
 
 def adapter_shapes(
-    family: Family, transformer: "nn.Module", workload: Workload
+    family: Family, transformer: nn.Module, workload: Workload
 ) -> Counter[tuple[int, ...]]:
     """How many parameters of each shape `add_adapter` would add, without the seconds that it takes.
 
@@ -141,13 +132,13 @@ def adapter_shapes(
 
 def add_adapter(
     family: Family,
-    transformer: "nn.Module",
+    transformer: nn.Module,
     workload: Workload,
-    dtype: "torch.dtype",
+    dtype: torch.dtype,
     *,
     seed: int = 0,
     lean: bool = True,
-) -> list["nn.Parameter"]:
+) -> list[nn.Parameter]:
     """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input
@@ -200,7 +191,7 @@ def _no_import_of_bitsandbytes() -> Iterator[None]:
         yield
 
 
-def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
+def find_dropout_layers(transformer: nn.Module) -> list[nn.Module]:
     """The layers that draw random numbers in a training step: none without an adapter with
     dropout."""
     return [
@@ -211,7 +202,7 @@ def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
 
 
 @contextlib.contextmanager
-def disable_dropout(transformer: "nn.Module") -> Iterator[None]:
+def disable_dropout(transformer: nn.Module) -> Iterator[None]:
     """Compute with the adapter as it will be used, without dropout."""
     layers = find_dropout_layers(transformer)
     for layer in layers:

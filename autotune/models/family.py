@@ -1,6 +1,12 @@
-"""How a family's attention modules are built: names and conventions, as data."""
+"""What a model family must implement, so that everything else can stay ignorant of model names.
 
-import inspect
+A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how
+noise is mixed in and what the denoiser is called with. It knows nothing of devices, memory or
+search. To add one: docs/adding-a-family.md.
+
+The model that is trained is called the transformer throughout, though a family's may be a UNet.
+"""
+
 import math
 import re
 from abc import ABC, abstractmethod
@@ -9,27 +15,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import diffusers
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
-from autotune.plan.job import TimestepSampling
+from autotune.plan.job import TimestepSampling, Weighting
 from autotune.plan.workload import Bucket, TextPadding, pad_text
-from autotune.system.lazy import lazy_module
 from autotune.weights.stream import limit_tensors
-
-if TYPE_CHECKING:
-    import diffusers
-    import torch
-    from PIL import Image
-    from torch import Tensor, nn
-else:
-    nn = lazy_module("torch.nn")
-    diffusers = lazy_module("diffusers")
-    torch = lazy_module("torch")
-from torch import Tensor, nn
-
-from autotune.plan.job import Weighting
 
 Rotary = Literal["streams", "complex", "cos_sin", "matrix"]
 """How the stock transformer hands over rotary positions, for pairs of neighboring channels:
@@ -186,21 +183,6 @@ class PublishedModel:
         return replace(self, hub_id=hub_id, name=name, note=note, source=source)
 
 
-FLUX_VAE: Mapping[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-"""The autoencoder of FLUX.1, which Chroma and Kandinsky 5.0 Image use, too."""
-
-
 @dataclass(frozen=True)
 class ModulationLayers:
     """Where a transformer turns what an item is conditioned on as a whole (its noise level, a
@@ -217,12 +199,12 @@ class ModulationLayers:
     inputs: tuple[str, ...] = ()
     """Tensors of a sample that it depends on, besides noise level and guidance."""
 
-    def layer_names(self, owner: str, module: "nn.Module") -> tuple[str, str]:
+    def layer_names(self, owner: str, module: nn.Module) -> tuple[str, str]:
         """Names of the owner's activation and of its modulation layer."""
         kinds = {type(child): f"{owner}.{name}" for name, child in module.named_children()}
         return kinds[nn.SiLU], kinds[nn.Linear]
 
-    def find(self, transformer: "nn.Module") -> list[tuple[str, str]]:
+    def find(self, transformer: nn.Module) -> list[tuple[str, str]]:
         """Names of every activation and its modulation layer."""
         owners = (
             (name, module)
@@ -232,100 +214,11 @@ class ModulationLayers:
         return [self.layer_names(name, module) for name, module in owners]
 
 
-def encode_standardized(vae: Any, pixels: "Tensor") -> "Tensor":
-    """Latents (channels, frames, height, width), each channel with the mean and the deviation
-    that the VAE states."""
-    mean = pixels.new_tensor(vae.config.latents_mean).view(-1, 1, 1, 1)
-    std = pixels.new_tensor(vae.config.latents_std).view(-1, 1, 1, 1)
-    latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
-    return (latents.to(pixels.dtype) - mean) / std
-
-
-class ImageLatents:
-    """The latents of families whose autoencoder is one of images alone, and knows no frames."""
-
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        """Latents (channels, 1, height, width) of the first frame of `pixels`, shifted and
-        scaled as the VAE says."""
-        vae = pipeline.vae
-        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
-            0, :, None
-        ]
-        shift, scale = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
-        return (latents.to(pixels.dtype) - shift) * scale
-
-    def decodable(self, latents: "Tensor") -> "Tensor":
-        return latents[:, :, 0]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-
-
-def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
-    """Length of each text in tokens, by the tokenizer in a model's folder."""
-    return [len(ids) for ids in load_tokenizer(folder)(list(texts))["input_ids"]]
-
-
-def count_chat_tokens(folder: Path, captions: Sequence[str], *, enable_thinking: bool) -> list[int]:
-    """Length of each caption as a user's message in the chat template of a model's tokenizer."""
-    tokenizer = load_tokenizer(folder)
-    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable_thinking}
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": caption}], **options)
-        for caption in captions
-    ]
-    return [len(ids) for ids in tokenizer(chats)["input_ids"]]
-
-
-VAE_FACTOR = 8
-"""Pixels per latent, along each side."""
-PATCH = 2
-"""Latents per token, along each side."""
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-"""Attention layers of a double-stream block: the image's, then the text's."""
-CONTROL = "control_latents_"
-"""Prefix of control images in a sample, before a number from 1; nine at most, so that names sort
-in order."""
-
-
-def with_controls(noisy: "Tensor", batch: "Mapping[str, Tensor]") -> "list[Tensor]":
-    """What tokens are made of: the noisy latents, then those of a batch's control images in
-    their dtype."""
-    return [
-        noisy,
-        *(batch[name].to(noisy.dtype) for name in sorted(batch) if name.startswith(CONTROL)),
-    ]
-
-
-def pack(latents: "Tensor") -> "Tensor":
-    """One token per 2x2 patch: (batch, channels, 1, height, width) -> (batch, height/2 * width/2,
-    channels * 4).
-
-    A token holds its channels outermost, then rows, then columns: the order of `_pack_latents` in
-    diffusers' FLUX and Qwen-Image pipelines.
-    """
-    size, channels, _, height, width = latents.shape
-    rows, columns = height // PATCH, width // PATCH
-    patches = latents.view(size, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(size, rows * columns, channels * PATCH**2)
-
-
-def unpack(tokens: "Tensor", shape: Sequence[int]) -> "Tensor":
-    """The inverse of `pack`; `shape` is that of the latents."""
-    size, channels, _, height, width = shape
-    patches = tokens.view(size, height // PATCH, width // PATCH, channels, PATCH, PATCH)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(*shape)
-
-
-Sample = dict[str, "Tensor"]
+Sample = dict[str, Tensor]
 """One training item: `latents` and whatever the transformer is conditioned on, no batch
 dimension."""
 
-Batch = dict[str, "Tensor"]
+Batch = dict[str, Tensor]
 """Several samples of one shape, with a leading batch dimension."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -335,7 +228,7 @@ Sizes = Sequence[tuple[int, int]]
 """(width, height) in px of an item's control images."""
 
 
-def unwrap_model(transformer: "nn.Module") -> Any:
+def unwrap_model(transformer: nn.Module) -> Any:
     """The diffusers model itself, whether or not it is wrapped for several processes or compiled
     as a whole."""
     while (
@@ -343,14 +236,6 @@ def unwrap_model(transformer: "nn.Module") -> Any:
     ) is not None:
         transformer = inner
     return transformer
-
-
-def build_empty_pipeline(pipeline_class: str) -> Any:
-    """A stock pipeline without components: for what its constructor sets, such as its prompt
-    template."""
-    stock = getattr(diffusers, pipeline_class)
-    parameters = inspect.signature(stock).parameters.values()
-    return stock(**{each.name: None for each in parameters if each.default is each.empty})
 
 
 @cache
@@ -516,7 +401,7 @@ class Family(ABC):
         `size_multiple_px`."""
         return bucket.width_px * bucket.height_px // self.size_multiple_px**2
 
-    def build_transformer(self, config: Config) -> "nn.Module":
+    def build_transformer(self, config: Config) -> nn.Module:
         """Build the transformer with random weights, on torch's current default device and
         dtype."""
         cls = getattr(diffusers, self.transformer_class)
@@ -528,7 +413,7 @@ class Family(ABC):
         model: nn.Module = cls(**known)
         return model
 
-    def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
+    def find_block_lists(self, transformer: nn.Module) -> dict[str, list[nn.Module]]:
         """Blocks by the name of what holds them, a list or a single block, in the order they
         run. Each can be checkpointed. Those of one list whose weights have the same names and
         shapes compute alike."""
@@ -538,11 +423,11 @@ class Family(ABC):
             for name, part in parts.items()
         }
 
-    def blocks(self, transformer: "nn.Module") -> list["nn.Module"]:
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
         """All blocks, in the order they run."""
         return [block for blocks in self.find_block_lists(transformer).values() for block in blocks]
 
-    def last_block(self, transformer: "nn.Module") -> str:
+    def last_block(self, transformer: nn.Module) -> str:
         """Name in `named_modules` of the block that runs last.
 
         Double-stream models make nothing of the text that comes out of it, so some of its layers
@@ -616,7 +501,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         """Encode what the transformer is conditioned on: the caption at its own length, in the
         pipeline's template.
@@ -638,11 +523,11 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         """Latents (channels, frames, height, width), normalized, of pixels (3, frames, height,
         width) in [-1, 1]."""
 
-    def decodable(self, latents: "Tensor") -> "Tensor":
+    def decodable(self, latents: Tensor) -> Tensor:
         """Latents (batch, channels, frames, height, width) in the shape that the autoencoder
         decodes."""
         return latents
@@ -685,8 +570,8 @@ class Family(ABC):
 
     @abstractmethod
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         """What the model predicts, in the shape of `noisy` (batch, channels, frames, height,
         width).
 
@@ -694,9 +579,7 @@ class Family(ABC):
         the place of the default's.
         """
 
-    def guidance_input(
-        self, transformer: "nn.Module", levels: "Tensor", batch: Batch
-    ) -> "Tensor | None":
+    def guidance_input(self, transformer: nn.Module, levels: Tensor, batch: Batch) -> Tensor | None:
         """Guidance (batch,) for a transformer that takes it as an input: the batch's, or the
         default's."""
         default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)
@@ -714,8 +597,8 @@ class Family(ABC):
         *,
         num_steps: int,
         seed: int,
-        controls: Sequence["Image.Image"] = (),
-    ) -> list["Image.Image"]:
+        controls: Sequence[Image.Image] = (),
+    ) -> list[Image.Image]:
         """Sample the frames of an image or a clip in the shape of `bucket`, by the pipeline's own
         loop.
 
@@ -743,7 +626,7 @@ class Family(ABC):
         ]  # some are RGBA; what they learn from is opaque
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         """Further arguments of the pipeline's call to sample: prompt, guidance, control images,
         frames."""

@@ -4,43 +4,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.models.family import (
     ADDED_TEXT,
-    ATTENTION,
-    CONTROL,
-    FLUX_VAE,
-    PATCH,
-    VAE_FACTOR,
     AttentionLayout,
     Batch,
     Config,
     Defaults,
     Family,
-    ImageLatents,
     ModulationLayers,
     Parts,
     PublishedModel,
     Sample,
     Shapes,
     Sizes,
+)
+from autotune.models.latents import (
+    ATTENTION,
+    CONTROL,
+    FLUX_VAE,
+    PATCH,
+    VAE_FACTOR,
+    ImageLatents,
     count_tokens,
     pack,
     unpack,
     with_controls,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
@@ -136,7 +133,7 @@ class Flux1Dev(ImageLatents, Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompt, pooled, _ = pipeline.encode_prompt(prompt=caption, prompt_2=None)
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
@@ -147,8 +144,8 @@ class Flux1Dev(ImageLatents, Family):
         return [TEXT_TOKENS] * len(captions)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.
@@ -170,7 +167,7 @@ class Flux1Dev(ImageLatents, Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def conditioning(
-        self, transformer: "nn.Module", levels: "Tensor", batch: Batch, num_image_tokens: int
+        self, transformer: nn.Module, levels: Tensor, batch: Batch, num_image_tokens: int
     ) -> dict[str, Any]:
         """What the transformer takes besides tokens, their positions and the noise level."""
         guidance = self.guidance_input(transformer, levels, batch)
@@ -203,7 +200,7 @@ class Flux1Kontext(Flux1Dev):
     )
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         from PIL import Image, ImageOps
 
@@ -293,7 +290,7 @@ class Chroma(Flux1Dev):
         return {name: shapes[name] for name in ("latents", "prompt_embeds")}
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompt[0][mask[0] > 0]}
@@ -304,7 +301,7 @@ class Chroma(Flux1Dev):
         return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
 
     def conditioning(
-        self, transformer: "nn.Module", levels: "Tensor", batch: Batch, num_image_tokens: int
+        self, transformer: nn.Module, levels: Tensor, batch: Batch, num_image_tokens: int
     ) -> dict[str, Any]:
         from torch.nn.functional import pad
 
@@ -315,14 +312,14 @@ class Chroma(Flux1Dev):
 
     def sample(
         self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list["Image.Image"]:
+    ) -> list[Image.Image]:
         # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no
         # padding, no mask.
         with mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None):
             return super().sample(pipeline, prompt, bucket, **options)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         wanted, _, mask, unwanted, _, unwanted_mask = pipeline.encode_prompt(prompt)
         own, unwanted_own = mask[0] > 0, unwanted_mask[0] > 0

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
 
 from autotune.models.family import (
     ADDED_TEXT,
-    ATTENTION,
     AttentionLayout,
     Batch,
     Config,
@@ -19,17 +21,9 @@ from autotune.models.family import (
     Sample,
     Shapes,
     Sizes,
-    load_tokenizer,
 )
+from autotune.models.latents import ATTENTION, load_tokenizer
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
@@ -131,7 +125,7 @@ class Flux2Klein(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         return {"prompt_embeds": pipeline.encode_prompt(prompt=caption)[0][0]}
 
@@ -140,7 +134,7 @@ class Flux2Klein(Family):
     ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()
         mean, std = self._statistics(vae)
@@ -148,7 +142,7 @@ class Flux2Klein(Family):
             0, :, None
         ]
 
-    def decodable(self, latents: "Tensor") -> "Tensor":
+    def decodable(self, latents: Tensor) -> Tensor:
         return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
     def _statistics(self, vae: Any) -> "tuple[Tensor, Tensor]":
@@ -159,8 +153,8 @@ class Flux2Klein(Family):
         return norm.running_mean.view(1, -1, 1, 1), variance.sqrt().view(1, -1, 1, 1)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         prompt = batch["prompt_embeds"]
         rows, columns = noisy.shape[3], noisy.shape[4]
         # A position is (time, row, column, place in the text).

@@ -7,13 +7,14 @@ different lengths go through it one length at a time.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.models.family import (
-    FLUX_VAE,
-    PATCH,
-    VAE_FACTOR,
     AttentionLayout,
     Batch,
     Config,
@@ -26,19 +27,10 @@ from autotune.models.family import (
     Shapes,
     Sizes,
     Stream,
-    build_empty_pipeline,
-    count_tokens,
     unwrap_model,
 )
+from autotune.models.latents import FLUX_VAE, PATCH, VAE_FACTOR, build_empty_pipeline, count_tokens
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
 
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
@@ -110,7 +102,7 @@ class Kandinsky5(Family):
         ),
     )
 
-    def build_transformer(self, config: Config) -> "nn.Module":
+    def build_transformer(self, config: Config) -> nn.Module:
         attention = config.get("attention_type", "regular")
         if attention != "regular":
             raise InvalidInput(
@@ -137,7 +129,7 @@ class Kandinsky5(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompt, pooled, _ = pipeline.encode_prompt(prompt=[caption])
         return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
@@ -159,8 +151,8 @@ class Kandinsky5(Family):
         ]
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         if "prompt_mask" not in batch:
             return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
@@ -178,8 +170,8 @@ class Kandinsky5(Family):
         return velocity
 
     def _predict_one_length(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         _, _, frames, height, width = noisy.shape
         visual = noisy.permute(0, 2, 3, 4, 1)
         if unwrap_model(transformer).visual_cond:
@@ -243,7 +235,7 @@ class Kandinsky5Image(Kandinsky5):
         },
     )
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
             0, :, None
@@ -251,11 +243,11 @@ class Kandinsky5Image(Kandinsky5):
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
-    def decodable(self, latents: "Tensor") -> "Tensor":
+    def decodable(self, latents: Tensor) -> Tensor:
         return latents[:, :, 0]
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
@@ -304,14 +296,14 @@ class Kandinsky5Video(Kandinsky5):
         },
     )
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         clip = pixels[None, :, : self._whole_frames(pixels.shape[1])]
         latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {**usual, "num_frames": self._whole_frames(bucket.num_frames)}

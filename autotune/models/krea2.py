@@ -8,11 +8,11 @@ no gradient.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 from autotune.models.family import (
-    PATCH,
-    VAE_FACTOR,
     Batch,
     Config,
     Defaults,
@@ -22,6 +22,10 @@ from autotune.models.family import (
     Sample,
     Shapes,
     Sizes,
+)
+from autotune.models.latents import (
+    PATCH,
+    VAE_FACTOR,
     build_empty_pipeline,
     encode_standardized,
     load_tokenizer,
@@ -29,9 +33,6 @@ from autotune.models.family import (
     unpack,
 )
 from autotune.plan.workload import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline pads prompts, under a mask; what follows the prompt in its
@@ -122,7 +123,7 @@ class Krea2(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompts, mask = pipeline.encode_prompt(caption, max_sequence_length=MAX_TEXT_TOKENS)
         return {"prompt_embeds": prompts[0][mask[0]]}
@@ -139,12 +140,12 @@ class Krea2(Family):
         )
         return [min(length, MAX_TEXT_TOKENS) for length in lengths]
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         return encode_standardized(pipeline.vae, pixels)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         from diffusers import Krea2Pipeline
 
         prompt, (rows, columns) = batch["prompt_embeds"], noisy.shape[3:]

@@ -9,7 +9,10 @@ of Lightricks/LTX-2@400fd31).
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.models.family import (
     Batch,
@@ -24,14 +27,6 @@ from autotune.models.family import (
     unwrap_model,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
 
 TEXT_TOKENS = 1024
 """Length of every prompt: the connectors put learned tokens in the place of the padding, so that
@@ -192,7 +187,7 @@ class LTX2(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         return {
             "prompt_embeds": pipeline.encode_prompt(caption, do_classifier_free_guidance=False)[0][
@@ -205,7 +200,7 @@ class LTX2(Family):
     ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         latents: Tensor = (
             vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0].to(pixels.dtype)
@@ -217,8 +212,8 @@ class LTX2(Family):
         return latents
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         size, _, frames, height, width = noisy.shape
         config, timestep = unwrap_model(transformer).config, levels * 1000
         # Where the streams do not hear each other the sound's has no part in the video: one token,
@@ -247,7 +242,7 @@ class LTX2(Family):
 
     def sample(
         self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list["Image.Image"]:
+    ) -> list[Image.Image]:
         # The pipeline's mask of the text masks nothing, and some attention backends take none.
         handle = unwrap_model(pipeline.transformer).register_forward_pre_hook(
             _without_masks, with_kwargs=True
@@ -258,7 +253,7 @@ class LTX2(Family):
             handle.remove()
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         usual |= {"num_frames": bucket.num_frames, "frame_rate": self.defaults.frames_per_second}
@@ -268,7 +263,7 @@ class LTX2(Family):
 
 
 def _without_masks(
-    _: "nn.Module", args: tuple[Any, ...], options: dict[str, Any]
+    _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     return args, {**options, "encoder_attention_mask": None, "audio_encoder_attention_mask": None}
 
@@ -279,9 +274,7 @@ class _Passed:
     def __init__(self, connectors: Any) -> None:
         self.connectors = connectors
 
-    def __call__(
-        self, video: "Tensor", audio: "Tensor", **_: Any
-    ) -> "tuple[Tensor, Tensor, Tensor]":
+    def __call__(self, video: Tensor, audio: Tensor, **_: Any) -> "tuple[Tensor, Tensor, Tensor]":
         return video, audio, video.new_ones(video.shape[:2])
 
 

@@ -10,14 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import Weighting
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Prediction = Literal["epsilon", "v_prediction"]
 """What a model of a discrete schedule predicts, under diffusers' names."""
@@ -43,15 +42,15 @@ class NoiseProcess(ABC):
         """The level at a share of the way from clean (0) to noise (1)."""
 
     @abstractmethod
-    def add_noise(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def add_noise(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         """Mix `noise` into `clean`, both (batch, ...), at `levels` (batch,)."""
 
     @abstractmethod
-    def target(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def target(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         """What the model is to predict, in the shape of `clean`."""
 
     @abstractmethod
-    def weights(self, levels: "Tensor", weighting: Weighting) -> "Tensor":
+    def weights(self, levels: Tensor, weighting: Weighting) -> Tensor:
         """How each image weighs in the loss (batch,); only for `weightings` other than `none`."""
 
     def check_weighting(self, weighting: Weighting, name: str) -> None:
@@ -61,7 +60,7 @@ class NoiseProcess(ABC):
             raise InvalidInput(f"{weighting} is not defined for the noise of {name}", hint=hint)
 
 
-def _over_batch(values: "Tensor", like: "Tensor") -> "Tensor":
+def _over_batch(values: Tensor, like: Tensor) -> Tensor:
     """(batch,) in the dtype and the number of dimensions of `like`."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)
 
@@ -79,14 +78,14 @@ class FlowMatching(NoiseProcess):
     def level(self, share: float) -> float:
         return share
 
-    def add_noise(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def add_noise(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         share = _over_batch(levels, clean)
         return (1 - share) * clean + share * noise
 
-    def target(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def target(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         return noise - clean
 
-    def weights(self, levels: "Tensor", weighting: Weighting) -> "Tensor":
+    def weights(self, levels: Tensor, weighting: Weighting) -> Tensor:
         from diffusers.training_utils import compute_loss_weighting_for_sd3  # takes seconds
 
         weights: Tensor = compute_loss_weighting_for_sd3(weighting, levels)
@@ -127,30 +126,30 @@ class DiscreteDiffusion(NoiseProcess):
     def level(self, share: float) -> float:
         return float(min(int(share * self.num_train_timesteps), self.num_train_timesteps - 1))
 
-    def add_noise(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def add_noise(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         signal, spread = self._scales(clean, levels)
         return signal * clean + spread * noise
 
-    def target(self, clean: "Tensor", noise: "Tensor", levels: "Tensor") -> "Tensor":
+    def target(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
         if self.prediction_type == "epsilon":
             return noise
         signal, spread = self._scales(clean, levels)
         return signal * noise - spread * clean
 
-    def weights(self, levels: "Tensor", weighting: Weighting) -> "Tensor":
+    def weights(self, levels: Tensor, weighting: Weighting) -> Tensor:
         remaining = _signal_share(self, levels.device)[levels.long()]
         ratio = remaining / (1 - remaining)
         # In a v-prediction's loss an image weighs by ratio + 1 already, in epsilon's by ratio.
         weighs = ratio if self.prediction_type == "epsilon" else ratio + 1
         return ratio.clamp(max=MIN_SNR_GAMMA) / weighs
 
-    def _scales(self, clean: "Tensor", levels: "Tensor") -> "tuple[Tensor, Tensor]":
+    def _scales(self, clean: Tensor, levels: Tensor) -> "tuple[Tensor, Tensor]":
         remaining = _signal_share(self, levels.device)[levels.long()]
         return _over_batch(remaining.sqrt(), clean), _over_batch((1 - remaining).sqrt(), clean)
 
 
 @cache
-def _signal_share(process: DiscreteDiffusion, device: "torch.device") -> "Tensor":
+def _signal_share(process: DiscreteDiffusion, device: torch.device) -> Tensor:
     """Share of the signal's variance that is left at each timestep, from diffusers' own tables."""
     from diffusers import DDPMScheduler
 

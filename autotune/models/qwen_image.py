@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.models.family import (
     ADDED_TEXT,
-    ATTENTION,
-    CONTROL,
-    PATCH,
-    VAE_FACTOR,
     AttentionLayout,
     Batch,
     Config,
@@ -26,6 +26,12 @@ from autotune.models.family import (
     Sample,
     Shapes,
     Sizes,
+)
+from autotune.models.latents import (
+    ATTENTION,
+    CONTROL,
+    PATCH,
+    VAE_FACTOR,
     build_empty_pipeline,
     count_tokens,
     encode_standardized,
@@ -34,15 +40,6 @@ from autotune.models.family import (
     with_controls,
 )
 from autotune.plan.workload import Bucket, TextPadding
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-
 
 BLOCK = r"transformer_blocks\.\d+"
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
@@ -124,7 +121,7 @@ class QwenImage(Family):
         return {"latents": latents, **controls, "prompt_embeds": prompt}
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         return {"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]}
 
@@ -140,12 +137,12 @@ class QwenImage(Family):
             for n in lengths
         ]
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         return encode_standardized(pipeline.vae, pixels)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         images = with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         velocity: Tensor = transformer(
@@ -160,7 +157,7 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank
         # one.
@@ -202,14 +199,14 @@ class QwenImageEdit(QwenImage):
         return super().load_pipeline(folder, **{"processor": _load_processor(folder), **components})
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         self.check_num_controls(len(controls), f"the caption {caption!r}")
         to_images = pipeline.image_processor.postprocess
         images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls]
         return {"prompt_embeds": self._encode(pipeline, caption, images)[0]}
 
-    def _encode(self, pipeline: Any, caption: str, images: Sequence["Image.Image"]) -> "Tensor":
+    def _encode(self, pipeline: Any, caption: str, images: Sequence[Image.Image]) -> Tensor:
         resized = []
         for image in images:
             width, height = self._condition_size(*image.size)
@@ -239,12 +236,12 @@ class QwenImageEdit(QwenImage):
 
     def sample(
         self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list["Image.Image"]:
+    ) -> list[Image.Image]:
         with self._control_area(bucket.width_px * bucket.height_px):
             return super().sample(pipeline, prompt, bucket, **options)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         self.check_num_controls(len(controls), "the prompt")
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
@@ -425,7 +422,7 @@ class QwenImage21(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         return {"prompt_embeds": pipeline.encode_prompt(caption)[0][0]}
 
@@ -439,14 +436,14 @@ class QwenImage21(Family):
         texts = [stock.prompt_template_t2i.format(caption or " ") for caption in captions]
         return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         return encode_standardized(
             pipeline.vae, torch.cat([pixels, torch.ones_like(pixels[:1])])
         )  # opaque
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
             # Padding would count as text, and move the image away from it: diffusers' own test of
@@ -474,7 +471,7 @@ class QwenImage21(Family):
         return velocity[:, text:].mT.reshape(noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         return {"prompt": prompt}
 

@@ -8,18 +8,15 @@ prompt's padding.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 from autotune.models.family import (
-    ATTENTION,
-    FLUX_VAE,
-    PATCH,
-    VAE_FACTOR,
     Batch,
     Config,
     Defaults,
     Family,
-    ImageLatents,
     ModulationLayers,
     Parts,
     PublishedModel,
@@ -27,10 +24,8 @@ from autotune.models.family import (
     Shapes,
     Sizes,
 )
+from autotune.models.latents import ATTENTION, FLUX_VAE, PATCH, VAE_FACTOR, ImageLatents
 from autotune.plan.workload import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 CLIP_TOKENS, T5_TOKENS = 77, 256
 """Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for
@@ -134,7 +129,7 @@ class StableDiffusion35(ImageLatents, Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompt, _, pooled, _ = pipeline.encode_prompt(
             caption, None, None, do_classifier_free_guidance=False
@@ -147,8 +142,8 @@ class StableDiffusion35(ImageLatents, Family):
         return [self.max_text_tokens] * len(captions)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         velocity: Tensor = transformer(
             hidden_states=noisy[:, :, 0],
             timestep=1000 * levels,

@@ -8,26 +8,24 @@ that they run.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 from autotune.models.family import (
-    VAE_FACTOR,
     Batch,
     Config,
     Defaults,
     Family,
-    ImageLatents,
     Parts,
     PublishedModel,
     Sample,
     Shapes,
     Sizes,
 )
+from autotune.models.latents import VAE_FACTOR, ImageLatents
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 TEXT_TOKENS = 77
 """Length that CLIP's tokenizer pads every prompt to, without a mask."""
@@ -133,7 +131,7 @@ class StableDiffusionXL(ImageLatents, Family):
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
         return DiscreteDiffusion.from_scheduler(scheduler)
 
-    def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
+    def find_block_lists(self, transformer: nn.Module) -> dict[str, list[nn.Module]]:
         unet: Any = transformer
         stages = {
             **{f"down_blocks.{number}": stage for number, stage in enumerate(unet.down_blocks)},
@@ -169,7 +167,7 @@ class StableDiffusionXL(ImageLatents, Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompt, _, pooled, _ = pipeline.encode_prompt(
             prompt=caption, do_classifier_free_guidance=False
@@ -182,8 +180,8 @@ class StableDiffusionXL(ImageLatents, Family):
         return [TEXT_TOKENS] * len(captions)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         height, width = noisy.shape[3] * VAE_FACTOR, noisy.shape[4] * VAE_FACTOR
         # Original size, corner and size of the crop: images count as uncropped, as the pipeline
         # samples them.

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from PIL import Image
+from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.models.family import (
@@ -21,15 +24,10 @@ from autotune.models.family import (
     Sample,
     Shapes,
     Sizes,
-    encode_standardized,
 )
+from autotune.models.latents import encode_standardized
 from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from torch import Tensor, nn
-
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every encoded prompt to with zeros, which the transformer
@@ -124,7 +122,7 @@ class Wan(Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompts, _ = pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
@@ -136,12 +134,12 @@ class Wan(Family):
     ) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
-    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         return encode_standardized(pipeline.vae, pixels)
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         # The pipeline of Wan 2.2 gives each token a timestep of its own, but to text to video the
         # same for all.
         velocity: Tensor = transformer(
@@ -150,7 +148,7 @@ class Wan(Family):
         return velocity
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {**usual, "num_frames": bucket.num_frames, "output_type": "pil"}
@@ -296,7 +294,7 @@ class Wan22HighNoise(Wan):
         return FlowMatching(lowest_share=boundary)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {

@@ -4,32 +4,25 @@ autoencoder."""
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
 
 from autotune.models.family import (
-    FLUX_VAE,
-    VAE_FACTOR,
     AttentionLayout,
     Batch,
     Config,
     Defaults,
     Family,
-    ImageLatents,
     Parts,
     PublishedModel,
     Sample,
     Shapes,
     Sizes,
-    count_chat_tokens,
 )
+from autotune.models.latents import FLUX_VAE, VAE_FACTOR, ImageLatents, count_chat_tokens
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""
@@ -106,7 +99,7 @@ class ZImage(ImageLatents, Family):
         }
 
     def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()
+        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
         prompts, _ = pipeline.encode_prompt(prompt=caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompts[0]}
@@ -118,8 +111,8 @@ class ZImage(ImageLatents, Family):
         return [min(length, MAX_TEXT_TOKENS) for length in lengths]
 
     def predict(
-        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
-    ) -> "Tensor":
+        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+    ) -> Tensor:
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         # It counts time from noise to image, and so predicts the velocity's negative.
         velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]

@@ -8,30 +8,24 @@ tensors' bytes without holes.
 """
 
 import hashlib
+import importlib.util
 import json
 import math
+import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
 from autotune.system.files import read_bounded
-from autotune.system.lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
-import importlib.util
-import os
-import re
-from typing import Any
 
 
 class BadWeights(InvalidInput):
@@ -135,12 +129,12 @@ class TensorEntry:
         """Whether its bytes lie in the file in one piece, as they are."""
         return True
 
-    def finished(self, stored: "torch.Tensor") -> "torch.Tensor":
+    def finished(self, stored: torch.Tensor) -> torch.Tensor:
         """The tensor that the stored one stands for."""
         return stored
 
     @property
-    def torch_dtype(self) -> "torch.dtype":
+    def torch_dtype(self) -> torch.dtype:
         """The dtype in torch; imports torch."""
         dtype: torch.dtype = getattr(torch, DTYPES[self.dtype][0])
         return dtype

@@ -6,54 +6,37 @@ measured, not known.
     fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage if the driver has it,
                      the unified copier on integrated memory, else bounce buffers
 
-To add one: a class and a line in LOADERS; the contract tests pick it up. `autotune doctor` imports
-this module, so torch is imported inside functions.
+To add one: a class and a line in LOADERS; the contract tests pick it up.
 """
 
+import json
 import mmap
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from safetensors import safe_open
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from autotune.errors import InvalidInput
-from autotune.system.lazy import lazy_module
+from autotune.plan.base import Frozen, NaturalInt
+from autotune.system.files import atomic_write
 from autotune.weights.files import (
     CHECK_FILE_SIZE,
     TensorEntry,
     TruncatedFile,
     WeightFile,
     WeightSource,
+    open_weights,
     read_header,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = lazy_module("torch")
-import json
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import safetensors.torch
-from safetensors import SafetensorError
-from torch import Tensor
-
-from autotune.plan.base import Frozen, NaturalInt
-from autotune.system.files import atomic_write
-from autotune.weights.files import open_weights
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
@@ -65,7 +48,7 @@ OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20
 """Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
-NamedTensors = Generator[tuple[str, "Tensor"], None, None]
+NamedTensors = Generator[tuple[str, Tensor], None, None]
 
 
 class Loader(ABC):
@@ -73,7 +56,7 @@ class Loader(ABC):
 
     name: ClassVar[str]
 
-    def why_not(self, device: "torch.device") -> str | None:
+    def why_not(self, device: torch.device) -> str | None:
         """Why it cannot read to `device` on this machine, or None."""
         return None
 
@@ -87,7 +70,7 @@ class Loader(ABC):
         return 0
 
     @abstractmethod
-    def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
+    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
         """Yield every tensor of `source` once, by name, on `device`, as stored: same dtype, shape
         and bits.
 
@@ -106,7 +89,7 @@ class MappedLoader(Loader):
             stored_bytes if shares_memory else 0
         )  # otherwise the system drops mapped pages when it needs memory
 
-    def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
+    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
         for file in source.files:
             if source.is_view:
                 yield from _mapped_views(file, device)
@@ -116,7 +99,7 @@ class MappedLoader(Loader):
                     yield entry.name, opened.get_tensor(entry.name)
 
 
-def _mapped_views(file: WeightFile, device: "torch.device") -> NamedTensors:
+def _mapped_views(file: WeightFile, device: torch.device) -> NamedTensors:
     """Rows of stored tensors where they lie in a map of the file; what has to be computed is
     read."""
     with file.path.open("rb") as opened:
@@ -144,10 +127,10 @@ class PreadLoader(Loader):
 
     name = "pread"
 
-    def why_not(self, device: "torch.device") -> str | None:
+    def why_not(self, device: torch.device) -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
-    def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
+    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
         for file in source.files:
             with (
                 file.path.open("rb") as opened,
@@ -160,7 +143,7 @@ class PreadLoader(Loader):
                     )
 
 
-def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
+def read_tensor(file: WeightFile, entry: TensorEntry) -> Tensor:
     """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header
     was read."""
     with file.path.open("rb") as opened:
@@ -169,7 +152,7 @@ def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
 
 def _read(
     descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoolExecutor | None = None
-) -> "Tensor":
+) -> Tensor:
     """Read one tensor by the threads of `pool`, which share a large one, or by this thread."""
     tensor, buffer = _allocate(entry)
 
@@ -193,7 +176,7 @@ def _read(
     return tensor
 
 
-def _allocate(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
+def _allocate(entry: TensorEntry) -> tuple[Tensor, memoryview]:
     """Return an uninitialized tensor and its bytes.
 
     A large one gets memory pages of its own, which are freed with it; a heap would keep what was
@@ -214,7 +197,7 @@ class FastLoader(Loader):
 
     name = "fastsafetensors"
 
-    def why_not(self, device: "torch.device") -> str | None:
+    def why_not(self, device: torch.device) -> str | None:
         if device.type not in {"cpu", "cuda"}:
             return f"fastsafetensors reads to cpu and cuda, not to {device.type}"
         try:
@@ -230,7 +213,7 @@ class FastLoader(Loader):
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return CHUNK_BYTES
 
-    def stream(self, source: WeightSource, device: "torch.device") -> NamedTensors:
+    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
         from fastsafetensors import ParallelLoader
 
         supported = tuple(file for file in source.files if _is_supported(file))
@@ -293,7 +276,7 @@ LOADERS: Mapping[str, Loader] = {
 }
 
 
-def get_loader(name: str, device: "torch.device") -> Loader:
+def get_loader(name: str, device: torch.device) -> Loader:
     """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device`
     on this machine."""
     if name not in LOADERS:
@@ -309,7 +292,7 @@ def get_loader(name: str, device: "torch.device") -> Loader:
     return LOADERS[name]
 
 
-def load_file(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
+def load_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Load all tensors of a small file (a cache, an adapter, a checkpoint) to the CPU, and its
     metadata.
 

@@ -1,8 +1,7 @@
 """What the models' own folders say of their transformer and VAE: the files on the hub, without
 their `_` keys.
 
-Qwen-Image's, Qwen's VAE and FLUX.1's are as published, Chroma's is that of a copy. Those of
-Kandinsky 5.0 are what diffusers writes for the published architecture: every argument of the class.
+Qwen-Image's, Qwen's VAE and FLUX.1's are as published, Chroma's is that of a copy.
 """
 
 from typing import Any
@@ -92,56 +91,6 @@ CHROMA: dict[str, Any] = {
     "pooled_projection_dim": 768,
 }
 
-KANDINSKY_IMAGE: dict[str, Any] = {
-    "attention_P": None,
-    "attention_add_sta": None,
-    "attention_causal": None,
-    "attention_glob": None,
-    "attention_local": None,
-    "attention_method": None,
-    "attention_type": "regular",
-    "attention_wH": None,
-    "attention_wT": None,
-    "attention_wW": None,
-    "attention_window": None,
-    "axes_dims": [32, 48, 48],
-    "ff_dim": 10240,
-    "in_text_dim": 3584,
-    "in_text_dim2": 768,
-    "in_visual_dim": 16,
-    "model_dim": 2560,
-    "num_text_blocks": 2,
-    "num_visual_blocks": 50,
-    "out_visual_dim": 16,
-    "patch_size": [1, 2, 2],
-    "time_dim": 512,
-    "visual_cond": False,
-}
-
-KANDINSKY_VIDEO: dict[str, Any] = {
-    **KANDINSKY_IMAGE,
-    "axes_dims": [16, 24, 24],
-    "ff_dim": 7168,
-    "model_dim": 1792,
-    "num_visual_blocks": 32,
-    "visual_cond": True,
-}
-
-HUNYUAN_VAE: dict[str, Any] = {
-    "act_fn": "silu",
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["HunyuanVideoDownBlock3D"] * 4,
-    "in_channels": 3,
-    "latent_channels": 16,
-    "layers_per_block": 2,
-    "mid_block_add_attention": True,
-    "norm_num_groups": 32,
-    "out_channels": 3,
-    "scaling_factor": 0.476986,
-    "spatial_compression_ratio": 8,
-    "temporal_compression_ratio": 4,
-    "up_block_types": ["HunyuanVideoUpBlock3D"] * 4,
-}
 
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen-image": (QWEN, QWEN_VAE),
@@ -149,7 +98,5 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen-image-edit-plus": (QWEN, QWEN_VAE),
     "flux1-dev": (FLUX, FLUX_VAE),
     "chroma": (CHROMA, FLUX_VAE),
-    "kandinsky5-image-lite": (KANDINSKY_IMAGE, FLUX_VAE),
-    "kandinsky5-video-lite": (KANDINSKY_VIDEO, HUNYUAN_VAE),
 }
 """By family: the configurations of its transformer and of its VAE."""

@@ -9,25 +9,18 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from autotune.api.plans import complete
-from autotune.cost.memory import resident_of
-from autotune.cost.predict import CostModel
 from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
 from autotune.models.noise import FlowMatching
-from autotune.models.registry import FAMILIES, find_published
+from autotune.models.registry import find_published
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.plan.file import with_job
+from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import Job, ModelRef
-from autotune.plan.request import PlanRequest
 from autotune.train.preview import Preview, PreviewSampler
 from autotune.train.step import Noising
 from autotune.weights.adapters import AdapterInfo, save_adapter
-from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.models.small import CAPTIONS, Small
-from tests.report.page.pages import golden_plan
 from tests.train.small import SETTINGS
 
 NAME = "wan-2.2-14b"
@@ -60,10 +53,6 @@ def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling
         torch.testing.assert_close(
             drawn.quantile(quartiles), inside.quantile(quartiles), atol=0.03, rtol=0
         )
-
-
-def test_quantiles_of_all_levels_are_what_they_were() -> None:
-    assert Noising(shift=3.0).level_of_quantile(0.5, SHAPE) == 0.75
 
 
 def test_the_job_tells_the_expert_and_the_folder_its_boundary(
@@ -140,23 +129,6 @@ def test_previews_use_both_transformers_and_the_adapter_is_loaded_into_its_own(
     assert frames["without"] != frames["with"]
 
 
-@pytest.mark.parametrize(
-    ("other", "asked", "kept"),
-    [
-        (NAME, {}, "low-noise"),
-        (NAME, {"expert": "high-noise"}, "high-noise"),
-        ("wan-2.1", {}, None),
-    ],
-)
-def test_a_plan_from_an_earlier_one_keeps_its_expert_where_the_model_has_it(
-    small_pipelines: Any, other: str, asked: dict[str, str], kept: str | None
-) -> None:
-    earlier = with_job(golden_plan(), model="wan-2.2-14b", expert="low-noise")
-    folder = small_pipelines(other).folder
-    request = complete(PlanRequest(model=str(folder), earlier=earlier, **asked))
-    assert request.model_ref == ModelRef(name=str(folder), expert=kept)
-
-
 def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained_in(
     small_pipelines: Any,
 ) -> None:
@@ -182,14 +154,3 @@ def test_both_transformers_of_a_preview_compute_in_the_precision_that_is_trained
     )
     assert len(set(sampler.sample(preview)[0].tobytes())) > 1
     assert set(called) == {torch.float16}
-
-
-def test_memory_of_previews_counts_a_layer_of_the_other_transformer() -> None:
-    def preview_bytes(name: str) -> int:
-        own = CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
-        candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-        kept = resident_of(own.hardware, own.model, candidate, encoder_bytes=0, encoders_stay=False)
-        return kept.preview_transient_bytes
-
-    width = TINY[NAME]["num_attention_heads"] * TINY[NAME]["attention_head_dim"]
-    assert preview_bytes(NAME) == preview_bytes("wan-2.1") + 2 * width * TINY[NAME]["ffn_dim"]

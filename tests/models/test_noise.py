@@ -6,7 +6,6 @@ from diffusers import DDPMScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.errors import InvalidInput
 from autotune.models.noise import FLOW_MATCHING, DiscreteDiffusion
 
 STABLE_DIFFUSION = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -58,12 +57,3 @@ def test_levels_lie_in_the_schedule(share):
     assert level == int(level)
     assert 0 <= level <= 999
     assert FLOW_MATCHING.level(share) == share
-
-
-def test_what_is_not_defined_is_refused():
-    with pytest.raises(InvalidInput, match="sample"):
-        DiscreteDiffusion.from_scheduler({"prediction_type": "sample"})
-    with pytest.raises(InvalidInput, match="cosmap"):
-        DiscreteDiffusion().check_weighting("cosmap", "sdxl")
-    with pytest.raises(InvalidInput, match="min_snr"):
-        FLOW_MATCHING.check_weighting("min_snr", "flux1-dev")

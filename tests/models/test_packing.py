@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.models.family import pack, unpack
+from autotune.models.latents import pack, unpack
 from autotune.models.registry import FAMILIES
 
 collate = FAMILIES["qwen-image"].collate

@@ -16,7 +16,7 @@ from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights
 from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
-from tests.weights.original_parts import State, flux2_vae, ldm_vae, open_clip, within
+from tests.weights.original_parts import State, ldm_vae, open_clip, within
 
 WEIGHTS = {"vae": "diffusion_pytorch_model.safetensors"}
 SDXL = {
@@ -107,23 +107,6 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
         resolve_model(ref.changed(text_encoders=(str(vae),)))
 
 
-def test_the_vae_of_flux2_and_a_folder_of_its_text_encoder(
-    small_pipelines: Any, tmp_path: Path
-) -> None:
-    whole = small_pipelines("flux2-klein").folder
-    base = tmp_path / "base"
-    shutil.copytree(whole, base)
-    file = in_one_file("flux2-klein", base, tmp_path / "flux2.safetensors")
-    vae = write(flux2_vae(take(base, "vae")), tmp_path / "flux2-vae.safetensors")
-    shutil.move(base / "text_encoder", tmp_path / "encoder")
-    (base / "text_encoder").mkdir()
-    shutil.copy(tmp_path / "encoder" / "config.json", base / "text_encoder")
-    ref = ModelRef(
-        name=str(file), base=str(base), vae=str(vae), text_encoders=(str(tmp_path / "encoder"),)
-    )
-    check_same(resolve_model(ref), whole)
-
-
 def flat(state: State) -> State:
     """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
     return {
@@ -142,15 +125,7 @@ def with_tokenizer(state: State) -> State:
     return {**state, "spiece_model": torch.zeros(9, dtype=torch.uint8)}
 
 
-ENCODERS = {
-    "qwen-image": flat,
-    "z-image": with_head,
-    "krea-2": with_head,
-    "flux2-klein": dict,
-    "qwen-image-2.1": dict,
-    "chroma": with_tokenizer,
-    "wan-2.1": with_tokenizer,
-}
+ENCODERS = {"qwen-image": flat, "z-image": with_head, "wan-2.1": with_tokenizer}
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -175,8 +150,8 @@ def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(
 ) -> None:
     base, models = tmp_path / "base", tmp_path / "ComfyUI" / "models"
     (models / "diffusion_models").mkdir(parents=True)
-    shutil.copytree(small_pipelines("flux2-klein").folder, base)
-    file = in_one_file("flux2-klein", base, models / "diffusion_models" / "flux2.safetensors")
+    shutil.copytree(small_pipelines("z-image").folder, base)
+    file = in_one_file("z-image", base, models / "diffusion_models" / "z_image.safetensors")
     take(base, "vae")
     with pytest.raises(MissingWeights, match="weights of the vae are missing") as caught:
         check_weights(resolve_model(ModelRef(name=str(file), base=str(base))))

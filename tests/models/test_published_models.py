@@ -11,54 +11,15 @@ from diffusers.pipelines.ltx2 import LTX2Vocoder
 from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
 from safetensors.torch import load_file, save_file
 
-from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
 from autotune.models.family import build_on_meta
-from autotune.models.registry import FAMILIES, get_family
+from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, read_parts, resolve_model
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import Bucket
 from autotune.weights.files import BadWeights
-from tests.builders import workload
 from tests.kinds import KINDS
 from tests.models.published import CONFIGS
 from tests.small import write_small_pipeline
-
-NUM_BLOCKS = {
-    "qwen-image": 60,
-    "qwen-image-2512": 60,
-    "qwen-image-edit-2511": 60,
-    "qwen-image-edit": 60,
-    "qwen-image-edit-plus": 60,
-    "flux1-dev": 57,
-    "flux1-kontext": 57,
-    "chroma": 57,
-    "chroma-base": 57,
-    "kandinsky5-image-lite": 52,
-    "kandinsky5-video-lite": 34,
-    "flux2-dev": 56,
-    "flux2-klein": 25,
-    "flux2-klein-9b": 32,
-    "flux2-klein-4b-distilled": 25,
-    "flux2-klein-9b-distilled": 32,
-    "qwen-image-2.1": 32,
-    "qwen-image-2.1-turbo": 32,
-    "krea-2": 28,
-    "krea-2-turbo": 28,
-    "wan-2.1": 30,
-    "wan-2.1-14b": 40,
-    "wan-2.2": 30,
-    "wan-2.2-14b": 40,
-    "sdxl": 86,
-    "sd3.5": 38,
-    "sd3.5-medium": 24,
-    "sd3.5-turbo": 38,
-    "z-image": 34,
-    "z-image-turbo": 34,
-    "ltx-2.3": 48,
-    "ltx-2": 48,
-}
-
 
 MODELS = {each.name or name: each for name, family in FAMILIES.items() for each in family.models}
 
@@ -69,23 +30,8 @@ def test_name_and_hub_id_give_the_published_model(name):
         resolve_model(ModelRef.of(name)).spec,
         resolve_model(ModelRef.of(MODELS[name].hub_id)).spec,
     )
-    assert (by_name.num_parameters, by_name.num_blocks) == (
-        MODELS[name].num_parameters,
-        NUM_BLOCKS[name],
-    )
+    assert by_name.num_parameters == MODELS[name].num_parameters
     assert by_name == by_hub_id
-
-
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_autoencoders_decode_in_tiles_of_the_published_size(name):
-    parts = FAMILIES[name].parts
-    with torch.device("meta"):
-        vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
-    sides = [
-        getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")
-    ]
-    others = {"AutoencoderKL": 1024, "AutoencoderKLFlux2": 1024, "AutoencoderKLLTX2Video": 512}
-    assert max(filter(None, sides)) == others.get(parts.vae_class, 256)
 
 
 def _written_configs(family):
@@ -162,18 +108,6 @@ def test_the_models_that_decode_sound_are_counted(tmp_path):
         check_weights(resolve_model(ModelRef.of(folder)))
 
 
-def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
-    folder = published_folder(tmp_path, "flux1-dev")
-    path = folder / "vae" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "of_another_release": None}))
-    model = resolve_model(ModelRef.of(folder))
-    small = workload(
-        model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),)
-    )
-    traced = TracedModel(model.family, model.config, small, "cpu", read_parts(model))
-    assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
-
-
 def test_each_pipeline_belongs_to_one_family():
     for family in FAMILIES.values():
         index = {**family.pipeline_config, "_class_name": family.pipeline_class}
@@ -200,30 +134,7 @@ def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):
             resolve_model(ModelRef.of(folder))
 
 
-def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(InvalidInput) as caught:
-        get_family("flux1")
-    assert "flux1-dev" in caught.value.hint
-
-
 def test_sparse_attention_is_refused():
     family = FAMILIES["kandinsky5-video-lite"]
     with pytest.raises(InvalidInput, match="nabla"):
         build_on_meta(family, {**family.transformer_config, "attention_type": "nabla"})
-
-
-@pytest.mark.parametrize(
-    ("num_images", "num_steps"), [(1, 125), (5, 125), (20, 500), (160, 4000), (100_000, 4000)]
-)
-def test_steps_follow_the_number_of_images(num_images, num_steps):
-    assert FAMILIES["qwen-image"].defaults.num_steps(num_images) == num_steps
-
-
-@pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
-def test_missing_or_surplus_controls_are_refused(name):
-    family = FAMILIES[name]
-    for controls in ((), [None] * (family.max_controls + 1)):
-        with pytest.raises(InvalidInput, match="control"):
-            family.encode_caption(None, "make it blue", controls)
-        with pytest.raises(InvalidInput, match="control"):
-            family.sampling_arguments(None, "make it blue", None, controls)

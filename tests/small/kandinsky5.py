@@ -11,7 +11,8 @@ from diffusers import (
     Kandinsky5Transformer3DModel,
 )
 
-from autotune.models.family import Family, build_empty_pipeline
+from autotune.models.family import Family
+from autotune.models.latents import build_empty_pipeline
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,

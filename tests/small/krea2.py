@@ -11,7 +11,8 @@ from diffusers import (
 )
 from transformers import Qwen3VLModel
 
-from autotune.models.family import Family, build_empty_pipeline
+from autotune.models.family import Family
+from autotune.models.latents import build_empty_pipeline
 from tests.small.parts import invert_input_layer, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)

@@ -10,7 +10,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from autotune.models.family import Family, build_empty_pipeline
+from autotune.models.family import Family
+from autotune.models.latents import build_empty_pipeline
 from tests.small.parts import invert_input_layer, qwen_processor, qwen_text_encoder, qwen_tokenizer
 
 

@@ -131,24 +131,6 @@ def flux1(state: State) -> State:
     return made
 
 
-CHROMA_APPROXIMATOR = [
-    (r"linear_1\.", "in_layer."),
-    (r"linear_2\.", "out_layer."),
-    (r"(norms\.\d+)\.weight", r"\1.scale"),
-]
-
-
-def chroma(state: State) -> State:
-    approximator = {
-        name: tensor
-        for name, tensor in state.items()
-        if name.startswith("distilled_guidance_layer.")
-    }
-    return flux1(state) | {
-        _renamed(name, CHROMA_APPROXIMATOR): tensor for name, tensor in approximator.items()
-    }
-
-
 def _numbers(state: State, blocks: str) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in state if name.startswith(f"{blocks}.")})
 
@@ -195,50 +177,6 @@ FLUX2 = [
         r"single_blocks.\1.norm.key_norm.scale",
     ),
 ]
-
-
-def flux2(state: State) -> State:
-    scale, shift = state["norm_out.linear.weight"].chunk(2)
-    made = {"final_layer.adaLN_modulation.1.weight": torch.cat([shift, scale])}
-    for number in _numbers(state, "transformer_blocks"):
-        for stream, parts in FLUX_FUSED.items():
-            fused = [state[f"transformer_blocks.{number}.attn.{part}.weight"] for part in parts]
-            made[f"double_blocks.{number}.{stream}_attn.qkv.weight"] = torch.cat(fused)
-    done = re.compile(r"norm_out\.|transformer_blocks\.\d+\.attn\.(to_[qkv]|add_[qkv]_proj)\.")
-    return made | {
-        _renamed(name, FLUX2): tensor for name, tensor in state.items() if not done.match(name)
-    }
-
-
-KREA = [
-    (r"^img_in\.", "first."),
-    (r"^time_embed\.linear_1\.", "tmlp.0."),
-    (r"^time_embed\.linear_2\.", "tmlp.2."),
-    (r"^time_mod_proj\.", "tproj.1."),
-    (r"^txt_in\.norm\.weight", "txtmlp.0.scale"),
-    (r"^txt_in\.linear_1\.", "txtmlp.1."),
-    (r"^txt_in\.linear_2\.", "txtmlp.3."),
-    (r"^text_fusion\.", "txtfusion."),
-    (r"^transformer_blocks\.", "blocks."),
-    (r"^final_layer\.linear\.", "last.linear."),
-    (r"^final_layer\.norm\.weight", "last.norm.scale"),
-    (r"^final_layer\.scale_shift_table", "last.modulation.lin"),
-    (r"\.scale_shift_table$", ".mod.lin"),
-    (r"\.attn\.to_([qkv])\.", r".attn.w\1."),
-    (r"\.attn\.to_out\.0\.", ".attn.wo."),
-    (r"\.attn\.to_gate\.", ".attn.gate."),
-    (r"\.attn\.norm_([qk])\.weight", r".attn.qknorm.\1norm.scale"),
-    (r"\.ff\.", ".mlp."),
-    (r"\.norm1\.weight", ".prenorm.scale"),
-    (r"\.norm2\.weight", ".postnorm.scale"),
-]
-
-
-def krea2(state: State) -> State:
-    """Modulations of the blocks are flat."""
-    flat = {name: tensor.flatten() if name.startswith("transformer_blocks.") and name.endswith("_table") else tensor
-            for name, tensor in state.items()}  # fmt: skip
-    return {_renamed(name, KREA): tensor for name, tensor in flat.items()}
 
 
 RESNET = {
@@ -298,20 +236,6 @@ def _beginnings(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
-def qwen_image_21(state: State) -> State:
-    """As ComfyUI repackages it: the two layers that enter a feed-forward part are one, the
-    gate's rows first."""
-    made: State = {}
-    for name, tensor in state.items():
-        if name.endswith("img_mlp.gate_layer.weight"):
-            made[name.replace("gate_layer", "gate_up")] = torch.cat(
-                [tensor, state[name.replace("gate_layer", "proj")]]
-            )
-        elif not name.endswith("img_mlp.proj.weight"):
-            made[name] = tensor
-    return made
-
-
 SD3_NAMES = [
     (r"^pos_embed\.pos_embed$", "pos_embed"),
     (r"^pos_embed\.proj\.", "x_embedder.proj."),
@@ -361,18 +285,10 @@ def sd3(state: State) -> State:
 
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": as_diffusers,
-    "kandinsky5-image-lite": as_diffusers,
-    "kandinsky5-video-lite": as_diffusers,
     "flux1-dev": flux1,
-    "flux1-kontext": flux1,
-    "chroma": chroma,
-    "flux2-klein": flux2,
-    "krea-2": krea2,
-    "qwen-image-2.1": qwen_image_21,
     "sd3.5": sd3,
     "sdxl": sdxl_unet,
     "wan-2.1": wan,
-    "wan-2.2": wan,
     "z-image": z_image,
 }
 

@@ -73,16 +73,6 @@ def _nested(name: str, state: State) -> str:
 WAN22_BLOCK = [(rf"^{name}\.", f"{place}.") for name, place in WAN_RESIDUAL.items()]
 
 
-def qwen_image_21_vae(state: State) -> State:
-    """Wan 2.2's with a dimension of time of size 1 in what was a convolution of time, too."""
-    flat = re.compile(r"\.(resample\.1|to_qkv|proj)\.")
-    named = wan22_vae(state)
-    return {
-        name: each if each.ndim != 4 or flat.search(name) else each.unsqueeze(2)
-        for name, each in named.items()
-    }
-
-
 LDM = [
     (r"encoder\.down_blocks\.(\d)", r"encoder.down.\1"),
     (r"\.resnets\.", ".block."),

@@ -7,7 +7,7 @@ import torch
 
 from autotune.api.files import convert_weights
 from autotune.errors import InvalidInput
-from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
+from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.names import LoraLayer
 
@@ -36,28 +36,3 @@ def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(
         written = name.replace(".", "_") if to == "kohya" else name
         assert any(written in key for key in read_header(out).by_name)
         assert list(read_adapter(out).layers) == [ATTENTION]
-
-
-@pytest.mark.parametrize(
-    ("transformer", "name"),
-    [
-        ("FluxTransformer2DModel", "double_blocks.3.img_attn.proj"),
-        ("QwenImageTransformer2DModel", ATTENTION),
-    ],
-)
-def test_the_class_that_a_file_names_decides_what_its_layers_do_not_tell(
-    ambiguous: Path, transformer: str, name: str
-) -> None:
-    out = ambiguous.parent / "out.safetensors"
-    info = AdapterInfo(
-        model="x",
-        transformer=transformer,
-        plan_digest="sha256:0",
-        rank=2,
-        alpha=2.0,
-        training_steps=1,
-    )
-    adapter = Adapter(read_adapter(ambiguous).layers, {"autotune": info.model_dump_json()})
-    write_adapter(ambiguous, adapter, "diffusers")
-    convert_weights(ambiguous, out, to="comfyui")
-    assert any(name in key for key in read_header(out).by_name)

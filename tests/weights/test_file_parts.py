@@ -13,15 +13,7 @@ from safetensors.torch import save_file
 from autotune.weights.files import BadWeights, open_weights
 from autotune.weights.single_file import has_part, view_part
 from autotune.weights.stream import load_into
-from tests.weights.original_parts import (
-    State,
-    flux2_vae,
-    ldm_vae,
-    qwen_image_21_vae,
-    wan22_vae,
-    wan_vae,
-    within,
-)
+from tests.weights.original_parts import State, flux2_vae, ldm_vae, wan22_vae, wan_vae, within
 
 WAN = {"base_dim": 8, "z_dim": 4, "num_res_blocks": 2}
 LDM = {
@@ -45,7 +37,6 @@ WAN22 = {
 }
 VAES: dict[str, tuple[str, dict[str, Any], Callable[[State], State]]] = {
     "qwen-image": ("AutoencoderKLQwenImage", WAN, wan_vae),
-    "qwen-image-2.1": ("AutoencoderKLQwenImage21", STAGES, qwen_image_21_vae),
     "wan-2.1": ("AutoencoderKLWan", WAN, wan_vae),
     "wan-2.2": ("AutoencoderKLWan", WAN22, wan22_vae),
     "flux1-dev": ("AutoencoderKL", {**LDM, **BLOCKS}, ldm_vae),
@@ -80,16 +71,6 @@ def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(
     load_into(empty, view_part(source, "vae", empty))
     for name, tensor in model.state_dict().items():
         assert torch.equal(empty.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("of", VAES)
-def test_a_file_in_diffusers_own_layout_is_taken_as_it_is(of: str, tmp_path: Path) -> None:
-    model, empty = make(of, 0), make(of, 1)
-    save_file(model.state_dict(), tmp_path / "vae.safetensors")
-    load_into(empty, view_part(open_weights(tmp_path / "vae.safetensors"), "vae", empty))
-    assert all(
-        torch.equal(empty.state_dict()[name], tensor) for name, tensor in model.state_dict().items()
-    )
 
 
 def test_the_vae_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.weights.files import BadWeights, HubError, MissingWeights, PickledWeights
-from autotune.weights.hub import fetch, missing_files, select_files
+from autotune.weights.hub import fetch, select_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STEM = "diffusion_pytorch_model"
@@ -49,11 +49,6 @@ def test_shards_come_with_their_index_and_without_a_second_precision():
         "text_encoder/model-00002-of-00002.safetensors",
         "text_encoder/model.safetensors.index.json",
     }  # fmt: skip
-
-
-def test_a_lone_variant_is_taken():
-    files = ["model_index.json", "vae/config.json", f"vae/{STEM}.fp16.safetensors"]
-    assert set(select_files(files, ["vae"])) == set(files)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +194,3 @@ def test_a_hub_that_refuses_connections_counts_as_offline(monkeypatch, cached):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     keep(monkeypatch, cached)
     assert fetch("some/repo", components=["vae"]).name == COMMIT
-
-
-def test_offline_an_empty_cache_says_so(offline, monkeypatch):
-    monkeypatch.setattr(
-        huggingface_hub, "try_to_load_from_cache", lambda *arguments, **options: None
-    )
-    with pytest.raises(MissingWeights, match="out of reach"):
-        fetch("some/repo", components=["vae"])
-
-
-def test_a_whole_folder_misses_nothing(cached):
-    assert missing_files(cached, ["vae", "tokenizer"]) == ()
-    assert missing_files(cached, ["text_encoder"]) == (
-        "text_encoder/config.json",
-        "text_encoder/*.safetensors",
-    )

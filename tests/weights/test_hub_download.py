@@ -74,21 +74,6 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
     assert ranges == [None, f"bytes={SIZE // 2}-"]
 
 
-def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(
-    hub: FakeHub, repo: str
-) -> None:
-    hub.broken.add(f"vae/{STEM}.safetensors")
-    with pytest.raises(HubError) as caught:
-        fetch(repo, components=["vae"])
-    assert "again" in caught.value.hint
-    came = [name for name in hub.downloads if name not in hub.broken]
-    hub.broken.clear()
-    hub.requests.clear()
-    fetch(repo, components=["vae"])
-    assert f"vae/{STEM}.safetensors" in hub.downloads
-    assert not set(came) & set(hub.downloads)
-
-
 def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
     repo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,21 +139,6 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     assert json.loads(capsys.readouterr().out)["revision"] == COMMIT
     with pytest.raises(InvalidInput, match="nothing to fetch"):
         fetch_whole(str(fetched.folder))
-
-
-@pytest.mark.parametrize(("name", "word"), [("team/small", "license"), ("team/absent", "spelling")])
-def test_gated_and_absent_repositories_say_so(
-    hub: FakeHub, repo: str, name: str, word: str
-) -> None:
-    hub.gated.add(repo)
-    with pytest.raises(HubError) as caught:
-        fetch_model(ModelRef.of(name))
-    assert word in caught.value.hint
-
-
-def test_an_absent_revision_says_so(repo: str) -> None:
-    with pytest.raises(HubError, match="no revision 'v9'"):
-        fetch(repo, revision="v9", components=["vae"])
 
 
 def test_offline_the_missing_file_of_a_model_is_named(

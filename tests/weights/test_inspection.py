@@ -1,16 +1,10 @@
-from pathlib import Path
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from autotune.cli.weights import app
 from autotune.report.machine import weights_lines
 from autotune.weights import tensors as inspection
 from autotune.weights.files import CorruptFile
-from autotune.weights.tensors import FileSummary, TensorSummary, inspect_file, save_file
+from autotune.weights.tensors import inspect_file, save_file
 from tests.weights.conftest import raw_file, save_model, write_raw
 
 
@@ -58,74 +52,6 @@ def test_without_values_only_the_header_is_read(tmp_path, monkeypatch):
     assert "not counted" in weights_lines(summary)
 
 
-def test_the_command_can_leave_values_unread(tmp_path, monkeypatch):
-    save_file(tmp_path / "a.safetensors", {"a": torch.tensor([float("nan")])})
-    run = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.safetensors")])
-    assert "values that are not finite: 1" in run.output
-    monkeypatch.setattr(inspection, "read_tensor", None)
-    run = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.safetensors"), "--no-values"])
-    assert (run.exit_code, "not counted" in run.output) == (0, True)
-
-
-def test_progress_ends_at_the_whole(tmp_path):
-    save_file(tmp_path / "a.safetensors", {"a": torch.ones(3), "b": torch.ones(1)})
-    calls = []
-    inspect_file(
-        tmp_path / "a.safetensors", on_progress=lambda done, total: calls.append((done, total))
-    )
-    assert calls[-1] == (16, 16)
-    assert len(calls) == 2
-
-
 def test_a_damaged_file_is_refused(tmp_path):
     with pytest.raises(CorruptFile):
         inspect_file(write_raw(tmp_path, "a.safetensors", raw_file({"a": 1})))
-
-
-def test_handles_are_released(tmp_path):
-    save_file(tmp_path / "a.safetensors", {"a": torch.ones(3)})
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    inspect_file(tmp_path / "a.safetensors")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-tensors = st.builds(
-    TensorSummary,
-    name=st.text(max_size=120),
-    dtype=st.sampled_from(["BF16", "F8_E4M3", "F8_E8M0"]),
-    shape=st.lists(st.integers(0, 10**5), max_size=5).map(tuple),
-    size_bytes=st.integers(0, 10**13),
-    num_nan=st.integers(0, 10**9),
-    num_inf=st.integers(0, 10**9),
-)
-
-
-@given(
-    st.builds(
-        FileSummary,
-        name=st.text(max_size=150),
-        size_bytes=st.integers(0, 10**13),
-        metadata=st.dictionaries(st.text(max_size=50), st.text(max_size=200), max_size=3),
-        tensors=st.lists(tensors, max_size=4).map(tuple),
-    )
-)
-def test_no_line_is_wider_than_the_terminal_and_each_tensor_has_one(summary):
-    lines = weights_lines(summary).split("\n")
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 5 + len(summary.metadata) + len(summary.tensors)
-
-
-def test_the_report_of_a_small_file_reads_like_this(tmp_path):
-    state = {
-        "blocks.0.to_q.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
-        "x": torch.tensor(float("nan")),
-    }
-    save_file(tmp_path / "a.safetensors", state, {"autotune": '{"rank": 4}'})
-    text = weights_lines(inspect_file(tmp_path / "a.safetensors"))
-    assert "tensors: 2 (1 BF16, 1 F32)" in text
-    assert "values that are not finite: 1" in text
-    assert 'metadata autotune: {"rank": 4}' in text
-    rows = text.splitlines()[-2:]
-    assert rows[0].split() == ["blocks.0.to_q.lora_A.weight", "BF16", "4x64", "512", "B"]
-    assert rows[1].split() == ["x", "F32", "scalar", "4", "B", "1", "NaN"]
-    assert rows[0].index("BF16") - rows[1].index("F32") == -1

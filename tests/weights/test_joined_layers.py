@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.names import (
     FLUX1_CLASS,
@@ -132,26 +131,6 @@ def test_a_layer_that_was_trained_as_one_is_split_by_rows(rank):
     back = split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
     assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
     assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
-
-
-def test_kohya_files_of_other_programs_need_no_names_of_the_model():
-    keys = ("double_blocks_11_txt_mlp_0", "time_in_in_layer", "final_layer_linear")
-    state = {}
-    for key in keys:
-        state |= {
-            f"lora_unet_{key}.lora_down.weight": torch.ones(2, 3),
-            f"lora_unet_{key}.lora_up.weight": torch.ones(4, 2),
-        }
-    names = parse_adapter(state, {}).layers.keys()
-    linear = "time_text_embed.timestep_embedder.linear_1"
-    assert names == {"transformer_blocks.11.ff_context.net.0.proj", linear, "proj_out"}
-
-
-@pytest.mark.parametrize("name", ["single_transformer_blocks.0.elsewhere", "norm_out.linear"])
-def test_layers_without_an_original_name_are_refused(name):
-    with pytest.raises(InvalidInput, match="no name") as caught:
-        join_layers({name: layer(1, 2, 2)}, FLUX1)
-    assert "diffusers" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.errors import InvalidInput
 from autotune.weights import tensors as loaders
 from autotune.weights.files import TruncatedFile, open_weights
-from autotune.weights.tensors import LOADERS, get_loader, read_tensor, save_file
+from autotune.weights.tensors import LOADERS, read_tensor, save_file
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
@@ -42,11 +41,6 @@ def test_values_dtypes_and_shapes_are_identical_to_the_bit(name, sharded, every_
         assert (loaded[key].dtype, loaded[key].shape) == (expected.dtype, expected.shape), key
         assert bits(loaded[key]) == bits(expected), key
         assert loaded[key].device == CPU
-
-
-def test_each_tensor_comes_once(name, sharded):
-    names = [key for key, _ in LOADERS[name].stream(sharded, CPU)]
-    assert sorted(names) == sorted(sharded.locations)
 
 
 def test_a_tensor_stays_good_after_the_stream_and_the_file_are_gone(name, tmp_path):
@@ -83,56 +77,11 @@ def test_handles_and_buffers_are_released_also_when_the_stream_is_left_early(
     assert str(sharded.path) not in mapped_files()
 
 
-def test_an_error_of_the_consumer_releases_handles(name, sharded):
-    before = open_files()
-
-    def consume():
-        for _ in LOADERS[name].stream(sharded, CPU):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        consume()
-    gc.collect()
-    assert open_files() <= before
-
-
-def test_a_source_without_tensors_gives_none(name, tmp_path):
-    save_file(tmp_path / "none.safetensors", {})
-    assert read_all(open_weights(tmp_path / "none.safetensors"), loader=name) == {}
-
-
-def test_only_zero_size_tensors_are_read(name, tmp_path):
-    save_file(
-        tmp_path / "zero.safetensors",
-        {"z": torch.zeros(0, 3), "y": torch.zeros(2, 0, dtype=torch.bfloat16)},
-    )
-    loaded = read_all(open_weights(tmp_path / "zero.safetensors"), loader=name)
-    assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {
-        "z": (0, 3),
-        "y": (2, 0),
-    }
-
-
 def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
     save_model(tmp_path, {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
     shard = tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
     save_file(shard, {"a": torch.ones(9), "stray": torch.ones(9)})
     assert set(read_all(open_weights(tmp_path), loader=name)) == {"a", "b"}
-
-
-def test_a_device_that_the_loader_cannot_reach_is_a_clear_error(name):
-    device = torch.device("mps")
-    if LOADERS[name].why_not(device) is None:
-        assert get_loader(name, device) is LOADERS[name]
-    else:
-        with pytest.raises(InvalidInput, match="mps"):
-            get_loader(name, device)
-
-
-def test_an_unknown_loader_names_the_known_ones(name):
-    with pytest.raises(InvalidInput) as caught:
-        get_loader(name + "x", CPU)
-    assert name in caught.value.hint
 
 
 def test_many_tensors_in_small_pieces_are_read_whole(name, tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
 import errno
-import os
 import resource
 
 import pytest
@@ -34,15 +33,6 @@ def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     save_file(tmp_path / "a.safetensors", state)
     loaded = read_all(open_weights(tmp_path / "a.safetensors"))
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
-
-
-def test_others_may_read_what_the_mask_lets_them(tmp_path):
-    before = os.umask(0o027)
-    try:
-        save_file(tmp_path / "a.safetensors", {"a": torch.ones(1)})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_limit_of_the_system_is_an_error_of_the_system_that_names_the_file(tmp_path):
