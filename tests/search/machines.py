@@ -21,6 +21,7 @@ from autotune.errors import AutotuneError
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import plan_text
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
