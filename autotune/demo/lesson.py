@@ -2,12 +2,14 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from autotune.demo.world import (
@@ -19,18 +21,10 @@ from autotune.demo.world import (
     draw_centered,
     score_image,
 )
+from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
 from autotune.system.files import atomic_write, write_text_atomic
-from autotune.system.lazy import lazy_module
 from autotune.system.process import silence_progress_bars
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
-import shutil
-
-from autotune.errors import InvalidInput
 
 SIDE_PX, SMALL_PX, GAP_PX, TEXT_PX, FONT_PX = 112, 64, 10, 190, 17
 PAPER, INK, MUTED = "#ffffff", "#202020", "#707070"
