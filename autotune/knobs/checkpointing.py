@@ -1,7 +1,7 @@
 """Gradient checkpointing of the first blocks: memory for time, in steps instead of all or nothing.
 
 Two knobs: how many blocks recompute everything, and how many after them recompute all but
-attention. The cost model finds the numbers that go together (`search/mixtures.py`).
+attention. The search finds the numbers that go together (`search/space.py`).
 """
 
 from collections import deque
