@@ -11,7 +11,7 @@ from autotune.plan.file import with_job
 from autotune.plan.prediction import StepTime
 from autotune.report.plan import differences, origin_lines
 from autotune.report.run import report_lines
-from tests.plan.test_plan_file import make_plan
+from tests.plan.test_file import make_plan
 from tests.report.page.pages import golden_plan, run_report
 
 

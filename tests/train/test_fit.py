@@ -9,7 +9,7 @@ from autotune.plan.plan import EncoderGpu, TrainingPlan
 from autotune.plan.workload import Bucket
 from autotune.train.prepare import data_misfits, hardware_misfits
 from tests import builders
-from tests.plan.test_plan_file import make_plan
+from tests.plan.test_file import make_plan
 
 
 def machine(*closed: Capability, kind: str = "cuda") -> HardwareProfile:
