@@ -4,7 +4,6 @@ progress events."""
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -47,24 +46,6 @@ EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What the loop works with besides the model and the data."""
-
-    processes: Processes
-    checkpoints: Checkpoints
-    metrics: Metrics | None
-    """None on all processes but the first."""
-    on_event: OnEvent
-    monitor: Monitor
-    preview: Callable[[int], None]
-    """Called on processes that sample, with the number of steps taken."""
-    stop_reason: Callable[[], str | None] = lambda: None
-    """Why no further step may be taken, besides a signal; None while any may."""
-    trace: Path | None = None
-    """File to write a torch.profiler trace to; None for no trace."""
-
-
 class TrainingLoop:
     """The steps of one run: the same order and noise whatever the micro-batch size, processes
     and interruptions."""
@@ -75,10 +56,27 @@ class TrainingLoop:
         model: TrainingModel,
         encoded: EncodedDataset,
         checkpoint: Checkpoint | None,
-        context: RunContext,
         held_out: EncodedDataset | None = None,
+        *,
+        processes: Processes,
+        checkpoints: Checkpoints,
+        monitor: Monitor,
+        metrics: Metrics | None,
+        on_event: OnEvent,
+        preview: Callable[[int], None],
+        stop_reason: Callable[[], str | None] = lambda: None,
+        trace: Path | None = None,
     ) -> None:
-        self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
+        self.plan, self.model, self.encoded = plan, model, encoded
+        self.processes, self.checkpoints, self.monitor = processes, checkpoints, monitor
+        self.metrics, self.on_event = metrics, on_event
+        """`metrics` is None on all processes but the first."""
+        self.preview = preview
+        """Called on processes that sample, with the number of steps taken."""
+        self.stop_reason = stop_reason
+        """Why no further step may be taken, besides a signal; None while any may."""
+        self.trace = trace
+        """File to write a torch.profiler trace to; None for no trace."""
         self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
         """The plan's, or the fallback that replaced them when memory ran out; and those that
         still may."""
@@ -110,13 +108,10 @@ class TrainingLoop:
         self.noising = Noising(
             job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise
         )
-        self.windows = make_windows(
-            model, encoded, order, self.noising, context.processes, self._to_device
-        )
+        self.windows = make_windows(model, encoded, order, self.noising, processes, self._to_device)
         """Windows of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         known = checkpoint.state if checkpoint else {}
-        self.monitor = context.monitor
         if checkpoint:
             self.monitor.load_gradient_state(known["gradients"])
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
@@ -125,9 +120,9 @@ class TrainingLoop:
             job,
             self.num_steps,
             self.optimizer,
-            context.processes,
-            context.checkpoints,
-            context.monitor,
+            processes,
+            checkpoints,
+            monitor,
             self._warn,
             known.get("validation"),
         )
@@ -154,7 +149,7 @@ class TrainingLoop:
             AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing
                 safer that needs no reload, or a checkpoint cannot be written.
         """
-        is_single = self.context.processes.world_size == 1
+        is_single = self.processes.world_size == 1
         if not is_single:
             self._replicate()
         self.validation.start(self.settings.micro_batch_size)
@@ -164,7 +159,7 @@ class TrainingLoop:
             self._preview_if_due()
         with (
             catch_stop_signals(second_ends=is_single) as signal_name,
-            profile_steps(self.context.trace) as trace,
+            profile_steps(self.trace) as trace,
         ):
             self.monitor.start()
             while self.done < self.num_steps:
@@ -193,8 +188,8 @@ class TrainingLoop:
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
                 if trace:
                     trace.step()
-                reason = signal_name() or self.context.stop_reason()
-                stopping = self.context.processes.is_any(reason is not None)
+                reason = signal_name() or self.stop_reason()
+                stopping = self.processes.is_any(reason is not None)
                 self._save_and_preview(stopping=stopping)
                 if stopping:
                     raise Preempted(
@@ -207,7 +202,7 @@ class TrainingLoop:
     def _make_loader(self) -> BatchLoader:
         settings, processes, steps = (
             self.settings,
-            self.context.processes,
+            self.processes,
             range(self.done, self.num_steps),
         )
         batches = self.order.batches(
@@ -222,15 +217,15 @@ class TrainingLoop:
         )
 
     def _report(self, event: StepFinished) -> None:
-        if self.context.metrics:
-            self.context.metrics.add(event)
-        self.context.on_event(event)
+        if self.metrics:
+            self.metrics.add(event)
+        self.on_event(event)
         for warning in self.monitor.check(self.reading, event.seconds, event.data_seconds):
             self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
-        self.context.on_event(Notice(text=warning, level="warning"))
+        self.on_event(Notice(text=warning, level="warning"))
 
     def _fall_back(self) -> None:
         """Switch to the next fallback; the step that ran out is taken again, with the same
@@ -262,15 +257,15 @@ class TrainingLoop:
         self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
-        context, done, order = self.context, self.done, self.order
+        done, order = self.done, self.order
         every = self.job.checkpoint_every(order.epoch_size, order.effective_batch_size)
         ending = stopping or done == self.num_steps
         is_due = ending or (every and done % every == 0)
-        if is_due and context.processes.is_first:
-            context.checkpoints.save(done, self.optimizer.state(), self._state())
+        if is_due and self.processes.is_first:
+            self.checkpoints.save(done, self.optimizer.state(), self._state())
         if ending:
-            context.checkpoints.finish()
-            context.processes.wait()
+            self.checkpoints.finish()
+            self.processes.wait()
         else:
             self._preview_if_due()
 
@@ -280,12 +275,12 @@ class TrainingLoop:
         return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
 
     def _preview_if_due(self) -> None:
-        every, context = self.job.preview_every, self.context
+        every = self.job.preview_every
         if every and self.done % every == 0:
-            if context.processes.is_sampler:
+            if self.processes.is_sampler:
                 with self.optimizer.averaged():
-                    context.preview(self.done)
-            context.processes.wait()
+                    self.preview(self.done)
+            self.processes.wait()
 
     def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
         """One step; the second with the settings in use also measures memory."""
@@ -298,7 +293,7 @@ class TrainingLoop:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
         can_change = (
-            self.settings.attention not in SAFE_ATTENTION and self.context.processes.world_size == 1
+            self.settings.attention not in SAFE_ATTENTION and self.processes.world_size == 1
         )
         # Before anything is written: the newest checkpoint is a good one.
         require_finite(outcome, step + 1, can_change_attention=can_change)
@@ -337,7 +332,7 @@ class TrainingLoop:
         return (now - started) / (done - first) * (self.num_steps - done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepOutcome:
-        processes = self.context.processes
+        processes = self.processes
         if self.windows:
             self.windows.prepare(step)
         share = self.order.effective_batch_size // processes.world_size
@@ -360,7 +355,7 @@ class TrainingLoop:
         its buckets anew after its first backward pass, and with them the order of sums. So that
         pass is not a step's, but one image's.
         """
-        processes, transformer = self.context.processes, self.model.transformer
+        processes, transformer = self.processes, self.model.transformer
         with eager_eval(transformer):
             has_unused = None in torch.autograd.grad(
                 self._loss_of_one(transformer), self.model.adapter, allow_unused=True
@@ -373,7 +368,7 @@ class TrainingLoop:
     def _loss_of_one(self, network: nn.Module) -> Tensor:
         """The loss of the first image that this process has next."""
         processes, encoded, step = (
-            self.context.processes,
+            self.processes,
             self.encoded,
             min(self.done, self.num_steps - 1),
         )

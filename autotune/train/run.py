@@ -37,7 +37,7 @@ from autotune.train.folder import (
     list_fixed_fields,
     preview_file,
 )
-from autotune.train.loop import RunContext, TrainingLoop
+from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, eager_eval, load_model
 from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
@@ -184,21 +184,25 @@ class _Run:
                     on_warning=self._warn,
                 )
             metrics = self.metrics
-            context = RunContext(
-                processes=processes,
-                checkpoints=checkpoints,
-                metrics=metrics,
-                on_event=self.on_event,
-                preview=self._sample_previews,
-                stop_reason=lambda: self.watchdog.stop_reason,
-                monitor=self.monitor,
-                trace=self.output / TRACE_FILE if trace and processes.is_first else None,
-            )
             with (
                 contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
                 self.monitor.phase("training"),
             ):
-                loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
+                loop = TrainingLoop(
+                    plan,
+                    trained,
+                    encoded,
+                    checkpoint,
+                    held_out,
+                    processes=processes,
+                    checkpoints=checkpoints,
+                    metrics=metrics,
+                    on_event=self.on_event,
+                    preview=self._sample_previews,
+                    stop_reason=lambda: self.watchdog.stop_reason,
+                    monitor=self.monitor,
+                    trace=self.output / TRACE_FILE if trace and processes.is_first else None,
+                )
                 with self.watchdog.finishing_steps():
                     loop.run()
         with (
@@ -437,7 +441,7 @@ class _Run:
         kept_step: int,
         total_seconds: float,
     ) -> RunReport:
-        metrics = loop.context.metrics
+        metrics = loop.metrics
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
         seconds = self.monitor.seconds
         steady = sorted(seconds[NUM_WARMUP_STEPS:] or seconds or earlier) or [0.0]

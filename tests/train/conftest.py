@@ -20,7 +20,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.train.checkpoint import Checkpoints
 from autotune.train.folder import compute_run_key
-from autotune.train.loop import RunContext, TrainingLoop
+from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.monitor import Monitor
@@ -93,11 +93,11 @@ class Bench:
             metrics = Metrics(
                 folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none"
             )
-            context = RunContext(
-                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step),
-                monitor or Monitor(CPU), preview,
+            loop = TrainingLoop(
+                plan, self.trained, training, checkpoint, validation,
+                processes=Processes(0, 1, CPU), checkpoints=checkpoints, metrics=metrics,
+                on_event=steps_to(step), monitor=monitor or Monitor(CPU), preview=preview,
             )  # fmt: skip
-            loop = TrainingLoop(plan, self.trained, training, checkpoint, context, validation)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()
         return loop

@@ -23,8 +23,9 @@ from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.train.folder import ADAPTER_FILE
-from autotune.train.loop import RunContext, TrainingLoop
+from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
+from autotune.train.monitor import Monitor
 from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.processes import Processes
 from autotune.train.run import train
@@ -102,8 +103,10 @@ def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> T
     for number, parameter in enumerate(trained.adapter):  # both halves away from zero
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         parameter.data.copy_(values / max(parameter.shape))
-    context = RunContext(processes, None, None, lambda event: None, lambda step: None, 2**60)  # type: ignore[arg-type]
-    return TrainingLoop(plan, trained, bench.encoded, None, context)
+    return TrainingLoop(
+        plan, trained, bench.encoded, None, processes=processes, checkpoints=None,  # type: ignore[arg-type]
+        monitor=Monitor(CPU), metrics=None, on_event=lambda event: None, preview=lambda step: None,
+    )  # fmt: skip
 
 
 def gradients(loop: TrainingLoop, steps: range) -> list[torch.Tensor]:
