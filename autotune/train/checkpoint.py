@@ -38,26 +38,22 @@ class Checkpoint:
 def require_same_weights(output: Path, weights: str) -> None:
     """Check that the newest checkpoint below `output` was trained on base weights with that digest.
 
-    Only the header is read. A damaged file is left to `Checkpoints.newest`; older versions wrote no
-    digest.
+    Only the header is read. A damaged file is left to `Checkpoints.newest`.
 
     Raises:
         InvalidInput: it was trained on other weights.
     """
     for path in reversed(list_checkpoints(output / CHECKPOINTS).values()):
         try:
-            before = read_header(path).metadata.get("weights", weights)
+            before = read_header(path).metadata.get("weights", "")
         except (BadWeights, OSError):
             continue
         if before != weights:
             raise InvalidInput(
                 f"{output} was started on other weights of the base model, though of the same "
                 "architecture",
-                hint=(
-                    "resume with the model it was started with: --model; or choose another "
-                    "folder "
-                    "with --output"
-                ),
+                hint="resume with the model it was started with: --model; or choose another folder "
+                "with --output",
             )
         return
 
@@ -85,10 +81,8 @@ def require_same_run(output: Path, run_key: str) -> None:
 def _of_another_run(path: Path) -> InvalidInput:
     return InvalidInput(
         f"{path} belongs to another plan, job or data, or was trained with other encoders",
-        hint=(
-            "resume with the plan, options, images and model it was started with, or choose "
-            "another --output"
-        ),
+        hint="resume with the plan, options, images and model it was started with, or choose "
+        "another --output",
     )
 
 
@@ -103,7 +97,7 @@ class Checkpoints:
     """Number of newest files to keep."""
     keep_every: int = 0
     """Files at multiples of this many steps are never deleted; 0 for none."""
-    weights: str | None = None
+    weights: str = ""
     """Digest of the base weights, which checkpoints carry, too; see `require_same_weights`."""
     _pending: Future[None] | None = None
 
@@ -163,9 +157,7 @@ class Checkpoints:
     def _write_file(
         self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
     ) -> None:
-        metadata = {"run": self.run_key, "state": json.dumps(state)}
-        if self.weights:
-            metadata["weights"] = self.weights
+        metadata = {"run": self.run_key, "weights": self.weights, "state": json.dumps(state)}
         metadata["digest"] = _digest(metadata, tensors)
         try:
             save_file(path, tensors, metadata)
@@ -208,8 +200,5 @@ class Checkpoints:
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """Digest of the run's key, the weights', the state and the tensors: a flipped bit in any of
     them shows."""
-    weights = (
-        [metadata["weights"]] if "weights" in metadata else []
-    )  # older versions did not write it
-    parts = (metadata["run"], *weights, metadata["state"], tensors_digest(tensors))
+    parts = (*(metadata[name] for name in ("run", "weights", "state")), tensors_digest(tensors))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -6,6 +6,7 @@ checkpoints/    to continue from with --resume          previews/               
 pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -25,10 +26,22 @@ from autotune.plan.run import RunReport
 from autotune.system.failures import require_free_disk
 from autotune.system.files import PART_FILES
 
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""The name that diffusers looks for in a folder."""
+CHECKPOINTS = "checkpoints"
+"""The folder inside a run's output folder that holds them."""
+CHECKPOINT_FILE = "checkpoint-{:06}.safetensors"
+CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+REPORT_FILE = "report.json"
+PREVIEWS = "previews"
+"""Folder of the samples that are made during training."""
+PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
+"""Name of a preview, with the number of steps that had been taken, and which of the job's
+prompts it shows."""
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {
+    [
         "model",
         "base",
         "vae",
@@ -43,40 +56,20 @@ CHANGEABLE_FIELDS = frozenset(
         "save_dtype",
         "adapter_format",
         "report_to",
-    }
-    | {
         "preview_prompts",
         "preview_steps",
         "preview_every",
         "validation",
         "validation_every",
         "keep_best",
-    }
-    | {
         "checkpointing_steps",
         "checkpointing_epochs",
         "checkpoints_total_limit",
         "checkpoints_keep_every",
-    }
+    ]
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests
 cover (and which images train), and outputs."""
-
-LATER_FIELDS = frozenset(
-    {
-        "clips",
-        "shuffle_tags",
-        "keep_tags",
-        "flip",
-        "crop",
-        "loss_mask",
-        "mask_floor",
-        "from_adapter",
-        "expert",
-    }
-)
-"""Fields that jobs have not always had: at its default, one does not count, so that older runs
-are resumed."""
 
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
 """Learning rates that do not depend on the number of steps, so that a resumed run may be made
@@ -89,26 +82,17 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
-    unused = {
-        name
-        for name in LATER_FIELDS
-        if getattr(plan.job, name) == Job.model_fields[name].get_default()
-    }
-    return {
-        "plan": plan.digest,
-        **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS | unused},
-    }
+    fixed = {name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS}
+    return {"plan": plan.digest, **fixed}
 
 
 def compute_run_key(
-    plan: TrainingPlan, items: "Sequence[Item]", entries: "Sequence[ItemEntries]"
+    plan: TrainingPlan, items: Sequence[Item], entries: Sequence[ItemEntries]
 ) -> str:
     """Digest of everything that decides the result of a run: its checkpoints carry it. Each item
     has its entries."""
-    trained: list[object] = [
-        [sorted(each.keys), item.repeats, *([item.weight] if item.weight != 1 else [])]
-        for each, item in zip(entries, items, strict=True)
-    ]
+    pairs = zip(entries, items, strict=True)
+    trained = [[sorted(each.keys), item.repeats, item.weight] for each, item in pairs]
     return digest_of({**list_fixed_fields(plan), "items": trained})
 
 
@@ -175,8 +159,7 @@ def require_separate_output(job: Job) -> None:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(
                 f"the output folder {folder} lies in the {source} folder, so what a run writes "
-                "would be taken for "
-                f"{source}",
+                f"would be taken for {source}",
                 hint="choose another with --output",
             )
 
@@ -184,54 +167,35 @@ def require_separate_output(job: Job) -> None:
 def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     """Raise InvalidInput if the output folder holds another run, or this one and `resume` was
     not asked for."""
-    folder = Path(plan.job.output)
-    (_require_same if resume and list_checkpoints(folder / CHECKPOINTS) else _require_unused)(
-        folder, plan
-    )
-
-
-def _require_unused(folder: Path, plan: TrainingPlan) -> None:
+    folder, other = Path(plan.job.output), "choose another folder with --output"
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
-    if (report := read_report(folder)) and _changed_fields(folder, plan) == []:
+    changed: list[str] | None = None
+    with contextlib.suppress(
+        InvalidPlan
+    ):  # absent or damaged: checkpoints carry the run's key, too
+        before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+    if resume and checkpoints:
+        if changed:
+            raise InvalidInput(
+                f"{folder} was started with another {', '.join(changed)}",
+                hint=f"resume with the plan and options it was started with, or {other}",
+            )
+        return
+    if (report := read_report(folder)) and changed == []:
         is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
         longer = "train longer: add --resume --steps NUMBER; " if is_open_ended else ""
         raise InvalidInput(
             f"{folder} holds this very run, finished after {report.num_steps} steps",
-            hint=f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: choose "
-            "another folder with "
-            "--output",
+            hint=f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: {other}",
         )
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
-        raise InvalidInput(
-            f"{folder} holds the adapter of another run", hint="choose another folder with --output"
-        )
+        raise InvalidInput(f"{folder} holds the adapter of another run", hint=other)
     if checkpoints:
         raise InvalidInput(
             f"{folder} holds the checkpoints of a run that did not end",
-            hint="go on with it: add --resume; or choose another folder with --output",
+            hint=f"go on with it: add --resume; or {other}",
         )
-
-
-def _require_same(folder: Path, plan: TrainingPlan) -> None:
-    """Compare with the plan in the folder: earlier than its checkpoints can be compared."""
-    if changed := _changed_fields(folder, plan):
-        raise InvalidInput(
-            f"{folder} was started with another {', '.join(changed)}",
-            hint=(
-                "resume with the plan and options it was started with, or choose another folder "
-                "with --output"
-            ),
-        )
-
-
-def _changed_fields(folder: Path, plan: TrainingPlan) -> list[str] | None:
-    """What decides the result of a run and is not as in the folder's plan; None if that plan
-    cannot be read."""
-    try:
-        before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
-    except InvalidPlan:  # absent or damaged: checkpoints carry the run's key, too
-        return None
-    return [name for name in before | now if before.get(name) != now.get(name)]
 
 
 def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
@@ -249,20 +213,6 @@ def read_report(folder: Path) -> RunReport | None:
     except (OSError, ValueError):
         return None
     return report if (folder / ADAPTER_FILE).is_file() else None
-
-
-ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-"""The name that diffusers looks for in a folder."""
-CHECKPOINTS = "checkpoints"
-"""The folder inside a run's output folder that holds them."""
-CHECKPOINT_FILE = "checkpoint-{:06}.safetensors"
-CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
-REPORT_FILE = "report.json"
-PREVIEWS = "previews"
-"""Folder of the samples that are made during training."""
-PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
-"""Name of a preview, with the number of steps that had been taken, and which of the job's
-prompts it shows."""
 
 
 def preview_file(step: int, number: int) -> str:

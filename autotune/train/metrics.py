@@ -20,16 +20,20 @@ from autotune.system.files import open_regular, write_text_atomic
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
-CURVES = (
-    *(
+CURVES = tuple(
+    [
         "loss",
         "validation_loss",
         "base_validation_loss",
         "learning_rate",
         "gradient_norm",
         "gradient_spikes",
-    ),
-    *("seconds", "data_seconds", "images_per_second", "memory_bytes", "gpu_utilization"),
+        "seconds",
+        "data_seconds",
+        "images_per_second",
+        "memory_bytes",
+        "gpu_utilization",
+    ]
 )
 """Fields of a step that trackers draw; what a step does not know has no point."""
 
@@ -57,7 +61,6 @@ class Metrics:
     def __init__(
         self,
         folder: Path,
-        *,
         resumed_at: int,
         report_to: str,
         on_warning: Callable[[str], None] = lambda text: None,
@@ -125,10 +128,8 @@ def read_metrics(
                         line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
                     )
                     if not is_cut_short:
-                        on_damage(
-                            f"{path.name} is damaged in line {len(events) + 1}: no step from there "
-                            "on is known."
-                        )
+                        line_number = len(events) + 1
+                        on_damage(f"{path.name} is damaged from line {line_number} on.")
                     break
                 events.append(event)
     except FileNotFoundError:

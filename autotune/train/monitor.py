@@ -218,57 +218,36 @@ class Monitor:
         self.seconds.append(seconds)
         self.data_seconds.append(data_seconds)
         self._computing.append(seconds - data_seconds)
-        found = {
-            "budget": self._alarm(reading),
-            "growth": self._leak(reading),
-            "retries": self._retries(reading),
-            "spill": self._spill(reading),
-            "reserved": self._fragmentation(reading),
-        }
-        new = [text for name, text in found.items() if text and name not in self._told]
-        self._told |= {name for name, text in found.items() if text}
-        return new
-
-    def _alarm(self, reading: MemoryReading) -> str | None:
-        if reading.peak_bytes <= self.alarm_bytes:
-            return None
-        share = reading.peak_bytes / self.budget_bytes
-        size = reading.peak_bytes / 2**30
-        return f"memory is at {size:.2f} GiB, {share:.0%} of what a run may take"
-
-    def _leak(self, reading: MemoryReading) -> str | None:
-        slope = self._growth.add(reading.held_bytes)
-        return f"memory grows by {slope / 2**20:.2f} MiB per step" if slope else None
-
-    def _retries(self, reading: MemoryReading) -> str | None:
+        found: dict[str, str] = {}
+        if reading.peak_bytes > self.alarm_bytes:
+            share = reading.peak_bytes / self.budget_bytes
+            size = f"{reading.peak_bytes / 2**30:.2f} GiB"
+            found["budget"] = f"memory is at {size}, {share:.0%} of what a run may take"
+        if slope := self._growth.add(reading.held_bytes):
+            found["growth"] = f"memory grows by {slope / 2**20:.2f} MiB per step"
         known, self._known_retries = self._known_retries, reading.allocator_retries or 0
-        if self._known_retries <= known:
-            return None
-        return (
-            "the allocator ran out of memory and started over: steps wait for it, and may fail; "
-            f"{MORE_TO_SPARE}"
-        )
-
-    def _spill(self, reading: MemoryReading) -> str | None:
+        if self._known_retries > known:
+            found["retries"] = (
+                "the allocator ran out of memory and started over: steps wait for it, and may "
+                f"fail; {MORE_TO_SPARE}"
+            )
         is_full = len(self._computing) == SPILL_STEPS and reading.used_share >= NEAR_FULL
         ratio = statistics.median(self._computing) / self.planned_seconds
-        if not (self.can_spill and is_full and ratio >= SPILL_FACTOR):
-            return None
-        return (
-            f"steps take {ratio:.1f} times what was planned: with {reading.used_share:.0%} of the "
-            f"card's memory taken the driver moves memory to the host; {NO_SPILL}, and "
-            f"{MORE_TO_SPARE}"
-        )
-
-    def _fragmentation(self, reading: MemoryReading) -> str | None:
-        slope = self._reserved_growth.add(reading.reserved_bytes or 0)
-        if not slope:
-            return None
-        return (
-            f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is reported, "
-            "it is fragmented: "
-            f"{EXPANDABLE if self.allocator == 'default' else MORE_TO_SPARE}"
-        )
+        if self.can_spill and is_full and ratio >= SPILL_FACTOR:
+            found["spill"] = (
+                f"steps take {ratio:.1f} times what was planned: with {reading.used_share:.0%} of "
+                "the GPU's memory taken the driver moves memory to the host; "
+                f"{NO_SPILL}, and {MORE_TO_SPARE}"
+            )
+        if slope := self._reserved_growth.add(reading.reserved_bytes or 0):
+            found["reserved"] = (
+                f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is "
+                "reported, it is fragmented: "
+                f"{EXPANDABLE if self.allocator == 'default' else MORE_TO_SPARE}"
+            )
+        new = [text for name, text in found.items() if name not in self._told]
+        self._told |= found.keys()
+        return new
 
     def add_gradient(self, norm: float | None) -> None:
         """Count the norm of a step's gradient, before clipping; None if it overflowed fp16."""
@@ -307,27 +286,23 @@ class Growth:
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count the reading after a step; returns the growth in bytes per step, 0 unless a
-        window that ends tells of a leak."""
+        """Count the reading after a step; returns the growth in bytes per step if a window that
+        ends tells of a leak, else 0.
+
+        It is the median growth between the minima of windows, since a preview raises memory once
+        and for good.
+        """
         self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
             return 0.0
         self.floors = [*self.floors, min(self.window)][-NUM_WINDOWS:]
         self.window = []
-        return leak_bytes_per_step(self.floors)
-
-
-def leak_bytes_per_step(floors: list[int]) -> float:
-    """Median growth between the minima of successive windows, or 0 if it is too small or uneven for
-    a leak.
-
-    The median, since a preview raises memory once and for good.
-    """
-    growth = [later - earlier for earlier, later in pairwise(floors)]
-    if len(floors) < NUM_WINDOWS or min(growth) <= 0:
-        return 0.0
-    median = statistics.median(growth)
-    return median / WINDOW_STEPS if median * len(growth) >= floors[0] * LEAK_SHARE else 0.0
+        growth = [later - earlier for earlier, later in pairwise(self.floors)]
+        if len(self.floors) < NUM_WINDOWS or min(growth) <= 0:
+            return 0.0
+        median = statistics.median(growth)
+        is_leak = median * len(growth) >= self.floors[0] * LEAK_SHARE
+        return median / WINDOW_STEPS if is_leak else 0.0
 
 
 def profile_steps(

@@ -52,37 +52,28 @@ LINE_SHARE = 1 / 24
 MIN_LINE_PX = 12
 CLIP_QUALITY = "18"
 """x264's constant rate factor: what is lost cannot be seen."""
+INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
 LABELS = ("without the adapter", "with the adapter")
 
 
-@dataclass(frozen=True)
-class ComparedPictures:
-    """The same prompt and noise without and with the adapter."""
-
-    without: Image.Image
-    with_adapter: Image.Image
-    prompt: str
-    seed: int
-
-
-def make_sheet(rows: Sequence[ComparedPictures]) -> Image.Image:
-    """One image with a row per prompt: without the adapter on the left, with it on the right,
-    prompt and seed below."""
-    sizes = [image.size for row in rows for image in (row.without, row.with_adapter)]
+def make_sheet(
+    previews: Sequence["Preview"], pairs: Sequence[tuple[Image.Image, Image.Image]]
+) -> Image.Image:
+    """Draw a row per preview: without the adapter on the left, with it on the right, prompt and
+    seed below."""
+    sizes = [image.size for pair in pairs for image in pair]
     width, height = (max(side) for side in zip(*sizes, strict=True))
     line = max(MIN_LINE_PX, round(height * LINE_SHARE))
     row_height = height + 2 * line
-    sheet = Image.new("RGB", (2 * width, row_height * len(rows)), "white")
+    sheet = Image.new("RGB", (2 * width, row_height * len(pairs)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(0.75 * line)
-    for number, row in enumerate(rows):
+    for number, (preview, pair) in enumerate(zip(previews, pairs, strict=True)):
         top = number * row_height
-        for column, (label, image) in enumerate(
-            zip(LABELS, (row.without, row.with_adapter), strict=True)
-        ):
+        for column, (label, image) in enumerate(zip(LABELS, pair, strict=True)):
             draw.text((column * width + 2, top), label, "black", font)
             sheet.paste(image, (column * width, top + line))
         # the seed first: long prompts are cut off
-        text = f"seed {row.seed}: {' '.join(row.prompt.split())}"
+        text = f"seed {preview.seed}: {' '.join(preview.prompt.split())}"
         draw.text((2, top + line + height), text, "black", font)
     return sheet
 
@@ -154,22 +145,13 @@ class Preview:
     def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
         """What a picture's file tells of how it was made; `adapter` says which weights of the
         adapter were in use."""
-        made_by = {
-            "software": f"autotune {__version__}",
-            "plan": plan.digest,
-            "model": plan.job.model,
-        }
-        return {
-            "prompt": self.prompt,
-            "seed": self.seed,
-            "steps": self.num_steps,
-            "adapter": adapter,
-            **made_by,
-        }
+        own = {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps}
+        made_by = {"plan": plan.digest, "model": plan.job.model}
+        return {**own, "adapter": adapter, "software": f"autotune {__version__}", **made_by}
 
 
 class _Reached(Exception):
-    """The pipeline has called what it was to be run up to."""
+    pass
 
 
 class PreviewSampler:
@@ -235,7 +217,6 @@ class PreviewSampler:
             setattr(pipeline, name, None)
 
     def _build_stopping_transformer(self) -> nn.Module:
-        """A transformer on meta that raises `_Reached` when it is called."""
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
         shape.register_forward_pre_hook(_stop)
         return self._with_device(shape)
@@ -299,7 +280,6 @@ class PreviewSampler:
             )
 
     def _reduced(self, bucket: Bucket) -> Bucket:
-        """The bucket with both sides divided by `divisor`, as multiples that the model accepts."""
         multiple = self.model.family.size_multiple_px
         width, height = (
             max(multiple, side // self.divisor // multiple * multiple)
@@ -408,19 +388,15 @@ class PreviewSampler:
             AutotuneError: the pipeline did not load the file.
         """
         self.transformer.delete_adapters(ADAPTER_NAME)
-        without = self._first_frames("without", previews, on_frames)
-        self.load_adapter(adapter)
-        return list(zip(without, self._first_frames("with", previews, on_frames), strict=True))
-
-    def _first_frames(
-        self, name: str, previews: Sequence[Preview], on_frames: OnFrames
-    ) -> list[Image.Image]:
-        first = []
-        for number, preview in enumerate(previews):
-            frames = self.sample(preview)
-            on_frames(name, number, frames)
-            first.append(frames[0])
-        return first
+        first: dict[str, list[Image.Image]] = {"without": [], "with": []}
+        for name, images in first.items():
+            if name == "with":
+                self.load_adapter(adapter)
+            for number, preview in enumerate(previews):
+                frames = self.sample(preview)
+                on_frames(name, number, frames)
+                images.append(frames[0])
+        return list(zip(*first.values(), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
         """Load an adapter file by the pipeline's own loader.
@@ -442,9 +418,7 @@ class PreviewSampler:
             self.pipeline.load_lora_weights(
                 adapter.parent, weight_name=adapter.name, **family.adapter_options
             )
-        except (
-            Exception
-        ) as error:  # diffusers and peft raise anything for an adapter of another model
+        except Exception as error:  # anything, for an adapter of another model
             if is_out_of_memory(error):
                 raise
             raise InvalidInput(
@@ -476,7 +450,6 @@ STRUCTURE = "structure"
 
 
 def _pack(encoded: list[Any]) -> dict[str, torch.Tensor]:
-    """Nested tuples and lists of tensors and None, as tensors by name."""
     leaves, structure = pytree.tree_flatten(encoded)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
     text = json.dumps([len(leaves), pytree.treespec_dumps(structure)])
@@ -487,9 +460,6 @@ def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
     count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
     leaves = [tensors.get(str(number)) for number in range(count)]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))  # type: ignore[no-any-return]
-
-
-INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
 
 
 @dataclass(frozen=True)
@@ -553,7 +523,12 @@ def read_sample_inputs(
         read_header(adapter)
     plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
     bucket = plan.frozen.workload.largest_bucket
-    file = request.output or folder / f"sample-{request.seed}{_usual_suffix(bucket, on_event)}"
+    is_clip = bucket.num_frames > 1
+    if request.output is None and is_clip and not has_video_decoder():
+        text = f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}"
+        on_event(Notice(text=text, level="warning"))
+    suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
+    file = request.output or folder / f"sample-{request.seed}{suffix}"
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
         raise InvalidInput(
@@ -564,20 +539,6 @@ def read_sample_inputs(
     model = fetch_model(plan.job.model_ref)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     return SampleInputs(request, plan, model, adapter, file)
-
-
-def _usual_suffix(bucket: Bucket, on_event: OnEvent) -> str:
-    if bucket.num_frames == 1:
-        return ".png"
-    if has_video_decoder():
-        return ".mp4"
-    on_event(
-        Notice(
-            text=f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}",
-            level="warning",
-        )
-    )
-    return ".png"
 
 
 @reraise_oom()
@@ -618,10 +579,8 @@ def sample_run(
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
         path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
-        frames, facts = (
-            sampler.sample(preview),
-            preview.facts(plan, adapter="with" if inputs.adapter else "without"),
-        )
+        frames = sampler.sample(preview)
+        facts = preview.facts(plan, adapter="with" if inputs.adapter else "without")
         if path.suffix == ".mp4":
             save_clip(frames, path, facts, model.family.defaults.frames_per_second)
         else:

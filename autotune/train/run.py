@@ -43,7 +43,6 @@ from autotune.train.model import TrainingModel, eager_eval, load_model
 from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
 from autotune.train.prepare import PreparedRun, RunInputs, prepare
 from autotune.train.preview import (
-    ComparedPictures,
     Preview,
     PreviewSampler,
     PreviewTooLarge,
@@ -100,12 +99,8 @@ def train(
                 if resume and (
                     report := processes.share(lambda: finished_report(plan, prepared.data.training))
                 ):
-                    text = (
-                        f"this run has taken all of its {report.num_steps} steps: nothing is "
-                        "left "
-                        "to do"
-                    )
-                    on_event(Notice(text=text))
+                    taken = f"this run has taken all of its {report.num_steps} steps"
+                    on_event(Notice(text=f"{taken}: nothing is left to do"))
                     return report
                 cache = (
                     MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
@@ -151,11 +146,10 @@ class _Run:
             processes.share(self._require_same_run)
         with self.monitor.phase("caching"):
             encoded, held_out = self._encode()
-        run_key, epoch_size = (
-            compute_run_key(plan, encoded.items, encoded.entries),
-            sum(item.repeats for item in encoded.items),
-        )
-        every = job.checkpoint_every(epoch_size, plan.frozen.workload.effective_batch_size)
+        run_key = compute_run_key(plan, encoded.items, encoded.entries)
+        epoch_size = sum(item.repeats for item in encoded.items)
+        batch = plan.frozen.workload.effective_batch_size
+        every = job.checkpoint_every(epoch_size, batch)
         processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
             self.output / CHECKPOINTS,
@@ -169,7 +163,13 @@ class _Run:
                 processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
             )
             first_step = checkpoint.step if checkpoint else 0
-            self._require_steps(first_step, encoded)
+            num_steps = job.steps_on(epoch_size, batch)
+            if first_step > num_steps:
+                raise InvalidInput(
+                    f"{first_step} steps were taken already, and the run is to take {num_steps}",
+                    hint=f"resume with --steps {first_step} or more, or choose another folder with "
+                    "--output",
+                )
             with self.monitor.phase("loading"):
                 trained = self._load()
                 processes.wait()
@@ -177,12 +177,7 @@ class _Run:
                 PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training")
             )
             if processes.is_first:
-                self.metrics = Metrics(
-                    self.output,
-                    resumed_at=first_step,
-                    report_to=job.report_to,
-                    on_warning=self._warn,
-                )
+                self.metrics = Metrics(self.output, first_step, job.report_to, self._warn)
             metrics = self.metrics
             with (
                 contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
@@ -216,36 +211,14 @@ class _Run:
         """Raise InvalidInput if the checkpoints are of other data or encoders: known before
         anything is encoded, unless the data has files that may turn out to be broken, which no
         key covers."""
-        job, training, buckets = (
-            self.plan.job,
-            self.prepared.data.training,
-            self.prepared.workload.buckets,
-        )
+        training, buckets = self.prepared.data.training, self.prepared.workload.buckets
         if training.num_unverified == 0:
+            job, encoders = self.plan.job, self.encoders
+            drop, flip = job.caption_dropout, job.flip
             items, entries = list_entries(
-                self.encoders,
-                training,
-                buckets,
-                self.cache,
-                caption_dropout=job.caption_dropout,
-                flip=job.flip,
+                encoders, training, buckets, self.cache, caption_dropout=drop, flip=flip
             )
             require_same_run(self.output, compute_run_key(self.plan, items, entries))
-
-    def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
-        """Raise InvalidInput if more steps were taken already than the run is to take."""
-        job, workload = self.plan.job, self.plan.frozen.workload
-        num_steps = job.steps_on(
-            sum(item.repeats for item in encoded.items), workload.effective_batch_size
-        )
-        if num_taken > num_steps:
-            raise InvalidInput(
-                f"{num_taken} steps were taken already, and the run is to take {num_steps}",
-                hint=(
-                    f"resume with --steps {num_taken} or more, or choose another folder with "
-                    "--output"
-                ),
-            )
 
     def _load(self) -> TrainingModel:
         self.on_event(PhaseStarted(name="loading the transformer"))
@@ -263,21 +236,12 @@ class _Run:
     def _list_previews(self) -> list[Preview]:
         """One per prompt, with the control images of the item whose caption is the prompt, or of
         the first item."""
-        job, items, bucket = (
-            self.plan.job,
-            self.prepared.data.training.items,
-            self.prepared.workload.largest_bucket,
-        )
+        job, items = self.plan.job, self.prepared.data.training.items
+        bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
-            Preview(
-                prompt,
-                bucket,
-                job.preview_steps,
-                job.seed + number,
-                controls.get(prompt, items[0].control_paths),
-            )
-            for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
+            Preview(text, bucket, steps, job.seed + at, controls.get(text, items[0].control_paths))
+            for at, text in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
@@ -359,15 +323,13 @@ class _Run:
             ValueError,
             LookupError,
         ) as error:
-            if self.processes.num_shards > 1 or (
-                not isinstance(error, AutotuneError) and is_out_of_memory(error)
-            ):
+            is_ours = isinstance(error, AutotuneError)
+            if self.processes.num_shards > 1 or (not is_ours and is_out_of_memory(error)):
                 raise
             self._warn(f"{first_line(error)}; the run goes on without previews")
             self.previews = []
 
     def _warn(self, message: str) -> None:
-        """Show a warning now and in the report."""
         self.warnings.append(message)
         self._notify(message)
 
@@ -382,15 +344,8 @@ class _Run:
             with self.monitor.phase("saving"):
                 workload = self.plan.frozen.workload
                 dtype = torch_dtype(self.plan.job.save_dtype)
-                save_trained(
-                    adapter,
-                    loop.model,
-                    loop.optimizer,
-                    workload,
-                    self.plan.digest,
-                    kept_step,
-                    dtype,
-                )
+                model, optimizer, digest = loop.model, loop.optimizer, self.plan.digest
+                save_trained(adapter, model, optimizer, workload, digest, kept_step, dtype)
                 self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")
         transformer.disable_adapters()  # type: ignore[operator]
@@ -424,15 +379,8 @@ class _Run:
             pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
         if not self.processes.is_first or not pairs:
             return
-        rows = [
-            ComparedPictures(*pair, each.prompt, each.seed)
-            for pair, each in zip(pairs, self.previews, strict=True)
-        ]
-        save_image(
-            make_sheet(rows),
-            self.output / "samples.png",
-            self.previews[0].facts(self.plan, adapter="both"),
-        )
+        facts = self.previews[0].facts(self.plan, adapter="both")
+        save_image(make_sheet(self.previews, pairs), self.output / "samples.png", facts)
 
     def _report(
         self,
