@@ -20,21 +20,11 @@ from autotune.system.files import open_regular, write_text_atomic
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
-CURVES = tuple(
-    [
-        "loss",
-        "validation_loss",
-        "base_validation_loss",
-        "learning_rate",
-        "gradient_norm",
-        "gradient_spikes",
-        "seconds",
-        "data_seconds",
-        "images_per_second",
-        "memory_bytes",
-        "gpu_utilization",
-    ]
-)
+CURVES = (
+    "loss", "validation_loss", "base_validation_loss", "learning_rate", "gradient_norm",
+    "gradient_spikes", "seconds", "data_seconds", "images_per_second", "memory_bytes",
+    "gpu_utilization",
+)  # fmt: skip
 """Fields of a step that trackers draw; what a step does not know has no point."""
 
 MAX_LINE_BYTES = 1 << 16
@@ -128,8 +118,8 @@ def read_metrics(
                         line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
                     )
                     if not is_cut_short:
-                        line_number = len(events) + 1
-                        on_damage(f"{path.name} is damaged from line {line_number} on.")
+                        where = f"{path.name} is damaged in line {len(events) + 1}"
+                        on_damage(f"{where}: no step from there on is known.")
                     break
                 events.append(event)
     except FileNotFoundError:

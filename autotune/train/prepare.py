@@ -113,12 +113,8 @@ def prepare(
     """
     _require_machine(plan, hardware)
     inputs = inputs or read_inputs(plan, resume=resume)
-    data, model, job, planned = (
-        inputs.data,
-        inputs.model or read_model(plan),
-        plan.job,
-        plan.frozen.workload,
-    )
+    data, model = inputs.data, inputs.model or read_model(plan)
+    job, planned = plan.job, plan.frozen.workload
     require_fit(model_misfits(plan, model.spec))
     workload = describe_workload(
         model, data.whole, WorkloadRequest.again(planned), drops_captions=job.caption_dropout > 0
@@ -238,7 +234,6 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 
 
 def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
-    """Why another GPU cannot encode here what the plan says."""
     caching, planned = plan.frozen.caching, plan.frozen.hardware.encoder_gpu
     encoder, what = caching.other_gpu, caching.parts_on_other_gpu
     if encoder is None:
@@ -261,7 +256,6 @@ def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Which settings this version of autotune does not know, or do not work on this machine."""
     settings, encoder_format = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
     used = [(name, name, value) for name, value in settings if NAMES[name]]
     used.append(("text encoder quantization", "quantization", encoder_format))
