@@ -21,6 +21,7 @@ from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan.file import seal, write_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import RunReport
+from autotune.train import prepare as prepare_module
 from autotune.train.adapter_file import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
@@ -247,8 +248,8 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     used = full.model_copy(update={"device": full.device.model_copy(update={"index": 1})})
     pair = plan.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
     plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
-    monkeypatch.setattr("autotune.train.prepare.device_misfits", lambda number, hardware: ())
-    monkeypatch.setattr("autotune.train.prepare.probe", lambda index: (free, used)[index])
+    monkeypatch.setattr(prepare_module, "device_misfits", lambda number, hardware: ())
+    monkeypatch.setattr(prepare_module, "probe", lambda index: (free, used)[index])
     monkeypatch.setattr("autotune.api.checking.probe", lambda: free)
     write_plan(tmp_path / "plan.yaml", plan)
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan.file import read_plan, write_plan
+from autotune.train import checkpoint
 from autotune.train.adapter_file import save_trained
 from autotune.train.checkpoint import Checkpoints
 from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints
@@ -173,12 +174,18 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
             wait_until(
                 lambda: 1 in list_checkpoints(tmp_path / "checkpoints")
             )  # written by a thread
-            monkeypatch.setattr("autotune.train.checkpoint.save_file", full)
+            monkeypatch.setattr(checkpoint, "save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
         bench.loop(plan, tmp_path, on_step=lambda event: fill(event.step))
     monkeypatch.undo()
     assert bench.loop(plan, tmp_path).first_step == 1
+
+
+def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
+    kept = {"checkpoints_total_limit": 2, "checkpoints_keep_every": 3}
+    bench.loop(bench.plan(num_steps=7, checkpointing_steps=1, **kept), tmp_path)
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [3, 6, 7]
 
 
 def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +195,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
         released.wait(20)
         written.append(tensors["weight"].clone())
 
-    monkeypatch.setattr("autotune.train.checkpoint.save_file", slow)
+    monkeypatch.setattr(checkpoint, "save_file", slow)
     weight = torch.ones(4)
     with Checkpoints(tmp_path, "key", keep_last=1) as checkpoints:
         checkpoints.save(1, {"weight": weight}, {})

@@ -22,13 +22,18 @@ from safetensors.torch import load_file
 from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.events import StepFinished
+from autotune.knobs.block_swap import BlockSwap
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import write_plan
 from autotune.plan.request import PlanRequest
 from autotune.plan.run import RunReport
 from autotune.report.run import report_lines
 from autotune.search.request import ResolvedRequest
+from autotune.train import folder as folder_module
+from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE
+from autotune.train.loop import TrainingLoop
+from autotune.train.metrics import Metrics
 from autotune.train.prepare import prepare
 from autotune.train.preview import (
     MIN_LINE_PX,
@@ -165,6 +170,26 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(
     assert "loss on fresh noise" in text
 
 
+def test_sampling_swaps_the_blocks_that_the_plan_swaps(
+    bench: Bench, run: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
+    write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
+    shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
+    visits: list[int] = []
+    fetch = BlockSwap._fetch
+    monkeypatch.setattr(
+        BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number))
+    )
+    pictures, request = [], SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "sample.png")
+    for folder in (run[0], tmp_path):
+        inputs = read_sample_inputs(folder, request)
+        (written,) = sample_run(inputs, bench.hardware, bench.cache)
+        pictures.append(Image.open(written).tobytes())
+    assert set(visits) == {0}
+    assert pictures[0] == pictures[1]
+
+
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path
 ) -> None:
@@ -257,7 +282,7 @@ def test_the_adapter_is_written_before_anything_that_may_still_fail(
     def lost(loop: Any) -> float:
         raise AutotuneError("the cache lost an entry", hint="run again")
 
-    monkeypatch.setattr("autotune.train.loop.TrainingLoop.evaluate", lost)
+    monkeypatch.setattr(TrainingLoop, "evaluate", lost)
     with pytest.raises(AutotuneError, match="lost an entry"):
         train(bench.plan(num_steps=1, output=str(tmp_path)), bench.hardware, bench.cache)
     assert load_file(tmp_path / ADAPTER_FILE)
@@ -302,7 +327,7 @@ def test_a_finished_run_that_is_started_again_is_recognized(
     assert f"autotune sample {tmp_path} --prompt TEXT" in refused.value.hint
     assert ("--resume --steps" in refused.value.hint) == can_be_longer
     monkeypatch.setattr(
-        "autotune.train.run.load_model", lambda *_, **__: pytest.fail("it is being loaded")
+        run_module, "load_model", lambda *_, **__: pytest.fail("it is being loaded")
     )
     told: list[str] = []
     assert train(plan, bench.hardware, bench.cache, notices_to(told.append), resume=True) == report
@@ -329,8 +354,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the disk that each start asks for."""
     sizes: list[int] = []
     monkeypatch.setattr(
-        "autotune.train.folder.require_free_disk",
-        lambda folder, needed, what, hint: sizes.append(needed),
+        folder_module, "require_free_disk", lambda folder, needed, what, hint: sizes.append(needed)
     )
     return sizes
 
@@ -400,23 +424,40 @@ def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> N
         assert pairs == ({1} if masked else {1, 2})
 
 
-@pytest.mark.quick("run.save_trained")
+def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=2, output=str(tmp_path))
+    whole = train(plan, bench.hardware, bench.cache)
+    weights = load_file(tmp_path / ADAPTER_FILE)
+    for name in (ADAPTER_FILE, "report.json"):
+        (tmp_path / name).unlink()
+    finished = train(plan, bench.hardware, bench.cache, resume=True)
+    assert (finished.resumed_at, finished.verdict) == (2, whole.verdict)
+    again = load_file(tmp_path / ADAPTER_FILE)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.quick("save_trained")
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("owner", "name", "error"),
     [
-        ("metrics.Metrics.add", OSError(errno.ENOSPC, "No space left on device")),
-        ("run.save_trained", OSError(errno.EDQUOT, "Disk quota exceeded")),
+        (Metrics, "add", OSError(errno.ENOSPC, "No space left on device")),
+        (run_module, "save_trained", OSError(errno.EDQUOT, "Disk quota exceeded")),
     ],
 )
 def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    error: Exception,
 ) -> None:
     def full(*arguments: Any) -> None:
         raise error
 
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(f"autotune.train.{where}", full)
+        patch.setattr(owner, name, full)
         with pytest.raises(AutotuneError, match="is full") as caught:
             train(plan, bench.hardware, bench.cache)
     assert "--resume" in caught.value.hint
