@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.compile import CompiledBlock
 from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import quantize_inside
@@ -72,6 +73,28 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
                 )
                 error = gradient_error(request, child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, functional = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional
+    changed = lambda *args, **named: plain(*args, **named).add_(0)  # noqa: E731
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", changed)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
+
+
+def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+    copy = BlockSwap._copy_to_device
+    monkeypatch.setattr(
+        BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part)
+    )
+    rule = GRADIENT_TOLERANCES["swapped_blocks"](1)
+    assert rule is not None
+    choices = {"swapped_blocks": rule.checked_choice, **rule.other_choices}
+    request = request_of("qwen-image", precision="fp32", **choices)
+    assert gradient_error(request, ChildState()) <= rule.tolerance
+    assert copied
 
 
 @pytest.mark.quick(*KINDS)
