@@ -158,7 +158,9 @@ def scan_dataset(
 def _scan_folder(
     folder: Path, options: DatasetOptions, on_progress: OnProgress | None, verify_seconds: float
 ) -> Dataset:
-    _require_folder(folder, "data")
+    for place, kind in ((folder, "data"), (options.control, "control")):
+        if place and not place.is_dir():
+            raise InvalidInput(f"there is no {kind} folder {place}", hint="check the path")
     control = _locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
         raise InvalidInput(
@@ -224,7 +226,6 @@ def _other_problems(
 def _locate_control(folder: Path, control: Path) -> Path:
     """The control folder, spelled below the data folder if it lies there, so that its images are
     not taken for data."""
-    _require_folder(control, "control")
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
         raise InvalidInput(
@@ -232,11 +233,6 @@ def _locate_control(folder: Path, control: Path) -> Path:
             hint="put control images into a folder of their own",
         )
     return folder / inside.relative_to(data) if inside.is_relative_to(data) else control
-
-
-def _require_folder(folder: Path, kind: str) -> None:
-    if not folder.is_dir():
-        raise InvalidInput(f"there is no {kind} folder {folder}", hint="check the path")
 
 
 def _read_items(

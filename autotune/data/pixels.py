@@ -102,9 +102,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _band_to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith(
-        "I"
-    ):  # of the formats read only PNG has these modes, with samples of 16 bits
+    if image.mode.startswith("I"):  # of the formats read only PNG's 16 bits have these modes
         return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L").convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")

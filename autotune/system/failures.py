@@ -62,10 +62,8 @@ and a convolution of cuDNN that finds no room for the workspace of any engine
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host ran out of memory. Imports no torch, whose
     `OutOfMemoryError` goes by its name."""
-    if error.__cause__ is not None and is_out_of_memory(
-        error.__cause__
-    ):  # libraries wrap what an import raises
-        return True
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True  # libraries wrap what an import raises
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()

@@ -46,9 +46,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(part):
-            raise OSError(
-                error.errno, error.strerror, str(path)
-            ) from error  # the name that the user knows
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the user's name
         raise
 
 
@@ -99,9 +97,7 @@ def _new_part(path: Path) -> Path:
             hint="name a file in one of its folders",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    if (
-        path.exists() and not path.is_file()
-    ):  # if /dev/null were replaced, it would be a file for everyone
+    if path.exists() and not path.is_file():  # a replaced /dev/null would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:

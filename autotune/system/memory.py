@@ -33,9 +33,8 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
             inner = (getattr(tensor, name) for name in names)
-            pending.extend(
-                part for part in inner if isinstance(part, torch.Tensor)
-            )  # a DTensor names its mesh, too
+            # a DTensor names its mesh, too
+            pending.extend(part for part in inner if isinstance(part, torch.Tensor))
         else:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()

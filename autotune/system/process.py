@@ -46,9 +46,7 @@ def prepare_process(*, only_predicts: bool = False) -> None:
             sys.modules[name] = None  # type: ignore[assignment]
     limit_thread_spinning(os.environ)
     atexit.unregister(gc.freeze)
-    atexit.register(
-        gc.freeze
-    )  # at its end Python would look through all objects of the libraries, for two seconds
+    atexit.register(gc.freeze)  # else Python looks through all objects at the end, for 2 s
 
 
 def reveal_packages() -> None:
