@@ -38,11 +38,8 @@ def load_or_verify(
 ) -> TrainingPlan:
     """The plan, or the measured plan that a trial on this machine makes of a predicted one.
 
-    Args:
-        plan: measured or predicted. Of sharded weights it stays predicted: a trial has one device.
-        hardware: this machine.
-        file: file of the plan; beside it the measured plan is written, and found by the next start.
-        on_event: listener to progress.
+    With sharded weights it stays predicted: a trial has one device. Beside `file`, the plan's, the
+    measured plan is written, and found by the next start.
 
     Raises:
         DoesNotFit: neither the plan's settings nor its fallbacks run here.

@@ -146,12 +146,8 @@ def select_gpus(
 ) -> tuple[ComparedGpu, ...]:
     """Those that a job fits within the limits, in order, then those that nothing fits, by name.
 
-    Args:
-        compared: GPUs.
-        max_cost: leaves out GPUs that cost more, and those without a price.
-        max_hours: leaves out GPUs that take longer.
-        order: what comes first; by default the cheapest, those without a price last, if any has
-            one, else the fastest.
+    By default the cheapest come first, those without a price last, if any has one, else the
+    fastest. `max_cost` leaves out those without a price, too.
     """
     order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
 

@@ -51,16 +51,8 @@ def build_expectation(
     job: Job,
     price_per_hour: float | None = None,
 ) -> Expected:
-    """What the plan promises: measured by `trials`, or predicted where there are none.
-
-    Args:
-        best: the settings.
-        trials: all of them.
-        cost: of the work of one process.
-        workload: of all processes.
-        job: what the settings are for.
-        price_per_hour: of one device.
-    """
+    """What the plan promises of `best`: measured by `trials`, or predicted where there are none.
+    `cost` is of the work of one process, `workload` of all, `price_per_hour` of one device."""
     cost = cost.with_calibration(trials)
     own = [trial for trial in trials if trial.candidate == best.candidate]
     rehearsals = [trial for trial in own if trial.confirms]
@@ -175,15 +167,8 @@ def build_forecast(
     step_time: StepTime,
     first_predictions: Mapping[Candidate, Prediction],
 ) -> Forecast:
-    """What a plan with these settings keeps of all predictions.
-
-    Args:
-        predictions: of every candidate, corrected by all trials; the settings are among them.
-        settings: what the plan chose.
-        budget_bytes: what a run may take of the device.
-        step_time: of the settings, before any trial.
-        first_predictions: of the candidates that were tried, before any trial.
-    """
+    """What a plan with these settings keeps of all predictions, which trials have corrected;
+    `step_time` of the settings and `first_predictions` of what was tried are from before."""
     rows = [_Row.of(each, budget_bytes) for each in predictions]
     fitting, beyond = [row for row in rows if row.fits], [row for row in rows if not row.fits]
     at = next(number for number, row in enumerate(rows) if row.candidate == settings)

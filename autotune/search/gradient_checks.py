@@ -86,12 +86,8 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
-    """The hardware profile with a capability for each of `choices` that changes what is computed.
-
-    Args:
-        context: hardware, family and workload.
-        choices: values by knob; the first precision is the one that the others are checked in.
-        model: the model whose tiny instance is run.
+    """The hardware profile with a capability for each of `choices` (values by knob; the first
+    precision is the one that the others are checked in) that changes what is computed.
 
     Raises:
         AutotuneError: another search has the device and does not end.

@@ -141,9 +141,6 @@ class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
 
     Args:
-        space: the admissible candidates.
-        cost: predicts them, before anything is learned from results.
-        budget_bytes: what a run may take on the device.
         priors: what similar machines have taught, as far as trials here do not contradict it.
         first: candidates to try before all others, e.g. what won elsewhere.
         ascending: whether to stay near to what has run: an over-allocation of memory that is the

@@ -72,8 +72,6 @@ from autotune.system.files import cache_path, data_path
 from autotune.system.process import collect_rarely, interrupt_on_signal
 
 NO_MATCHES = StoreMatches(records=(), refused=())
-FALLBACK = "rung"
-"""The name under which studies remember the trial of a fallback."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +278,7 @@ def _search(
         fallback = (
             None if warm_start.is_reproduced(trials) else choose_untried_fallback(trials, problem)
         )
-        result = memoize(study, FALLBACK, fallback, run_trial) if fallback is not None else None
+        result = memoize(study, "fallback", fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
             on_trial(result)

@@ -529,15 +529,8 @@ def _size_text(bucket: Bucket) -> str:
 def advise_larger_batch(
     space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float
 ) -> tuple[str, ...]:
-    """What a larger effective batch would gain with the chosen kernels and weight format; nothing
-    if it gains little.
-
-    Args:
-        space: the admitted numbers of blocks.
-        cost: calibrated by the trials.
-        best: the settings that won.
-        step_seconds: time of an optimizer step with them.
-    """
+    """What a larger effective batch would gain with the kernels and weight format of `best`, whose
+    optimizer step takes `step_seconds`; nothing if it gains little."""
     effective, budget_bytes, context = (
         cost.workload.effective_batch_size,
         cost.training_budget.num_bytes,

@@ -77,12 +77,7 @@ class SearchSpace:
 def build_search_space(
     context: TuningContext, pins: Sequence[KnobValue] = (), exclusions: Sequence[KnobValue] = ()
 ) -> SearchSpace:
-    """Enumerate what may be tried.
-
-    Args:
-        context: hardware, family and workload.
-        pins: leave one value of a knob.
-        exclusions: take one value of a knob away.
+    """Enumerate what may be tried: a pin leaves one value of a knob, an exclusion takes one away.
 
     Raises:
         InvalidInput: there is no such knob or value, or what is left of them does not go together.

@@ -80,6 +80,7 @@ def open_study(
             is_over = ENDED in study.user_attrs or published_plan(study) is not None
             name = f"{name} {len(names) + 1}" if is_over or (is_fresh and study.trials) else last
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        take_snapshot(study)  # raises if its results are damaged
         stored = study.user_attrs.get(IDENTITY) or identity
         differing = [
             f"{key}: {stored.get(key)} there, {here} here"

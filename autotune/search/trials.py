@@ -62,16 +62,9 @@ class ProcessTrialRunner:
     The device's lock is held from the first trial to the end, or until another search wants a turn
     between two trials.
 
-    Args:
-        hardware: this machine.
-        model: the model as the user calls it: a folder, a family or a hub id.
-        workload: what one process trains.
-        budget: what a trial may take, its process's own overhead included; by default what the
-            device leaves.
-        resident_bytes: what a run keeps on the device besides, which a rehearsal has, too.
-        predict: the cost model's prediction for a candidate; without it no spill is found by step
-            time.
-        watchdog: ends a child before the host runs out of memory; by default as suits the device.
+    A trial may take `budget`, its process's own overhead included (by default what the device
+    leaves), and a rehearsal `resident_bytes` besides, which a run keeps on the device. Without
+    `predict`, the cost model's, no spill is found by step time.
 
     Raises:
         InvalidInput: the workload's optimizer cannot be loaded, or is a `package:Class` that the
