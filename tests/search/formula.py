@@ -179,8 +179,8 @@ class FormulaCostModel:
 def by_formula(num_blocks: int = 50) -> Iterator[None]:
     """Planning that predicts by formula and builds no model: torch is never imported."""
 
-    def resolve(ref: ModelRef) -> ResolvedModel:
-        model = ref.name
+    def resolve(named: ModelRef | str) -> ResolvedModel:
+        model = named.name if isinstance(named, ModelRef) else named
         family = get_family(model)
         spec = ModelSpec(
             family=model,
