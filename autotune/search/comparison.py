@@ -1,4 +1,5 @@
-"""What the same job would take on several GPUs, from the plan that is predicted for each: pure."""
+"""What one job would take on several GPUs, and what published models take on the GPUs of the
+catalog, which `benchmarks/predict_catalog.py` predicts ahead with the planner itself."""
 
 import json
 from collections.abc import Mapping, Sequence

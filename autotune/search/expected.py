@@ -1,4 +1,4 @@
-"""From a winner and its evidence to the frozen part of a plan."""
+"""What a plan promises of its settings, and which predictions it keeps for a report: pure."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""GradientTolerance first: a choice may be tried on a machine only if its adapter gradients agree with the
-reference's there.
+"""A choice may be tried on a machine only if its adapter gradients agree with the reference's there.
 
 An optimizer is given its gradients: its updates have to agree.
 

@@ -81,7 +81,7 @@ class PlanningResult:
 
     plan: TrainingPlan
     hardware: HardwareProfile
-    """The machine, with the capabilities that parity checks have shown."""
+    """The machine, with the capabilities that gradient checks have shown."""
     matches: StoreMatches = NO_MATCHES
     """Records of other searches that were found for this one."""
     residuals: tuple[Residual | None, ...] = ()

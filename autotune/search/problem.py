@@ -1,4 +1,6 @@
-"""What planning touches outside itself: trials on the machine, and records of other searches."""
+"""One request on one machine, with all that follows from it before anything is tried; and what
+other requests would bring: which relaxation would fit if nothing does, what a larger effective
+batch gains."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +120,7 @@ class PlanningProblem:
         hardware: HardwareProfile,
         backend: PlannerBackend,
     ) -> Self:
-        """Resolve model and data, check parity, enumerate what may be tried, and build the cost
+        """Resolve model and data, check gradients, enumerate what may be tried, and build the cost
         model.
 
         Raises:

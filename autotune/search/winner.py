@@ -1,5 +1,12 @@
 """Picks the winner among what was measured, or predicted if nothing can be measured, and says
-why: pure."""
+why: pure.
+
+The winner is tried for longer before a plan promises anything, and its first fallback too; neither
+counts among `--max-trials`. Steady steps do not show what compiling takes to start: if the planned
+steps are predicted to pay that back, the fastest settings are tried compiled, and stay if what was
+measured says so. If a start-up with an empty cache is not paid back, another process tries again: it
+finds the code that the first one left, as the run will.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
