@@ -79,7 +79,7 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
 
     return PlannerBackend(
         trials,
-        lambda hardware, workload, budget_bytes: StoreMatches((), (), ()),
+        lambda hardware, workload, budget_bytes: StoreMatches((), ()),
         "0.0",
         needs_weights=False,
         check_gradients=lambda context, choices, model: context.hardware,
