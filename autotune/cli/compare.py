@@ -27,10 +27,6 @@ class CompareOptions:
     )
     max_cost: float | None = option("Leave out what costs more.", "--under", min=0)
     within: str | None = option("Leave out what takes longer, e.g. 2h, 90min.")
-    order: str | None = option(
-        "cost, hours or name; by default cost, or hours without prices.", "--sort"
-    )
-    download_rate: str | None = option("Bytes a second at which the model arrives; default 100MB.")
     quality: str | None = option("As for plan: exact, high (default) or compact.")
     num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
     as_json: Json = False
@@ -39,7 +35,6 @@ class CompareOptions:
 @takes(CompareOptions, ShapeOptions)
 def compare(options: CompareOptions, shape: ShapeOptions) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
-    one_of("--sort", options.order, ("cost", "hours", "name"))
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     arguments = given(options, but=("as_json", "within")) | given(shape)
     max_hours = None if options.within is None else _hours(options.within)

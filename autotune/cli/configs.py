@@ -28,9 +28,6 @@ def import_config(
         ),
     ] = None,
     hardware: Hardware = None,
-    trainer: Annotated[
-        str | None, typer.Option(help="Which trainer's it is, if its content does not show it.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers'
@@ -39,7 +36,7 @@ def import_config(
     Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
     carry over.
     """
-    config = autotune.import_config(config_file, trainer=trainer)
+    config = autotune.import_config(config_file)
     print_result(config, as_json, import_lines)
     if path is None:
         return

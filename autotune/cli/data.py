@@ -29,12 +29,6 @@ class CheckOptions:
     model: str = option("Family whose sizes count.", default="qwen-image")
     resolution_px: int | None = option("Side of a square image, in pixels.", "--resolution", min=1)
     num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
-    max_upscaling: float | None = option(
-        "Count images enlarged by more, per side; default 1.5.", min=1
-    )
-    max_crop: float | None = option(
-        "Name images that lose more of their area; default 0.25.", min=0, max=1
-    )
     strict: bool = option("Exit with 2 on any problem.", "--strict", default=False)
     as_json: Json = False
 

@@ -21,7 +21,6 @@ class EstimateOptions:
     hardware: str | None = option(
         "A GPU of the catalog, or a saved probe; by default this machine."
     )
-    text_tokens: int | None = option("Length of an encoded caption.")
     micro_batch_size: int = option("Images per forward pass.", default=1, min=1)
     checkpointing: str = option("none, all, or how many blocks.", default="all")
     quantization: str = option(
@@ -30,11 +29,9 @@ class EstimateOptions:
     attention: str = option(
         "Attention backend, e.g. native or another of `plan --list-knobs`.", default="native"
     )
-    precision: str | None = option("bf16, fp16 or fp32; by default what suits the device.")
     swapped_blocks: int = option("Blocks whose weights stay in host memory.", default=0, min=0)
     modulation: str = option("resident, or ahead: its layers are not loaded.", default="resident")
     compile: str = option("off or block.", default="off")
-    allocator: str | None = option("default or expandable; by default what suits the device.")
     num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
     as_json: Json = False
 

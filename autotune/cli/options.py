@@ -176,9 +176,6 @@ class JobOptions(DataOptions):
     adapter_format: str | None = option(
         "Write the adapter for diffusers (default), or also for comfyui or kohya."
     )
-    mask_floor: float | None = option(
-        "Weight of the loss where a mask is black; default 0.", min=0, max=1
-    )
     cache: str | None = option(
         "Where encoded data is kept: disk (default) or memory, until the run ends."
     )

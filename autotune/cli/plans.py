@@ -24,18 +24,9 @@ def check(
         list[str] | None,
         typer.Option(help="Another machine: a catalog name or a saved probe; repeat for more."),
     ] = None,
-    file_only: Annotated[
-        bool, typer.Option("--file-only", help="Only check that the file is a valid plan.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check whether a plan fits this machine, or others, without training."""
-    if file_only:
-        found = {"digest": autotune.load_plan(plan_file).digest}
-        print_result(
-            found, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at"
-        )
-        return
     results = {name: autotune.check(plan_file, hardware=name) for name in hardware or ()}
     if not hardware:
         results = {"this machine": autotune.check(plan_file)}

@@ -326,7 +326,7 @@ class ItemReader:
             if path == media.path
             else f"its mask {path.name} is black everywhere"
         )
-        message = f"{what}: nothing of it is trained, but for --mask-floor"
+        message = f"{what}: nothing of it is trained, but for `mask_floor`"
         return [Problem(file=media.name, kind="black", message=message)]
 
     def _read_captions(self, media: Media) -> tuple[str, ...]:

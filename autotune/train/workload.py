@@ -2,8 +2,7 @@
 weights."""
 
 import math
-
-from torch import nn
+from typing import Any
 
 from autotune.cost.estimate import checked_bucket, positive
 from autotune.data.batches import assign_buckets, make_buckets
@@ -137,7 +136,7 @@ def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
         _require_alike(family, transformer, request.targets)
 
 
-def _require_alike(family: Family, transformer: "nn.Module", targets: str) -> None:
+def _require_alike(family: Family, transformer: Any, targets: str) -> None:
     """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats
     one of them."""
     is_target, number = target_matcher(family, targets), 0
