@@ -80,20 +80,19 @@ def read_doctor_facts(system: System, disk_needed_bytes: int) -> DoctorFacts:
         AutotuneError: the operating system does not report how much memory there is.
     """
     reader = Reader(system)
-    count = reader.fact("gpus", integer(0, 64), "nvml:count", "driver:count") or 0
-    nvml = reader.provenance[-1]
+    by_nvml = reader.fact("nvml", integer(0, 64), "nvml:count")
+    count = reader.fact("gpus", integer(0, 64), "driver:count") if by_nvml is None else by_nvml
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
     return DoctorFacts(
         host=read_host(reader),
         versions=read_versions(reader),
         gpus=tuple(
-            Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)
+            Gpu(index=index, **Reader(system, index).facts("device", GPU))
+            for index in range(count or 0)
         ),
         visible_devices=visible if isinstance(visible, str) else None,
         disk_needed_bytes=disk_needed_bytes,
-        nvml_absent=None
-        if nvml.source == "NVML"
-        else "NVML is unavailable: " + (nvml.absent_because or "missing"),
+        nvml_absent=reader.absent.get("nvml"),
         **reader.facts("machine", OTHER),
     )
 

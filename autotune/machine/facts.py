@@ -1,5 +1,5 @@
 """Turns raw values into facts: queries the sources in order, rejects invalid values, records
-where each came from."""
+why one is absent."""
 
 import platform
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from pydantic import (
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import classify_memory, compute_budget, device_with_budget
 from autotune.machine.sources import System, Unavailable
-from autotune.plan.hardware import Device, Host, Link, MemoryKind, OtherGpu, Provenance, Versions
+from autotune.plan.hardware import Device, Host, Link, MemoryKind, OtherGpu, Versions
 
 T = TypeVar("T")
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
@@ -56,12 +56,12 @@ FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], After
 
 
 class Reader:
-    """Reads facts about one device; `provenance` grows with every fact."""
+    """Reads facts about one device; `absent` tells why a fact is unknown."""
 
     def __init__(self, system: System, index: int = 0) -> None:
         self.system = system
         self.index = index
-        self.provenance: list[Provenance] = []
+        self.absent: dict[str, str] = {}
 
     def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
         """The facts of `owner` (`device`, `host` ...) that some source knows, by name."""
@@ -86,15 +86,12 @@ class Reader:
             except ValidationError:
                 reasons.append(f"{SOURCE_NAMES[source]}: reports {raw!r:.60}, which is invalid")
             else:
-                self.provenance.append(Provenance(fact=fact, source=SOURCE_NAMES[source]))
                 return value
-        self.provenance.append(
-            Provenance(fact=fact, source=None, absent_because="; ".join(reasons))
-        )
+        self.absent[fact] = "; ".join(reasons)
         return None
 
     def raw(self, query: str) -> object:
-        """The value without validation or provenance, or None: for what is no fact of the
+        """The value without validation, or None: for what is no fact of the
         profile."""
         source, _, name = query.partition(":")
         try:
@@ -178,9 +175,9 @@ def read_host(reader: Reader) -> Host:
     limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
     for name in ("memory_bytes", "available_memory_bytes"):
         if name not in facts:
-            reason = next(p.absent_because for p in reader.provenance if p.fact == f"host.{name}")
             raise AutotuneError(
-                f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil"
+                f"the host's memory is unknown ({reader.absent[f'host.{name}']})",
+                hint="check /proc/meminfo and psutil",
             )
     sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
     facts["available_memory_bytes"] = min(size for size in sizes if size is not None)

@@ -71,7 +71,6 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
         capabilities=capabilities_of(device, host, versions),
         datasheet=known.datasheet if known else None,
         notes=_notes(reader, device, versions),
-        provenance=tuple(reader.provenance),
     )
 
 

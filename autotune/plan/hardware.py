@@ -1,7 +1,6 @@
 """The frozen objects that describe a machine.
 
-What is unknown is None, never 0, and `HardwareProfile.provenance` tells where each fact came from
-or why it is absent.
+What is unknown is None, never 0.
 """
 
 import re
@@ -234,16 +233,6 @@ class Datasheet(Frozen):
     source: str
 
 
-class Provenance(Frozen):
-    """Where one fact came from, or why it is absent."""
-
-    fact: str
-    """Field of the profile, e.g. `device.sm_count`."""
-    source: str | None
-    """The source, e.g. `CUDA runtime`; None if no source reports it."""
-    absent_because: str | None = None
-
-
 class HardwareProfile(Frozen):
     """A machine with one device: its facts, what it can use, and how fast it was measured to be.
 
@@ -269,7 +258,6 @@ class HardwareProfile(Frozen):
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have: how fast they are was taken from
     publications."""
-    provenance: tuple[Provenance, ...] = ()
     fingerprint: str = ""
     """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and
     size, CUDA version and driver, or of a CPU's name, cores and memory. It is always derived;

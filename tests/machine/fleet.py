@@ -51,15 +51,12 @@ def machine(name: str) -> FakeSystem:
 
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:
     """The whole profile, in the order of its fields; what the catalog says is only named."""
-    data = profile.model_dump(mode="json", exclude={"capabilities", "provenance", "datasheet"})
+    data = profile.model_dump(mode="json", exclude={"capabilities", "datasheet"})
     data["match_keys"] = profile.match_keys
     data["datasheet"] = profile.datasheet.id if profile.datasheet else None
     data["capabilities"] = {
         capability.name: f"{'yes' if capability.available else 'no'}: {capability.reason}"
         for capability in profile.capabilities
-    }
-    data["sources"] = {
-        fact.fact: fact.source or f"absent: {fact.absent_because}" for fact in profile.provenance
     }
     data["findings"] = findings
     return yaml.safe_dump(data, sort_keys=False, width=118, default_flow_style=None)
