@@ -10,9 +10,7 @@ import pytest
 from autotune.models import registry, resolve
 from autotune.plan.job import ModelRef
 from tests.conftest import autotune
-from tests.models.contract import PROMISES
 from tests.models.sixth_family import AuraFlow
-from tests.models.small import make_small
 
 
 def install(folder: Path, name: str, entry_points: str, group: str, **modules: str) -> Path:
@@ -38,18 +36,8 @@ def registered():
         yield
 
 
-@pytest.fixture(scope="module")
-def sixth(registered, one_thread, tmp_path_factory):
-    return make_small(AuraFlow(), tmp_path_factory.mktemp("sixth") / "pipeline")
-
-
 def test_name_gives_the_published_model(registered):
     assert resolve.resolve_model(ModelRef.of("aura-flow")).spec.num_blocks == 36
-
-
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_new_family_keeps_the_same_promises(promise, sixth):
-    promise(sixth)
 
 
 def test_a_second_family_of_one_pipeline_is_refused():
