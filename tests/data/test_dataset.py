@@ -12,7 +12,6 @@ from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, read_dataset, scan_dataset
 from autotune.data.items import DatasetOptions, read_metadata
 from autotune.errors import InvalidInput
-from autotune.plan.file import RUN_PLAN_FILE
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
@@ -195,26 +194,6 @@ def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path: Path) -> 
     report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert (report.num_usable, report.epoch_size) == (4, 19)
     assert any("an epoch shows 19" in line for line in data_report_lines(report))
-
-
-def test_what_a_run_wrote_below_the_data_is_no_data(tmp_path: Path) -> None:
-    write_pictures(tmp_path, (64, 64))
-    write_pictures(tmp_path / "run" / "previews", (64, 64), first=1)
-    (tmp_path / "run" / RUN_PLAN_FILE).write_text("")
-    dataset = read_dataset(tmp_path)
-    assert [item.path.name for item in dataset.items] == ["000.png"]
-    assert kinds(dataset) == {"run": "run"}
-
-
-@pytest.mark.parametrize("options", [DatasetOptions(), DatasetOptions(caption="any")])
-def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(
-    tmp_path: Path, options: DatasetOptions
-) -> None:
-    write_pictures(tmp_path, (64, 64))
-    (tmp_path / "-copy.png").write_bytes((tmp_path / "000.png").read_bytes())
-    dataset = read_dataset(tmp_path, options)
-    assert [(item.path.name, item.caption) for item in dataset.items] == [("000.png", CAPTIONS[0])]
-    assert kinds(dataset) == {"-copy.png": "duplicate"}
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])

@@ -1,8 +1,6 @@
 """Encoding a dataset: once, alone where something changed, and never trusting what was
 interrupted."""
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +14,13 @@ from torch import Tensor
 from autotune.data.batches import make_buckets
 from autotune.data.cache import Cache, EncoderIdentity
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, open_pixels
+from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
 from autotune.data.items import DatasetOptions
 from autotune.errors import AutotuneError
 from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage
-from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import CachingSettings
-from autotune.plan.job import ModelRef
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 from tests.small import write_small_pipeline
-from tests.train.small import SETTINGS
 
 IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
 Load = Callable[..., Any]
@@ -212,37 +206,6 @@ def test_an_image_that_fails_while_encoding_is_left_out_and_named(
     assert encoded.groups == (0, 1, 1)
     assert progress[-1] == (7, 7)
     assert encoded.sample(2)["latents"].shape == encoded.sample(1)["latents"].shape
-
-
-def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
-    data: Path, pipeline_folder: Path
-) -> None:
-    alive: dict[str, Any] = {}
-    seen: list[bool] = []
-
-    class Watching(CountingFamily):
-        def encode_caption(
-            self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-        ) -> Sample:
-            alive.update(
-                {name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")}
-            )
-            return super().encode_caption(pipeline, caption, controls)
-
-        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
-            seen.append(alive["text_encoder"]() is not None)
-            return super().encode_pixels(pipeline, pixels)
-
-    model = dataclasses.replace(resolve_model(ModelRef.of(pipeline_folder)), family=Watching())
-    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
-    dataset = read_dataset(data)
-    encode_dataset(
-        encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache")
-    )
-    encoders.release()
-    assert seen == [False] * 4
-    assert alive["text_encoder"]() is None
-    assert alive["vae"]() is None
 
 
 def test_control_images_become_latents_and_part_of_the_prompt(

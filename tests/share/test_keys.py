@@ -42,18 +42,6 @@ def test_a_hard_key_that_differs_decides_and_is_named(
     )  # without a GPU there is no version of CUDA either
 
 
-def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
-    changes = [{"power_limit_watts": 300.0}, {"name": "NVIDIA L40S"}, {"rates": FASTER}]
-    found = [compare(record(), machine(**change), workload()) for change in changes]
-    assert [item.kind for item in found] == ["near", "near", "near"]
-    assert [item.distance for item in found] == sorted(item.distance for item in found)
-    assert [item.reasons[0].split(":")[0] for item in found] == [
-        "power limit",
-        "device",
-        "memory bandwidth",
-    ]
-
-
 @pytest.mark.parametrize(
     ("capability", "there", "here", "counts"),
     [
@@ -104,13 +92,6 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
     assert usable_trials(made, here) == (plain,)
     alone = record(settings=using.candidate, trials=(using,))
     assert compare_machine(alone, here).kind == "none"
-
-
-def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
-    made = record(machine(budget_bytes=20 * GIB))
-    assert usable_trials(made, machine(budget_bytes=20 * GIB)) == made.trials
-    assert usable_trials(made, machine(budget_bytes=16 * GIB)) == made.trials
-    assert {t.outcome for t in usable_trials(made, machine(budget_bytes=23 * GIB))} == {"ok"}
 
 
 def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:

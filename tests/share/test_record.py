@@ -17,11 +17,10 @@ from autotune.share.record import (
     MAX_TRIALS,
     DamagedRecord,
     build_record,
-    find_impossibilities,
     name_of,
     parse_record,
 )
-from tests.builders import GIB, candidate, trial, workload
+from tests.builders import GIB, candidate, trial
 from tests.share.examples import DAY, TRIALS, machine, plan, record
 
 SECRET = "alice-secret"
@@ -187,17 +186,6 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(
     made = plan(machine())
     limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
     assert build_record(limited, machine()).conclusive == conclusive
-
-
-def test_what_several_processes_shared_unevenly_can_be_true() -> None:
-    made = plan(machine(), workload(effective_batch_size=5))
-    two = made.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
-    shared = build_record(
-        made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}),
-        machine(),
-    )
-    assert shared.workload.effective_batch_size == 2
-    assert list(find_impossibilities(shared)) == []
 
 
 @pytest.mark.parametrize(
