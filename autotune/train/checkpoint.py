@@ -45,7 +45,7 @@ def require_same_weights(output: Path, weights: str) -> None:
     """
     for path in reversed(list_checkpoints(output / CHECKPOINTS).values()):
         try:
-            before = read_header(path).metadata.get("weights", "")
+            before = read_header(path).metadata.get("weights") or weights
         except (BadWeights, OSError):
             continue
         if before != weights:
