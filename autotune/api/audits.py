@@ -1,15 +1,15 @@
 """`audit`: what another trainer's configuration costs on a card, and what it could gain there."""
 
+from __future__ import annotations
+
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.api.configs import import_config
 from autotune.api.doors import make_request
 from autotune.api.machines import hardware_for
 from autotune.api.plans import complete, plan
-from autotune.cost.estimate import estimate as estimate_candidate
-from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.events import OnEvent, StatusChanged, ignore_event
 from autotune.interop.auditing import Audit, SettingWorth
@@ -27,8 +27,9 @@ from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
-from autotune.search.problem import PlannerBackend
-from autotune.search.request import ResolvedRequest
+
+if TYPE_CHECKING:
+    from autotune.cost.predict import CostModel
 
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
 """Settings that files seldom name."""
@@ -60,6 +61,10 @@ def audit(
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
         >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
     """
+    from autotune.cost.estimate import estimate as estimate_candidate
+    from autotune.cost.predict import CostModel
+    from autotune.search.request import ResolvedRequest
+
     if measure and hardware is not None:
         raise InvalidInput(
             "only this machine can be measured", hint="leave out --measure, or --hardware"
@@ -112,6 +117,8 @@ def _caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
 
 def _measured(found: Audit, model: ModelRef, cost: CostModel, on_event: OnEvent) -> Audit:
     """The audit with a trial of both on this machine."""
+    from autotune.search.problem import PlannerBackend
+
     on_event(StatusChanged(text="running a few steps of both"))
     with PlannerBackend().trials(model, cost) as run:
         written = run(found.as_written.prediction.candidate)
@@ -164,6 +171,8 @@ def _as_written(
 def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
     """Each setting that differs, changed alone; those that cannot go without another are left
     out."""
+    from autotune.cost.estimate import estimate as estimate_candidate
+
     written = as_written.prediction.candidate
     found = []
     for name, value in better:

@@ -8,7 +8,6 @@ from autotune.api.plan_files import load_plan
 from autotune.machine.probe import probe
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.train.prepare import card_misfits, hardware_misfits
 
 
 def check(
@@ -29,6 +28,8 @@ def check(
         >>> autotune.check("plan.yaml").misfits
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
+    from autotune.train.prepare import card_misfits, hardware_misfits
+
     chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan)
     if hardware is not None:
         misfits = hardware_misfits(chosen, hardware_for(hardware))

@@ -1,8 +1,10 @@
 """`compare`: the same job on several GPUs, and what the finished adapter would cost on each."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -18,15 +20,10 @@ from autotune.plan.amounts import memory_bytes
 from autotune.plan.base import Frozen
 from autotune.plan.file import TEXT_TAG, BoundedLoader
 from autotune.plan.request import CompareRequest, PlanRequest
-from autotune.search.comparison import (
-    ComparedGpu,
-    Comparison,
-    compared_gpu,
-    download_bytes,
-    select_gpus,
-)
-from autotune.search.request import ResolvedRequest
 from autotune.system.files import read_bounded
+
+if TYPE_CHECKING:
+    from autotune.search.comparison import Comparison
 
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
@@ -56,6 +53,9 @@ def compare(request: CompareRequest) -> Comparison:
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
+    from autotune.search.comparison import ComparedGpu, Comparison, compared_gpu, select_gpus
+    from autotune.search.request import ResolvedRequest
+
     asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
     asked.pop("hardware", None)
     on_event, prices = request.on_event, request.prices
@@ -95,6 +95,8 @@ def compare(request: CompareRequest) -> Comparison:
 
 def _download_seconds(model: ResolvedModel, rate: int | str) -> float:
     """Until the model's files are here; none if they are."""
+    from autotune.search.comparison import download_bytes
+
     num_bytes_per_second = memory_bytes(rate)
     if num_bytes_per_second <= 0:
         raise InvalidInput(

@@ -1,9 +1,11 @@
 """Plans that keep the settings of another trainer's configuration."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.api.plans import list_choices, plan
 from autotune.errors import InvalidInput
@@ -14,7 +16,9 @@ from autotune.interop.rules import count_blocks
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
-from autotune.search.space import SearchSpace
+
+if TYPE_CHECKING:
+    from autotune.search.space import SearchSpace
 
 
 @dataclass(frozen=True)

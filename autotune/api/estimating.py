@@ -4,9 +4,6 @@ from pydantic import ValidationError
 
 from autotune.api.doors import takes
 from autotune.api.machines import hardware_for
-from autotune.cost.estimate import estimate as estimate_candidate
-from autotune.cost.estimate import require_divisor
-from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput
 from autotune.events import StatusChanged
 from autotune.knobs.knob import TuningContext
@@ -19,7 +16,6 @@ from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import EstimateRequest
 from autotune.system.process import collect_rarely
-from autotune.train.workload import check_overrides, describe_workload
 
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
@@ -39,6 +35,8 @@ def estimate(request: EstimateRequest) -> Estimate:
     Example:
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
     """
+    from autotune.train.workload import check_overrides, describe_workload
+
     request.require_named()
     request.on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(ModelRef.of(request.model))
@@ -56,13 +54,17 @@ def estimate(request: EstimateRequest) -> Estimate:
     for name, value in settings.items():
         require_choice(name, value)
     check_overrides(family, work)
-    require_divisor(request.micro_batch_size, batch)
     profile = hardware_for(
         request.hardware,
         host_memory=request.host_memory,
         assume=request.assume,
         on_event=request.on_event,
     )
+    from autotune.cost.estimate import estimate as estimate_candidate  # mistakes are told by now
+    from autotune.cost.estimate import require_divisor
+    from autotune.cost.predict import CostModel
+
+    require_divisor(request.micro_batch_size, batch)
     context = TuningContext(profile, family, describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
     blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))

@@ -1,8 +1,11 @@
 """What there is to train: the published models; and to train on: this machine and the catalog of
 GPUs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.machine.capabilities import NO_BF16, limited_budget
@@ -19,7 +22,9 @@ from autotune.models.registry import find_published
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.amounts import memory_bytes
 from autotune.plan.hardware import HardwareProfile, MemoryBudget
-from autotune.search.comparison import ModelSummary, NoGpu, summarize_models
+
+if TYPE_CHECKING:
+    from autotune.search.comparison import ModelSummary
 
 
 def list_gpus() -> tuple[CatalogGpu, ...]:
@@ -51,6 +56,8 @@ def list_models(
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
         >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
+    from autotune.search.comparison import summarize_models
+
     summaries = summarize_models(gpu_named(hardware).id if hardware else None)
     if file is None:
         return summaries
@@ -96,6 +103,8 @@ def require_gpu(model: str) -> None:
     Example:
         >>> autotune.require_gpu("qwen-image")
     """
+    from autotune.search.comparison import NoGpu
+
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
         raise NoGpu.build(*found)

@@ -1,7 +1,10 @@
 """`plan`, for one machine or several, and `list_choices`, what it could choose."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.api.doors import takes
 from autotune.api.machines import hardware_for, memory_budget_for
@@ -18,15 +21,14 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import ADAMW
-from autotune.search.fork_server import warm_up
-from autotune.search.planner import PlanInterrupted, PlanningResult, make_plan
-from autotune.search.problem import require_devices
-from autotune.search.request import ResolvedRequest
-from autotune.search.space import SearchSpace
-from autotune.search.study import check_storage
 from autotune.share.record import unshareable_reason
 from autotune.share.store import save_record
 from autotune.system.files import require_writable
+
+if TYPE_CHECKING:
+    from autotune.search.planner import PlanningResult
+    from autotune.search.request import ResolvedRequest
+    from autotune.search.space import SearchSpace
 
 
 class PlanNotWritten(AutotuneError):
@@ -69,6 +71,8 @@ def plan(request: PlanRequest) -> TrainingPlan:
     if path is not None:
         require_writable(Path(path))
     resolved, profile = _resolve_on_hardware(request)
+    from autotune.search.planner import PlanInterrupted, make_plan  # mistakes are told by now
+
     try:
         result = make_plan(resolved, profile, on_event)
     except PlanInterrupted as stopped:
@@ -103,6 +107,9 @@ def _resolve_on_hardware(
     """The request on the machine that it names: what can be wrong is looked at before a rate is
     measured, and as far as it can be before torch is imported. `tries`: whether trials are to
     follow."""
+    from autotune.search.fork_server import warm_up
+    from autotune.search.request import ResolvedRequest
+
     on_event, on_sound, profile = request.on_event, lambda: None, None
     if request.hardware is not None:
         profile = hardware_for(
@@ -118,10 +125,14 @@ def _resolve_on_hardware(
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.storage is not None:
+        from autotune.search.study import check_storage
+
         check_storage(request.storage)
 
     def require(facts: HardwareProfile) -> None:
         if tries:
+            from autotune.search.problem import require_devices
+
             require_devices(resolved, facts)
             resolved.space(facts)  # what is pinned is refused before rates are measured
 
@@ -211,7 +222,7 @@ def complete(request: PlanRequest) -> PlanRequest:
     return request.changed(targets=possible[0])
 
 
-def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
+def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return

@@ -7,7 +7,6 @@ from autotune.errors import InvalidInput
 from autotune.models.registry import find_published, get_family
 from autotune.report.cards import model_card
 from autotune.system.files import write_text_atomic
-from autotune.train.folder import ADAPTER_FILE, comparison_file
 from autotune.weights.hub import upload
 
 
@@ -19,6 +18,8 @@ def push_to_hub(folder: Path, repo: str) -> str:
         InvalidInput: the folder holds no finished run.
         AutotuneError: the hub cannot be reached, or the token may not write there.
     """
+    from autotune.train.folder import ADAPTER_FILE, comparison_file
+
     found = read_run(folder)
     if found.report is None or not (folder / ADAPTER_FILE).is_file():
         raise InvalidInput(

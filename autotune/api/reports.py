@@ -25,8 +25,6 @@ from autotune.report.page import (
 from autotune.report.run import PAGE_FILE
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
-from autotune.train.folder import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
-from autotune.train.metrics import METRICS_FILE, read_metrics
 
 MAX_PAGE_BYTES = 8 << 20
 MAX_METRICS_BYTES = 64 << 20
@@ -136,6 +134,9 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
     Raises:
         InvalidInput: it is not the folder of a run.
     """
+    from autotune.train.folder import REPORT_FILE
+    from autotune.train.metrics import METRICS_FILE
+
     try:
         plan = read_plan(folder / RUN_PLAN_FILE)
     except InvalidPlan as error:
@@ -160,6 +161,8 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
 
 
 def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
+    from autotune.train.metrics import read_metrics
+
     if path.is_file() and path.stat().st_size > MAX_METRICS_BYTES:
         notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
         return []
@@ -187,6 +190,8 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
 
 def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[PreviewPicture, ...]:
     """The previews of a run by prompt and step; what cannot be read is named in `notes`."""
+    from autotune.train.folder import PREVIEW_NAME, PREVIEWS
+
     previews = folder / PREVIEWS
     if not previews.is_dir():
         return ()
@@ -217,6 +222,8 @@ def _read_comparisons(
 ) -> tuple[Comparison, ...]:
     """Pictures of the same noise without and with the adapter, as far as the run has ended with
     them."""
+    from autotune.train.folder import comparison_file
+
     pairs = []
     for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]

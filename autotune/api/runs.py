@@ -20,20 +20,8 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import TrainRequest
 from autotune.plan.run import RunReport
-from autotune.search.arrival import load_or_verify
 from autotune.system.files import cache_path
 from autotune.system.process import Launch, adopt_launch, silence_progress_bars, started_by_launcher
-from autotune.train.folder import check_folder
-from autotune.train.prepare import (
-    fetch_weights,
-    hardware_misfits,
-    prepare,
-    read_inputs,
-    require_fit,
-)
-from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
-from autotune.train.processes import train_in_processes
-from autotune.train.run import train as run_training
 
 ENCODED = "encoded"
 """Folder of the user's cache that holds encoded captions and images."""
@@ -98,6 +86,10 @@ def _train_here(
     trace: bool,
 ) -> RunReport:
     """Everything after the arguments are understood; `file` as `measure_predicted` takes it."""
+    from autotune.train.prepare import fetch_weights, prepare, read_inputs
+    from autotune.train.processes import train_in_processes
+    from autotune.train.run import train as run_training
+
     on_event(StatusChanged(text="reading model and data"))
     inputs = read_inputs(chosen, resume=resume)
     on_event(StatusChanged(text="reading the machine"))
@@ -128,6 +120,8 @@ def _train_here(
 def _plan_first(request: TrainRequest) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the
     request says."""
+    from autotune.train.folder import check_folder
+
     if (file := Path(request.output) / RUN_PLAN_FILE).exists():
         earlier = with_job(load_plan(file), output=request.output)
         if request.resume:
@@ -152,6 +146,8 @@ def measure_predicted(
 ) -> TrainingPlan:
     """The plan, whose weights are here: tried on this machine if it was predicted, else as it
     is."""
+    from autotune.search.arrival import load_or_verify
+
     if plan.frozen.expected.evidence != "predicted":
         return plan
     return load_or_verify(plan, hardware, file, on_event)
@@ -192,6 +188,9 @@ def sample(
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
         >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """
+    from autotune.train.prepare import hardware_misfits, require_fit
+    from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
+
     on_event(StatusChanged(text="sampling"))
     wanted = SampleRequest(
         prompt,

@@ -40,7 +40,10 @@ def check(options: CheckOptions, data: DataOptions) -> None:
     of the rest."""
     with show_events() as show:
         report = autotune.check_data(
-            **given(options, but=("as_json", "strict")), **data.values(), on_event=show
+            tuple(map(str, options.folder)),
+            **given(options, but=("as_json", "strict", "folder")),
+            **data.values(),
+            on_event=show,
         )
     print_result(report, options.as_json, data_report_lines)
     if not (report.is_clean if options.strict else report.can_train):

@@ -5,6 +5,8 @@ their tensors, so what an interruption or a bad disk leaves behind, or a copy un
 never trusted. A file's modification time is the time of its last use.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -16,9 +18,7 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.video import ClipSpan
@@ -27,8 +27,15 @@ from autotune.models.family import Family
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.system.failures import require_free_disk, reraise_disk_full
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import BadWeights, MissingWeights, open_weights, weights_digest
 from autotune.weights.tensors import load_file, save_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"
@@ -43,7 +50,7 @@ TOUCH_SECONDS = 60.0
 CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
 MAKE_ROOM = f"free some space, or {CHOOSE_FOLDER}"
 
-Tensors = dict[str, Tensor]
+Tensors: TypeAlias = "dict[str, Tensor]"
 
 
 def entry_key(kind: str, **parts: object) -> str:

@@ -7,6 +7,8 @@ search. To add one: docs/adding-a-family.md.
 The model that is trained is called the transformer throughout, though a family's may be a UNet.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from abc import ABC, abstractmethod
@@ -15,18 +17,24 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-import diffusers
-import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
 from autotune.plan.workload import Bucket, TextPadding, pad_text
-from autotune.weights.stream import limit_tensors
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import diffusers
+    import torch
+    from torch import Tensor, nn
+else:
+    diffusers = lazy_module("diffusers")
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 Rotary = Literal["streams", "complex", "cos_sin", "matrix"]
 """How the stock transformer hands over rotary positions, for pairs of neighboring channels:
@@ -178,7 +186,7 @@ class PublishedModel:
 
     def variant(
         self, hub_id: str, name: str, *, note: str = "", source: str = ""
-    ) -> "PublishedModel":
+    ) -> PublishedModel:
         """Another model of the same architecture and license."""
         return replace(self, hub_id=hub_id, name=name, note=note, source=source)
 
@@ -214,11 +222,11 @@ class ModulationLayers:
         return [self.layer_names(name, module) for name, module in owners]
 
 
-Sample = dict[str, Tensor]
+Sample: TypeAlias = "dict[str, Tensor]"
 """One training item: `latents` and whatever the transformer is conditioned on, no batch
 dimension."""
 
-Batch = dict[str, Tensor]
+Batch: TypeAlias = "dict[str, Tensor]"
 """Several samples of one shape, with a leading batch dimension."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -239,7 +247,7 @@ def unwrap_model(transformer: nn.Module) -> Any:
 
 
 @cache
-def _instance(family: "type[Family]") -> "Family":
+def _instance(family: type[Family]) -> Family:
     """One for all who ask: what was traced for it is remembered with it."""
     return family()
 
@@ -344,11 +352,11 @@ class Family(ABC):
         return self.noise
 
     @property
-    def experts(self) -> "Mapping[str, type[Family]]":
+    def experts(self) -> Mapping[str, type[Family]]:
         """The family as it trains each of them, by the name of the expert."""
         return {}
 
-    def with_expert(self, name: str | None) -> "Family":
+    def with_expert(self, name: str | None) -> Family:
         """The family as it trains that transformer. Raises InvalidInput if it has none of that
         name."""
         if name is None:
@@ -651,6 +659,8 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     Raises InvalidInput if the class refuses the configuration.
     """
     from diffusers.models.modeling_utils import no_init_weights
+
+    from autotune.weights.stream import limit_tensors
 
     getattr(
         diffusers, family.transformer_class

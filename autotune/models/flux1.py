@@ -1,15 +1,15 @@
 """FLUX.1 dev, FLUX.1 Kontext, and Chroma, which is made from FLUX.1 schnell."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.models.family import (
     ADDED_TEXT,
@@ -38,6 +38,14 @@ from autotune.models.latents import (
     with_controls,
 )
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to

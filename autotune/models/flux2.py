@@ -1,13 +1,12 @@
 """FLUX.2 klein and dev."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.models.family import (
     ADDED_TEXT,
@@ -24,6 +23,14 @@ from autotune.models.family import (
 )
 from autotune.models.latents import ATTENTION, load_tokenizer
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
@@ -145,7 +152,7 @@ class Flux2Klein(Family):
     def decodable(self, latents: Tensor) -> Tensor:
         return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
-    def _statistics(self, vae: Any) -> "tuple[Tensor, Tensor]":
+    def _statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel (1, channels, 1, 1), which the autoencoder keeps in
         a batch norm."""
         norm = vae.bn

@@ -5,13 +5,13 @@ The transformer takes latents with the channels last and no mask of the prompt, 
 different lengths go through it one length at a time.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.models.family import (
@@ -31,6 +31,14 @@ from autotune.models.family import (
 )
 from autotune.models.latents import FLUX_VAE, PATCH, VAE_FACTOR, build_empty_pipeline, count_tokens
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512

@@ -5,12 +5,12 @@ Two stages of short blocks make one text of those twelve layers. They are not ad
 no gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.models.family import (
     Batch,
@@ -33,6 +33,12 @@ from autotune.models.latents import (
     unpack,
 )
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    nn = lazy_module("torch.nn")
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline pads prompts, under a mask; what follows the prompt in its

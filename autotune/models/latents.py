@@ -1,13 +1,21 @@
 """What several families share: latents as tokens, control images, tokenizers, and the VAE of
 FLUX.1."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diffusers
-from torch import Tensor
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import Tensor
+else:
+    diffusers = lazy_module("diffusers")
+
 
 FLUX_VAE: Mapping[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),

@@ -6,13 +6,14 @@ sound: the video's stream alone, which then attends to itself and to the text (`
 of Lightricks/LTX-2@400fd31).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.models.family import (
     Batch,
@@ -27,6 +28,12 @@ from autotune.models.family import (
     unwrap_model,
 )
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    nn = lazy_module("torch.nn")
 
 TEXT_TOKENS = 1024
 """Length of every prompt: the connectors put learned tokens in the place of the padding, so that
@@ -274,7 +281,7 @@ class _Passed:
     def __init__(self, connectors: Any) -> None:
         self.connectors = connectors
 
-    def __call__(self, video: Tensor, audio: Tensor, **_: Any) -> "tuple[Tensor, Tensor, Tensor]":
+    def __call__(self, video: Tensor, audio: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         return video, audio, video.new_ones(video.shape[:2])
 
 
@@ -286,7 +293,7 @@ def _connect(pipeline: Any) -> Any:
 
     stock = pipeline.encode_prompt
 
-    def encode_prompt(*args: Any, **options: Any) -> "tuple[Tensor | None, ...]":
+    def encode_prompt(*args: Any, **options: Any) -> tuple[Tensor | None, ...]:
         prompts, mask, negative, negative_mask = stock(*args, **options)
         connectors, side = pipeline.connectors.connectors, pipeline.tokenizer.padding_side
         with attention_backend(

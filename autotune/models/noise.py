@@ -6,17 +6,23 @@ timestep of a discrete schedule. They are drawn, mixed and handed to `Family.pre
 anybody else knowing which.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import Weighting
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 Prediction = Literal["epsilon", "v_prediction"]
 """What a model of a discrete schedule predicts, under diffusers' names."""
@@ -114,7 +120,7 @@ class DiscreteDiffusion(NoiseProcess):
     weightings = ("none", "min_snr")
 
     @classmethod
-    def from_scheduler(cls, config: Mapping[str, Any]) -> "DiscreteDiffusion":
+    def from_scheduler(cls, config: Mapping[str, Any]) -> DiscreteDiffusion:
         """The process of a model with this scheduler. Raises InvalidInput if the model predicts
         something else."""
         prediction = config.get("prediction_type", "epsilon")
@@ -143,7 +149,7 @@ class DiscreteDiffusion(NoiseProcess):
         weighs = ratio if self.prediction_type == "epsilon" else ratio + 1
         return ratio.clamp(max=MIN_SNR_GAMMA) / weighs
 
-    def _scales(self, clean: Tensor, levels: Tensor) -> "tuple[Tensor, Tensor]":
+    def _scales(self, clean: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
         remaining = _signal_share(self, levels.device)[levels.long()]
         return _over_batch(remaining.sqrt(), clean), _over_batch((1 - remaining).sqrt(), clean)
 

@@ -1,17 +1,17 @@
 """Qwen-Image, its editing models, and Qwen-Image 2.1."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.models.family import (
     ADDED_TEXT,
@@ -40,6 +40,14 @@ from autotune.models.latents import (
     with_controls,
 )
 from autotune.plan.workload import Bucket, TextPadding
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 BLOCK = r"transformer_blocks\.\d+"
 QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")

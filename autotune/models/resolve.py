@@ -4,6 +4,8 @@ its files.
 What is wrong with a name or a folder is told before torch is imported; building the model takes it.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import math
@@ -13,9 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, StatusChanged, ignore_event
@@ -42,6 +42,7 @@ from autotune.models.single_file import (
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import (
     BadWeights,
     MissingWeights,
@@ -55,7 +56,11 @@ from autotune.weights.files import (
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
-from autotune.weights.stream import build_empty_component, check_part
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
@@ -419,6 +424,8 @@ def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, st
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:
     """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
     what is missing."""
+    from autotune.weights.stream import check_part
+
     if (path := model.part_files.get(name)) is not None:
         return check_part(model.weights, name, path)
     try:
@@ -460,6 +467,8 @@ def read_parts(model: ResolvedModel) -> Parts | None:
 
     Raises InvalidInput if the folder's VAE cannot be built.
     """
+    from autotune.weights.stream import build_empty_component
+
     family, folder = model.family, model.folder
     if folder is None:
         specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)

@@ -5,12 +5,12 @@ Of medium, the first 13 blocks attend a second time, among the image's tokens al
 prompt's padding.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.models.family import (
     Batch,
@@ -26,6 +26,12 @@ from autotune.models.family import (
 )
 from autotune.models.latents import ATTENTION, FLUX_VAE, PATCH, VAE_FACTOR, ImageLatents
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    nn = lazy_module("torch.nn")
 
 CLIP_TOKENS, T5_TOKENS = 77, 256
 """Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for

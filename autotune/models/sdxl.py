@@ -5,12 +5,12 @@ Its blocks are the transformer layers of each stage and the residual ones around
 that they run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.models.family import (
     Batch,
@@ -26,6 +26,12 @@ from autotune.models.family import (
 from autotune.models.latents import VAE_FACTOR, ImageLatents
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    nn = lazy_module("torch.nn")
 
 TEXT_TOKENS = 77
 """Length that CLIP's tokenizer pads every prompt to, without a mask."""

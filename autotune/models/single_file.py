@@ -15,7 +15,6 @@ from autotune.plan.job import ModelRef
 from autotune.weights import single_file
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
 from autotune.weights.single_file import has_part, view_as
-from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
@@ -42,6 +41,8 @@ def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]
 
     Raises BadWeights if there is none; the message says what comes nearest.
     """
+    from autotune.weights.stream import check_source
+
     found, refusals = [], {}
     for family in FAMILIES.values():
         if not _may_be(source, family):
@@ -139,6 +140,8 @@ def find_config(
 ) -> Mapping[str, Any]:
     """The first of the configurations whose transformer is in the file. Raises BadWeights if
     none is."""
+    from autotune.weights.stream import check_source
+
     refusal: BadWeights | None = None
     for config in configs:
         try:
@@ -217,6 +220,8 @@ def find_parts(
 
 def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[str, Path]:
     """Each file with the text encoder that it suits."""
+    from autotune.weights.stream import check_part
+
     found: dict[str, Path] = {}
     for path in files:
         fitting: list[str] = []

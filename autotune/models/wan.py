@@ -4,14 +4,15 @@ text encoder.
 Single images train them as well. Wan 2.2's model of 14B: `wan22_14b.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
-from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.models.family import (
@@ -28,6 +29,12 @@ from autotune.models.family import (
 from autotune.models.latents import encode_standardized
 from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    nn = lazy_module("torch.nn")
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every encoded prompt to with zeros, which the transformer

@@ -1,13 +1,12 @@
 """Z-Image: one stream of 30 blocks after two short refiners, Qwen3 as its text encoder, FLUX.1's
 autoencoder."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.models.family import (
     AttentionLayout,
@@ -23,6 +22,14 @@ from autotune.models.family import (
 )
 from autotune.models.latents import FLUX_VAE, VAE_FACTOR, ImageLatents, count_chat_tokens
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 MAX_TEXT_TOKENS = 512
 """Length to which the pipeline cuts prompts, its template included."""

@@ -1,10 +1,12 @@
 """A plan and its trials as text for a terminal of 80 columns; two plans side by side."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.events import RecordsMatched
 from autotune.knobs.caching import describe_caching
@@ -26,7 +28,9 @@ from autotune.report.text import (
     with_command,
     wrapped,
 )
-from autotune.search.space import SearchSpace
+
+if TYPE_CHECKING:
+    from autotune.search.space import SearchSpace
 
 TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
 SETTINGS_COLUMN = TRIAL_HEADER.index("settings")

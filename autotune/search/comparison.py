@@ -15,7 +15,6 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
-from autotune.search.next import SearchLimits
 from autotune.system.files import shipped_path
 
 BYTES_PER_PARAMETER = 2
@@ -114,6 +113,8 @@ def compared_gpu(
     gpu: CatalogGpu, plan: TrainingPlan, *, download_seconds: float, price_per_hour: float | None
 ) -> ComparedGpu:
     """A GPU that the job fits, from the plan that was predicted for it."""
+    from autotune.search.next import SearchLimits
+
     expected, workload = plan.frozen.expected, plan.frozen.workload
     limits = SearchLimits(max_trials=1, num_steps=plan.job.num_steps)
     return ComparedGpu(

@@ -1,7 +1,10 @@
 """A request with its model, data and job: what a planner works on."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autotune.data.dataset import Dataset, SplitDataset, read_split
 from autotune.data.items import make_options
@@ -23,7 +26,6 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
-from autotune.search.space import SearchSpace, build_search_space
 from autotune.train.folder import require_separate_output
 from autotune.train.workload import (
     check_job,
@@ -32,6 +34,9 @@ from autotune.train.workload import (
     require_even_shares,
 )
 from autotune.weights.files import BadWeights
+
+if TYPE_CHECKING:
+    from autotune.search.space import SearchSpace
 
 
 def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -42,6 +47,8 @@ def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
 
 def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
     """Return what may be tried for `context`. Raises as `build_search_space`."""
+    from autotune.search.space import build_search_space
+
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
     return build_search_space(context, pins[0], exclusions[0])
 
@@ -116,7 +123,7 @@ class ResolvedRequest:
         *,
         needs_weights: bool = True,
         on_sound: Callable[[], None] = lambda: None,
-    ) -> "ResolvedRequest":
+    ) -> ResolvedRequest:
         """Read what the request names; with `needs_weights`, the headers of a local model's weights
         too.
 

@@ -1,22 +1,25 @@
 """The candidates that this machine, family and workload admit, and every choice that they don't,
 with the reason."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost.calibration import time_doubt
-from autotune.cost.predict import BLOCK_COUNTS, CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.knob import Choices, Knob, TuningContext, gradient_capability, why_not
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, require_choice
 from autotune.knobs.settings import plain_choices
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import Rejected
+
+if TYPE_CHECKING:
+    from autotune.cost.predict import CostModel
 
 KnobValue = tuple[str, str]
 """A knob and one of its values, as text."""
@@ -295,7 +298,7 @@ class Mixtures:
     num_bytes: Floats
     seconds: Floats
 
-    def __getitem__(self, chosen: Any) -> "Mixtures":
+    def __getitem__(self, chosen: Any) -> Mixtures:
         return Mixtures(self.numbers[chosen], self.num_bytes[chosen], self.seconds[chosen])
 
 
@@ -313,6 +316,8 @@ def block_count_frontier(
 ) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted
     `choices` by knob."""
+    from autotune.cost.predict import BLOCK_COUNTS
+
     plain = base.changed(**dict.fromkeys(BLOCK_COUNTS, 0))
     admitted = {
         name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_COUNTS
@@ -343,6 +348,8 @@ def _without_conflict(
 ) -> Integers:
     """The numbers of one knob that can go with the other knobs' values, if enough blocks
     recompute."""
+    from autotune.cost.predict import BLOCK_COUNTS
+
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.why_not(tried, context) for knob in KNOBS)
@@ -353,6 +360,8 @@ def _without_conflict(
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     """(passes, 2): numbers of checkpointed and selective blocks that leave the last block alone."""
+    from autotune.cost.predict import BLOCK_COUNTS
+
     levels = [_spread(admitted[name]) for name in BLOCK_COUNTS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
@@ -402,6 +411,9 @@ def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
     """Each group less what another group beats in memory and, beyond what is doubtful of their
     ratio, in time."""
+    from autotune.cost.calibration import time_doubt
+    from autotune.cost.predict import BLOCK_COUNTS
+
     first = [
         plain.changed(**dict(zip(BLOCK_COUNTS, map(int, group.numbers[0]), strict=True)))
         for group in groups

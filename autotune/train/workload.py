@@ -4,12 +4,10 @@ weights."""
 import math
 from typing import Any
 
-from autotune.cost.estimate import checked_bucket, positive
 from autotune.data.batches import assign_buckets, make_buckets
 from autotune.data.dataset import Dataset
 from autotune.data.items import EMPTY_CAPTION
 from autotune.errors import InvalidInput, first_line
-from autotune.knobs.optimizer import check_options
 from autotune.models.adapter import choose_layers, target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.models.resolve import ResolvedModel
@@ -64,6 +62,8 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     Raises:
         InvalidInput: a size or a number is not positive or does not suit the family.
     """
+    from autotune.cost.estimate import checked_bucket, positive
+
     defaults, given = family.defaults, request.given
     width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
     for name in ("rank", "effective_batch_size", "text_tokens"):
@@ -125,6 +125,8 @@ def describe_workload(
 
 def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
     """Raise InvalidInput if the model has no such layers, or the optimizer cannot be had."""
+    from autotune.knobs.optimizer import check_options
+
     family = model.family
     optimizer = request.optimizer_choice
     check_options(optimizer)

@@ -10,6 +10,8 @@ for which the comfyui format has lora_down and lora_up, so that diffusers unders
 diffusers' own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -18,14 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field, ValidationError
-from torch import Tensor
 
 from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
     LAYOUTS,
@@ -39,6 +41,12 @@ from autotune.weights.names import (
     split_layers,
 )
 from autotune.weights.tensors import load_file, save_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"

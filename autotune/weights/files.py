@@ -7,6 +7,8 @@ may be untrusted; this module turns its refusals into typed errors. The format
 tensors' bytes without holes.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
@@ -19,13 +21,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
 from autotune.system.files import read_bounded
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 
 class BadWeights(InvalidInput):
@@ -288,7 +295,7 @@ class WeightSource:
         """Whether a memory map gives the tensor without a copy."""
         return self.locations[name][1].is_mappable
 
-    def select(self, keep: Callable[[str], bool]) -> "WeightSource":
+    def select(self, keep: Callable[[str], bool]) -> WeightSource:
         """The tensors whose names `keep` accepts; files without any are left out."""
         chosen = (
             replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name)))

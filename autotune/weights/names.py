@@ -6,18 +6,24 @@ sources, with commits, are in `tests/weights/adapter_keys`, which what is writte
 against. FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
+from autotune.system.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(

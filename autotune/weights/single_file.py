@@ -10,18 +10,25 @@ from where they lie.
     load_into(transformer, source)
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from autotune.errors import first_line
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import BadWeights, KeyMismatch, TensorEntry, WeightSource
 from autotune.weights.tensors import read_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 UNET_PREFIX = "model.diffusion_model."
 PREFIXES = (UNET_PREFIX, "diffusion_model.")
@@ -47,7 +54,7 @@ ROW_BITS = 32
 NAME_BASE = (
     "name the folder or repository that the file belongs to, by --base; or take another file"
 )
-Conversion = Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]
+Conversion: TypeAlias = "Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]"
 """Makes a state under diffusers' names of one under other names, for a model of a configuration."""
 Run = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first one, and how many."""
@@ -306,7 +313,7 @@ def _view(
     return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale, is_turned)
 
 
-State = dict[str, Tensor]
+State: TypeAlias = "dict[str, Tensor]"
 
 OPEN_CLIP = "conditioner.embedders.1.model."
 OPEN_CLIP_LAYER = "transformer.resblocks.0.ln_1.weight"

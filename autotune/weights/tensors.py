@@ -9,6 +9,8 @@ measured, not known.
 To add one: a class and a line in LOADERS; the contract tests pick it up.
 """
 
+from __future__ import annotations
+
 import json
 import mmap
 import os
@@ -18,16 +20,14 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt
 from autotune.system.files import atomic_write
+from autotune.system.lazy import lazy_module
 from autotune.weights.files import (
     CHECK_FILE_SIZE,
     TensorEntry,
@@ -37,6 +37,14 @@ from autotune.weights.files import (
     open_weights,
     read_header,
 )
+
+if TYPE_CHECKING:
+    import safetensors.torch as safetensors_torch
+    import torch
+    from torch import Tensor
+else:
+    safetensors_torch = lazy_module("safetensors.torch")
+    torch = lazy_module("torch")
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
@@ -48,7 +56,7 @@ OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20
 """Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
-NamedTensors = Generator[tuple[str, Tensor], None, None]
+NamedTensors: TypeAlias = "Generator[tuple[str, Tensor], None, None]"
 
 
 class Loader(ABC):
@@ -321,7 +329,7 @@ def save_file(
     with atomic_write(path) as part:
         mode = part.stat().st_mode
         try:
-            safetensors.torch.save_file(
+            safetensors_torch.save_file(
                 _separate(tensors), part, metadata={**METADATA, **(metadata or {})}
             )
         except SafetensorError as error:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.models.adapter import LeanLora, make_lean
+from autotune.models.low_rank import LeanLora, make_lean
 from tests.builders import BITSANDBYTES
 
 FORMATS = [
