@@ -61,15 +61,15 @@ def audit(
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
         >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
     """
-    from autotune.cost.estimate import estimate as estimate_candidate
-    from autotune.cost.predict import CostModel
-    from autotune.search.request import ResolvedRequest
-
     if measure and hardware is not None:
         raise InvalidInput(
             "only this machine can be measured", hint="leave out --measure, or --hardware"
         )
     read = config if isinstance(config, ImportedConfig) else import_config(config)
+    from autotune.cost.estimate import estimate as estimate_candidate  # mistakes are told by now
+    from autotune.cost.predict import CostModel
+    from autotune.search.request import ResolvedRequest
+
     profile = hardware_for(hardware, on_event=on_event)
     options: dict[str, Any] = {
         **read.options,

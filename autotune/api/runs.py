@@ -87,11 +87,12 @@ def _train_here(
 ) -> RunReport:
     """Everything after the arguments are understood; `file` as `measure_predicted` takes it."""
     from autotune.train.prepare import fetch_weights, prepare, read_inputs
-    from autotune.train.processes import train_in_processes
-    from autotune.train.run import train as run_training
 
     on_event(StatusChanged(text="reading model and data"))
     inputs = read_inputs(chosen, resume=resume)
+    from autotune.train.processes import train_in_processes  # mistakes are told by now
+    from autotune.train.run import train as run_training
+
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
     number = chosen.frozen.hardware.num_processes

@@ -6,6 +6,8 @@ only if something is missing. Samples of a small dataset come from memory, those
 the cache.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,14 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from accelerate import cpu_offload
 from PIL import Image, ImageOps
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autotune.data.batches import MicroBatch, assign_buckets
 from autotune.data.cache import (
@@ -48,9 +46,19 @@ from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.system.failures import is_out_of_memory
+from autotune.system.lazy import lazy_module
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.utils import _pytree as pytree
+else:
+    pytree = lazy_module("torch.utils._pytree")
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; the others are read from the cache for each
@@ -177,6 +185,8 @@ class Encoders:
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
         """A component whose layers come to the device one by one, and turn to `dtype`, each time
         they are called."""
+        from accelerate import cpu_offload
+
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
         # them again.
         component = self._load(name, dtype=dtype, casts=False)
@@ -259,7 +269,7 @@ class EncodedDataset:
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
 
-    def select(self, is_wanted: Callable[[Item], bool]) -> "EncodedDataset":
+    def select(self, is_wanted: Callable[[Item], bool]) -> EncodedDataset:
         """The same with some of its items alone."""
         indices = [index for index, item in enumerate(self.items) if is_wanted(item)]
         return replace(

@@ -10,14 +10,14 @@ A distance is a weighted sum: a name that differs counts its weight once, a quan
 doubling. Weights are judgments of how much each shifts step time and memory.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from autotune.cost.calibration import PriorResiduals
-from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -33,6 +33,10 @@ from autotune.share.record import (
 )
 from autotune.share.store import Store, user_store
 from autotune.system.version import __version__
+
+if TYPE_CHECKING:
+    from autotune.cost.calibration import PriorResiduals
+    from autotune.cost.predict import CostModel
 
 SAME_BUDGET = 0.98
 """Their budget as a share of ours from which their OOMs are evidence for us."""
@@ -390,6 +394,7 @@ def build_warm_start(
     Returns:
         `matches` with the chosen records alone; and the warm start.
     """
+    from autotune.cost.calibration import PriorResiduals
 
     def is_admitted(candidate: Candidate) -> bool:
         return all(getattr(candidate, name) in values for name, values in choices.items())

@@ -1,6 +1,8 @@
 """Measures memory: the peak of a piece of work by the device's own allocator, and what the
 process holds."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import functools
@@ -14,12 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
-import torch
 
+from autotune.system.lazy import lazy_module
 from autotune.system.process import redirect_output
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 T = TypeVar("T")
 

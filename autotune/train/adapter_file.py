@@ -1,13 +1,11 @@
 """The trained adapter: saved under the keys that diffusers loads, and in another format, then
 read back and judged."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
-from typing import Any
-
-import torch
-from peft.utils import get_peft_model_state_dict
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import ADAPTER_NAME
@@ -15,23 +13,35 @@ from autotune.models.family import Family
 from autotune.plan.job import AdapterFormat
 from autotune.plan.run import AdapterVerdict
 from autotune.plan.workload import Workload
-from autotune.train.model import TrainingModel
-from autotune.train.optimizer import AdapterOptimizer
+from autotune.system.lazy import lazy_module
 from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
 from autotune.weights.files import BadWeights
 from autotune.weights.names import LoraLayer
 
+if TYPE_CHECKING:
+    from autotune.train.optimizer import AdapterOptimizer
 
-@torch.no_grad()
+if TYPE_CHECKING:
+    from autotune.train.model import TrainingModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
+
+
 def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
     """Give the adapter of `transformer` the values of the one in the file.
 
     Raises InvalidInput or BadWeights as `starting_values`.
     """
     values = starting_values(path, transformer, family)
-    for name, parameter in transformer.named_parameters():
-        if name in values:
-            parameter.copy_(values[name])
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
 
 
 def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[str, Tensor]:
@@ -105,7 +115,7 @@ def save_trained(
     workload: Workload,
     plan_digest: str,
     training_steps: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in
     the metadata.
@@ -113,6 +123,9 @@ def save_trained(
     rsLoRA's scale is written as the alpha that gives it, so that its file is a LoRA to whoever
     reads it.
     """
+    dtype = dtype or torch.float32
+    from peft.utils import get_peft_model_state_dict
+
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
     named = {
         name: masters[id(p)].detach().to(dtype)

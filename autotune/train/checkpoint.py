@@ -6,21 +6,24 @@ that is damaged or another's. Training waits only for the copy to the host (and 
 while it is still being written).
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autotune.data.cache import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.train.folder import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights.files import BadWeights, read_header
 from autotune.weights.tensors import load_file, save_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BEST_FILE = "best.safetensors"
 """The adapter as it was when the loss on held-out images was lowest."""
@@ -104,7 +107,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autotune-checkpoint")
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *failure: object) -> None:

@@ -1,11 +1,13 @@
 """Everything that is checked before a run's long work: plan, machine, model, data, output folder
 and disk."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from filelock import FileLock
 
 from autotune.data.dataset import SplitDataset, read_split
@@ -32,13 +34,17 @@ from autotune.plan.file import with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket, ModelSpec, Workload, WorkloadRequest
+from autotune.system.lazy import lazy_module
 from autotune.system.process import current_launch
 from autotune.train.adapter_file import starting_values
-from autotune.train.checkpoint import require_same_weights
 from autotune.train.folder import check_folder, claim_folder, require_separate_output
-from autotune.train.metrics import require_tracker
 from autotune.train.workload import check_job, describe_workload, require_even_shares
 from autotune.weights.files import open_weights, read_header, weights_digest
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     Raises:
         InvalidInput, AutotuneError: as in `train`.
     """
+    from autotune.train.metrics import require_tracker
+
     job, workload = plan.job, plan.frozen.workload
     if job.data is None:
         raise InvalidInput(
@@ -111,6 +119,8 @@ def prepare(
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
+    from autotune.train.checkpoint import require_same_weights
+
     _require_machine(plan, hardware)
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model = inputs.data, inputs.model or read_model(plan)

@@ -7,20 +7,19 @@ up to the first call of a transformer that has a shape but no weights, and the r
 any text encoder and gets these results instead. No family needs code of its own for this.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
 from autotune.data.encode import Encoders, move_tensors
@@ -40,12 +39,21 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
 from autotune.system.failures import is_out_of_memory, reraise_oom
 from autotune.system.files import atomic_write, require_writable
+from autotune.system.lazy import lazy_module
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE
-from autotune.train.model import load_transformer
 from autotune.weights.adapters import read_adapter
 from autotune.weights.files import read_header
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils import _pytree as pytree
+else:
+    pytree = lazy_module("torch.utils._pytree")
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 LINE_SHARE = 1 / 24
 """Height of a line of labels, as a share of a picture's."""
@@ -57,7 +65,7 @@ LABELS = ("without the adapter", "with the adapter")
 
 
 def make_sheet(
-    previews: Sequence["Preview"], pairs: Sequence[tuple[Image.Image, Image.Image]]
+    previews: Sequence[Preview], pairs: Sequence[tuple[Image.Image, Image.Image]]
 ) -> Image.Image:
     """Draw a row per preview: without the adapter on the left, with it on the right, prompt and
     seed below."""
@@ -555,6 +563,8 @@ def sample_run(
         OSError: an image could not be written.
         AutotuneError: memory ran out.
     """
+    from autotune.train.model import load_transformer
+
     request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings

@@ -9,6 +9,8 @@ never two copies of the model.
     transform=quantize)
 """
 
+from __future__ import annotations
+
 import importlib
 import re
 from collections import Counter
@@ -17,16 +19,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-
 from autotune.errors import first_line
+from autotune.system.lazy import lazy_module
 from autotune.system.memory import drop_mapped_pages, trim_heap
 from autotune.weights.files import (
     DOWNLOAD_AGAIN,
@@ -43,7 +40,14 @@ from autotune.weights.files import (
 from autotune.weights.single_file import view_part
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
-Model = TypeVar("Model", bound=nn.Module)
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
+
+Model = TypeVar("Model", bound="nn.Module")
 
 MAX_TENSORS = 100_000
 """Far above any model; building so many takes some seconds, and constructors build whatever
@@ -55,7 +59,7 @@ positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
 """Limit for all of them, one after the other: the same model computes 7.2 GB."""
 
-DtypePolicy = Callable[[str, torch.dtype], torch.dtype]
+DtypePolicy: TypeAlias = "Callable[[str, torch.dtype], torch.dtype]"
 """Returns the dtype that a tensor should have in the model, from its name and its dtype as
 stored."""
 
@@ -77,11 +81,13 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
     Unlike with `accelerate.init_empty_weights`, tied parameters stay tied. Raises BadWeights before
     a constructor computes far more than any model's does.
     """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
     previous = torch.get_default_dtype()
     handle = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
     try:
         torch.set_default_dtype(dtype or previous)
-        with limit_tensors(), _LimitComputed():  # type: ignore[no-untyped-call]
+        with limit_tensors(), _limit_computed():
             return factory()
     finally:
         torch.set_default_dtype(previous)
@@ -92,6 +98,8 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
 def limit_tensors() -> Iterator[None]:
     """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever
     asks for them."""
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
     numbers = count(1)
 
     def check(_module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
@@ -105,26 +113,39 @@ def limit_tensors() -> Iterator[None]:
         handle.remove()
 
 
-class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Refuses what would compute too large tensors. Memory that `torch.empty` reserves costs
-    nothing until it is written, and parameters leave it for the meta device before that."""
+def _limit_computed() -> Any:
+    """Return a mode that refuses what would compute too large tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    _seen_bytes = 0
+    class LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        """Refuses what would compute too large tensors. Memory that `torch.empty` reserves costs
+        nothing until it is written, and parameters leave it for the meta device before that."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        writes = not (func.is_view or func is torch.ops.aten.empty.memory_format)
-        if writes and kwargs.get("device") != torch.device("meta"):
-            computed_bytes = _result_bytes(func, args, kwargs)
-            self._seen_bytes += computed_bytes
-            if computed_bytes > MAX_COMPUTED_TENSOR_BYTES or self._seen_bytes > MAX_COMPUTED_BYTES:
-                raise _too_much("larger tables")
-        return func(*args, **kwargs)
+        _seen_bytes = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            writes = not (func.is_view or func is torch.ops.aten.empty.memory_format)
+            if writes and kwargs.get("device") != torch.device("meta"):
+                computed_bytes = _result_bytes(func, args, kwargs)
+                self._seen_bytes += computed_bytes
+                if (
+                    computed_bytes > MAX_COMPUTED_TENSOR_BYTES
+                    or self._seen_bytes > MAX_COMPUTED_BYTES
+                ):
+                    raise _too_much("larger tables")
+            return func(*args, **kwargs)
+
+    return LimitComputed()  # type: ignore[no-untyped-call]
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
     """Size of the tensor that an operation on real tensors would make; 0 for others, and where
     only values decide."""
+    from torch.utils._pytree import tree_map_only
+
     on_meta: list[bool] = []
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,7 +237,7 @@ def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-Transform = Callable[[str, nn.Module], nn.Module | None]
+Transform: TypeAlias = "Callable[[str, nn.Module], nn.Module | None]"
 """Called once with a module's qualified name and the module, as soon as all parameters and
 buffers of its own have arrived. It may change the module in place, or return another one to
 replace it."""
