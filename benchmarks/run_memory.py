@@ -64,7 +64,17 @@ def promised_and_measured(folder: Path, settings: str) -> dict[str, Any]:
     )
     cache = folder.parent / "cache"
     autotune(
-        cache, "plan", *common, "--batch", 4, "--max-trials", 1, "--no-profiles", *pins, "-o", plan
+        cache,
+        "plan",
+        *common,
+        "--batch-size",
+        4,
+        "--max-trials",
+        1,
+        "--no-profiles",
+        *pins,
+        "-o",
+        plan,
     )
     autotune(cache, "train", plan, "--output", output)
     report = json.loads((output / "report.json").read_text())

@@ -6,24 +6,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_room_has_a_place_and_is_closed_to_the_command_line() -> None:
-    """A room that is added to no contract would be checked by none. Doors have all rooms in one
-    pattern."""
+def test_every_room_has_a_layer() -> None:
+    """A room that is added to no contract would be checked by none."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
     packages = {
         f"autotune.{file.parent.name}" for file in (ROOT / "autotune").glob("*/__init__.py")
     }
-    modules = {"autotune.errors", "autotune.__main__"}
+    modules = {"autotune.errors", "autotune.events", "autotune.__main__"}
     layers = {
         name for each in contracts for line in each.get("layers", ()) for name in line.split(" | ")
     }
     assert layers == packages | modules
-    (thin,) = (each for each in contracts if each.get("source_modules") == ["autotune.cli"])
-    assert set(thin["forbidden_modules"]) == packages - {"autotune.cli", "autotune.report"} | {
-        "autotune.errors"
-    }
 
 
 def test_every_folder_of_modules_is_a_package() -> None:

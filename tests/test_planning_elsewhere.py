@@ -127,7 +127,7 @@ def test_a_plan_for_a_named_gpu_loads_and_traces_only_what_it_needs(tmp_path: Pa
     asked = (
         "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution",
         "256",
-        "--batch", "1", "--pin", "quantization=none", "-o", str(plan),
+        "--batch-size", "1", "--pin", "quantization=none", "-o", str(plan),
     )  # fmt: skip
     command = [sys.executable, "-c", COUNTING, *asked, str(told)]
     process = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -18,7 +18,7 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.video import ClipSpan
@@ -50,7 +50,10 @@ TOUCH_SECONDS = 60.0
 CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
 MAKE_ROOM = f"free some space, or {CHOOSE_FOLDER}"
 
-Tensors: TypeAlias = "dict[str, Tensor]"
+if TYPE_CHECKING:
+    Tensors: TypeAlias = dict[str, Tensor]
+else:
+    Tensors = Any
 
 
 def entry_key(kind: str, **parts: object) -> str:

@@ -251,11 +251,18 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
     return tuple(found)
 
 
+OF_FAMILY = frozenset(
+    {"learning_rate", "weight_decay", "max_grad_norm", "timestep_shift", "seed", "preview_steps"}
+)
+"""Fields of a job whose defaults are the family's: a trainer that is silent on one has its own."""
+
+
 def _assumed(family: Family) -> dict[str, Any]:
     """What a name that a trainer does not mention stands for."""
     fields = {**Candidate.model_fields, **Job.model_fields}
+    known = {name: field.default for name, field in fields.items() if not field.is_required()}
     return {
-        **{name: field.default for name, field in fields.items() if not field.is_required()},
+        **{name: value for name, value in known.items() if name not in OF_FAMILY},
         **{PIN + name: value for name, value in CachingSettings()},
         **{"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0},
         "guidance_scale": family.defaults.training_guidance,

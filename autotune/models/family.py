@@ -222,11 +222,17 @@ class ModulationLayers:
         return [self.layer_names(name, module) for name, module in owners]
 
 
-Sample: TypeAlias = "dict[str, Tensor]"
+if TYPE_CHECKING:
+    Sample: TypeAlias = dict[str, Tensor]
+else:
+    Sample = Any
 """One training item: `latents` and whatever the transformer is conditioned on, no batch
 dimension."""
 
-Batch: TypeAlias = "dict[str, Tensor]"
+if TYPE_CHECKING:
+    Batch: TypeAlias = dict[str, Tensor]
+else:
+    Batch = Any
 """Several samples of one shape, with a leading batch dimension."""
 
 Shapes = dict[str, tuple[int, ...]]

@@ -22,13 +22,10 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
-from autotune.data.encode import Encoders, move_tensors
 from autotune.data.media import has_video_decoder
 from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.knobs.block_swap import swap_blocks
-from autotune.knobs.modulation import find_modulation_ahead
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
@@ -45,6 +42,9 @@ from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE
 from autotune.weights.adapters import read_adapter
 from autotune.weights.files import read_header
+
+if TYPE_CHECKING:
+    from autotune.data.encode import Encoders
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +203,8 @@ class PreviewSampler:
             )
 
     def _encode(self, previews: Sequence[Preview]) -> None:
+        from autotune.data.encode import move_tensors
+
         pipeline, family = self.encoders.load_pipeline(), self.model.family
         for name in (family.denoiser, *family.other_denoisers):
             setattr(pipeline, name, self._build_stopping_transformer())
@@ -309,6 +311,8 @@ class PreviewSampler:
                 decoder.to(self.encoders.vae_device if is_kept else "cpu")
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
+        from autotune.data.encode import move_tensors
+
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
         self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(
             next(encoded), self.device
@@ -318,6 +322,8 @@ class PreviewSampler:
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
         """Has the modulations of all steps of a preview computed at once, if they are computed
         ahead: the pipeline runs without blocks, up to the VAE, to tell what they will depend on."""
+        from autotune.knobs.modulation import find_modulation_ahead
+
         ahead = find_modulation_ahead(self.transformer)
         if ahead is None:
             return contextlib.nullcontext()
@@ -563,6 +569,8 @@ def sample_run(
         OSError: an image could not be written.
         AutotuneError: memory ran out.
     """
+    from autotune.data.encode import Encoders
+    from autotune.knobs.block_swap import swap_blocks
     from autotune.train.model import load_transformer
 
     request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file

@@ -54,7 +54,10 @@ ROW_BITS = 32
 NAME_BASE = (
     "name the folder or repository that the file belongs to, by --base; or take another file"
 )
-Conversion: TypeAlias = "Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]"
+if TYPE_CHECKING:
+    Conversion: TypeAlias = Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]
+else:
+    Conversion = Any
 """Makes a state under diffusers' names of one under other names, for a model of a configuration."""
 Run = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first one, and how many."""
@@ -313,7 +316,10 @@ def _view(
     return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale, is_turned)
 
 
-State: TypeAlias = "dict[str, Tensor]"
+if TYPE_CHECKING:
+    State: TypeAlias = dict[str, Tensor]
+else:
+    State = Any
 
 OPEN_CLIP = "conditioner.embedders.1.model."
 OPEN_CLIP_LAYER = "transformer.resblocks.0.ln_1.weight"

@@ -59,7 +59,10 @@ positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
 """Limit for all of them, one after the other: the same model computes 7.2 GB."""
 
-DtypePolicy: TypeAlias = "Callable[[str, torch.dtype], torch.dtype]"
+if TYPE_CHECKING:
+    DtypePolicy: TypeAlias = Callable[[str, torch.dtype], torch.dtype]
+else:
+    DtypePolicy = Any
 """Returns the dtype that a tensor should have in the model, from its name and its dtype as
 stored."""
 
@@ -237,7 +240,10 @@ def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-Transform: TypeAlias = "Callable[[str, nn.Module], nn.Module | None]"
+if TYPE_CHECKING:
+    Transform: TypeAlias = Callable[[str, nn.Module], nn.Module | None]
+else:
+    Transform = Any
 """Called once with a module's qualified name and the module, as soon as all parameters and
 buffers of its own have arrived. It may change the module in place, or return another one to
 replace it."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
@@ -56,7 +56,10 @@ OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20
 """Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
-NamedTensors: TypeAlias = "Generator[tuple[str, Tensor], None, None]"
+if TYPE_CHECKING:
+    NamedTensors: TypeAlias = Generator[tuple[str, Tensor], None, None]
+else:
+    NamedTensors = Any
 
 
 class Loader(ABC):

@@ -152,7 +152,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
     known = options_under(typer.main.get_command(app)) | {*others.split()}
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
-    foreign = "interop|jobs|page/charts"  # options of other programs, and names of colors
+    foreign = "interop|report/(page|charts)"  # options of other programs, and names of colors
     texts = [text for text in texts if not re.search(foreign, str(text.relative_to(root)))]
     named = {
         name

@@ -17,6 +17,7 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
 from autotune.search.gradient_checks import (
@@ -84,10 +85,10 @@ def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.Mon
 
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[torch.Tensor] = []
-    copy = BlockSwap._copy_to_device
+    copied: list[int] = []
+    fetch = BlockSwap._before_forward
     monkeypatch.setattr(
-        BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part)
+        BlockSwap, "_before_forward", lambda *args: copied.append(args[1]) or fetch(*args)
     )
     rule = GRADIENT_TOLERANCES["swapped_blocks"](1)
     assert rule is not None
@@ -192,13 +193,13 @@ def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec = resolve_model("qwen-image").spec
+    spec = resolve_model(ModelRef.of("qwen-image")).spec
     return TuningContext(probe(), get_family("qwen-image"), workload(model=spec))
 
 
 def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProfile:
     asked = {"precision": ("fp32",), **choices}
-    return parity.check_gradients(context, asked, resolve_model("qwen-image"))
+    return parity.check_gradients(context, asked, resolve_model(ModelRef.of("qwen-image")))
 
 
 def test_verdicts_come_from_a_child_once_and_are_then_kept(

@@ -86,7 +86,7 @@ def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortag
 
 STUCK = """
 import json, sys, time
-from autotune.training import watchdog
+from autotune.train import watchdog
 watchdog.COMMAND = json.loads(sys.argv[1])
 with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
     time.sleep(1)
