@@ -102,6 +102,8 @@ def test_qwen_image_fits_16_gb_in_8_bits_and_32_gb_in_bf16_at_1024_px_without_bl
 COUNTING = """
 import atexit, json, sys
 from pathlib import Path
+from autotune.system.process import prepare_process
+prepare_process(only_predicts=True)
 from autotune.cost import model
 traces, trace_pass = [], model.trace_pass
 

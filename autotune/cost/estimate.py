@@ -8,11 +8,10 @@ from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, require_choice, startup_seconds
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.models.family import Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import VALIDATION_DRAWS, num_previews
 from autotune.plan.prediction import Estimate, JobTime, Prediction
-from autotune.plan.workload import Bucket, mean_text_tokens, pad_text
+from autotune.plan.workload import mean_text_tokens, pad_text
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
@@ -169,40 +168,6 @@ def parse_resolution(text: str) -> tuple[int, int]:
             hint="give the side of a square in px, or width x height: 1024 or 512x768",
         )
     return int(sides[0]), int(sides[-1])
-
-
-def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1) -> Bucket:
-    """The bucket of this shape, if the family can take it.
-
-    Raises:
-        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of
-            so many frames.
-    """
-    for name, side in (("width", width_px), ("height", height_px)):
-        step, max_px = family.size_multiple_px, family.max_side_px
-        if side < step or side % step or side > max_px:
-            nearest = min(max(step, round(side / step) * step), max_px // step * step)
-            raise InvalidInput(
-                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} "
-                f"px up to {max_px}",
-                hint=f"the nearest valid {name} is {nearest} px",
-            )
-    positive("frames", num_frames)
-    family.check_num_frames(num_frames)
-    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=1)
-
-
-def positive(name: str, value: int) -> int:
-    """`value`, if it is at least 1.
-
-    Raises:
-        InvalidInput: it is not.
-    """
-    if value < 1:
-        raise InvalidInput(
-            f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1"
-        )
-    return value
 
 
 def require_divisor(size: int, effective: int) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import TrainingPlan
 from autotune.report.plan import process_workload
@@ -117,6 +116,8 @@ def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
     """For each knob and other value the best candidate, the other knobs free, compared with the
     chosen settings: by trials if one ran it, else by predictions; the fastest that fits, else the
     smallest. What matters most comes first."""
+    from autotune.knobs.registry import KNOBS
+
     frozen, work = plan.frozen, process_workload(plan)
     batch = work.effective_batch_size
     chosen = next(point for point in points if point.is_chosen)

@@ -1,14 +1,19 @@
 """Other trainers' configurations as text: imported, exported, and audited; an audit as Markdown,
 too."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
 
-from autotune.interop.auditing import Audit
-from autotune.interop.exporting import DIFFERENCE_KINDS, ExportedConfig
-from autotune.interop.importing import ConfigLine, ImportedConfig
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
 from autotune.report.text import memory_text, seconds_text, uncertainty_text, wrapped
+
+if TYPE_CHECKING:
+    from autotune.interop.auditing import Audit
+    from autotune.interop.exporting import ExportedConfig
+    from autotune.interop.importing import ConfigLine, ImportedConfig
 
 MAX_VALUE = 40
 """Characters of a value that are shown."""
@@ -49,6 +54,8 @@ def _setting_text(one: ConfigLine, name_file: bool) -> str:
 
 def export_lines(exported: ExportedConfig) -> list[str]:
     """What the files of another trainer do otherwise than the plan."""
+    from autotune.interop.exporting import DIFFERENCE_KINDS
+
     lines = [f"files     {', '.join(exported.files)}"]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]

@@ -18,7 +18,6 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished
-from autotune.knobs.registry import TITLES
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import RunReport
@@ -188,6 +187,8 @@ def _templates() -> Any:
 
 
 def _plan_view(subject: Subject) -> dict[str, Any]:
+    from autotune.knobs.registry import TITLES
+
     plan, frozen, points = subject.plan, subject.plan.frozen, points_of(subject.plan)
     work = process_workload(plan)
     expected, forecast = frozen.expected, frozen.forecast

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.events import RecordsMatched
-from autotune.knobs.caching import describe_caching
-from autotune.knobs.registry import KNOBS, TITLES
-from autotune.knobs.settings import usual_learning_rate
-from autotune.models.family import VIEWS_PER_IMAGE
-from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
 from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.plan.prediction import Prediction, differences_of
@@ -185,6 +180,8 @@ def process_workload(plan: TrainingPlan) -> Workload:
 
 def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
     """Every knob's title and its value in words."""
+    from autotune.knobs.registry import KNOBS, TITLES
+
     known = {knob.name: knob for knob in KNOBS}
     return [
         (TITLES[name], known[name].describe(value, workload) if name in known else str(value))
@@ -194,12 +191,16 @@ def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, s
 
 def describe_changes(candidate: Candidate, settings: Candidate) -> str:
     """What differs from other settings, in a few words; empty if nothing does."""
+    from autotune.knobs.registry import TITLES
+
     changes = differences_of(candidate, settings)
     return ", ".join(f"{TITLES[name]} {value}" for name, value in changes.items())
 
 
 def full_settings_lines(plan: TrainingPlan) -> list[str]:
     """Every setting, one per line."""
+    from autotune.knobs.caching import describe_caching
+
     items = settings_items(plan.frozen.settings, process_workload(plan))
     encoders = "encoders", describe_caching(plan.frozen.caching)
     return [f"{title:<14} {value}" for title, value in (*items, encoders)]
@@ -246,6 +247,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
 
 def _unusual_settings(plan: TrainingPlan) -> list[str]:
     """The micro-batch, and whatever differs from a knob's default."""
+    from autotune.knobs.caching import describe_caching
+
     settings = plan.frozen.settings
     plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
     names = {"micro_batch_size", *differences_of(settings, plain)}
@@ -358,6 +361,10 @@ def user_values_line(plan: TrainingPlan) -> list[str]:
 
 def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
     """The values that are ours, with their source, or those that are the user's."""
+    from autotune.knobs.settings import usual_learning_rate
+    from autotune.models.family import VIEWS_PER_IMAGE
+    from autotune.models.registry import get_family
+
     job, work, optimizer = plan.job, plan.frozen.workload, plan.frozen.workload.optimizer
     usual = get_family(work.model.family).defaults
     steps = usual.num_steps(sum(bucket.num_items for bucket in work.buckets))

@@ -62,7 +62,6 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     Raises:
         InvalidInput: a size or a number is not positive or does not suit the family.
     """
-    from autotune.cost.estimate import checked_bucket, positive
 
     defaults, given = family.defaults, request.given
     width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
@@ -199,3 +198,37 @@ def _text_lengths(
             f"the tokenizer in {model.config_folder} returns no tokens for the captions", hint=hint
         )
     return lengths
+
+
+def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1) -> Bucket:
+    """The bucket of this shape, if the family can take it.
+
+    Raises:
+        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of
+            so many frames.
+    """
+    for name, side in (("width", width_px), ("height", height_px)):
+        step, max_px = family.size_multiple_px, family.max_side_px
+        if side < step or side % step or side > max_px:
+            nearest = min(max(step, round(side / step) * step), max_px // step * step)
+            raise InvalidInput(
+                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} "
+                f"px up to {max_px}",
+                hint=f"the nearest valid {name} is {nearest} px",
+            )
+    positive("frames", num_frames)
+    family.check_num_frames(num_frames)
+    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=1)
+
+
+def positive(name: str, value: int) -> int:
+    """`value`, if it is at least 1.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    if value < 1:
+        raise InvalidInput(
+            f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1"
+        )
+    return value

@@ -96,7 +96,7 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     code = (
         "import sys, autotune.api.machines as machines\n"
         "machines.may_have_gpu = lambda: False\n"
-        "from autotune.search import elsewhere\n"
+        "from autotune.search import comparison as elsewhere\n"
         f"elsewhere.catalog_predictions = lambda family: {TABLE}\n"
         "from autotune.cli.app import main\n"
         "try: main()\n"
