@@ -8,13 +8,6 @@ import typer
 import autotune
 from autotune.cli.options import Json
 from autotune.cli.output import print_remark, print_result, show_events
-from autotune.report.machine import (
-    catalog_view,
-    fetched_lines,
-    findings_view,
-    model_lines,
-    profile_view,
-)
 
 
 def probe(
@@ -29,6 +22,8 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Find out what this machine can really do, and keep the answer."""
+    from autotune.report.machine import catalog_view, profile_view
+
     if list_catalog:
         print_result(autotune.list_gpus(), as_json, catalog_view)
         return
@@ -40,6 +35,8 @@ def probe(
 def doctor(as_json: Json = False) -> None:
     """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
     something blocks."""
+    from autotune.report.machine import findings_view
+
     findings = autotune.doctor()
     print_result(findings, as_json, findings_view)
     if any(finding.severity == "blocks" for finding in findings):
@@ -58,6 +55,8 @@ def models(
 ) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted
     to do with each."""
+    from autotune.report.machine import model_lines
+
     found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: model_lines(models, hardware))
     if file is not None and len(found) > 1:
@@ -74,6 +73,8 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Download a model and verify its files, so that plan and train need no network."""
+    from autotune.report.machine import fetched_lines
+
     with show_events() as show:
         fetched = autotune.fetch(model, on_event=show)
     print_result(fetched, as_json, fetched_lines)

@@ -9,7 +9,6 @@ import typer
 import autotune
 from autotune.cli.options import REQUIRED, Data, Json, ShapeOptions, given, one_of, option, takes
 from autotune.cli.output import print_result, show_events
-from autotune.report.machine import comparison_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,8 @@ class CompareOptions:
 @takes(CompareOptions, ShapeOptions)
 def compare(options: CompareOptions, shape: ShapeOptions) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
+    from autotune.report.machine import comparison_lines
+
     one_of("--quality", options.quality, ("exact", "high", "compact"))
     arguments = given(options, but=("as_json", "within")) | given(shape)
     max_hours = None if options.within is None else _hours(options.within)

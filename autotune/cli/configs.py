@@ -9,7 +9,6 @@ import typer
 import autotune
 from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_out, print_remark, print_result, show_events
-from autotune.report.configs import audit_lines, audit_markdown, export_lines, import_lines
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")
@@ -36,6 +35,8 @@ def import_config(
     Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
     carry over.
     """
+    from autotune.report.configs import import_lines
+
     config = autotune.import_config(config_file)
     print_result(config, as_json, import_lines)
     if path is None:
@@ -69,6 +70,8 @@ def export_config(
     as_json: Json = False,
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
+    from autotune.report.configs import export_lines
+
     exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
     print_result(exported, as_json, export_lines)
 
@@ -88,6 +91,8 @@ def audit(
 ) -> None:
     """Predict another trainer's file on a card: memory, time, whether it fits, and what other
     settings would gain."""
+    from autotune.report.configs import audit_lines, audit_markdown
+
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if markdown:

@@ -8,7 +8,6 @@ import typer
 import autotune
 from autotune.cli.options import DataOptions, Json, argument, given, option, takes
 from autotune.cli.output import print_result, show_events
-from autotune.report.machine import data_report_lines
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -38,6 +37,8 @@ class CheckOptions:
 def check(options: CheckOptions, data: DataOptions) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make
     of the rest."""
+    from autotune.report.machine import data_report_lines
+
     with show_events() as show:
         report = autotune.check_data(
             tuple(map(str, options.folder)),

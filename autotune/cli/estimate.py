@@ -7,7 +7,6 @@ from typing import Any
 import autotune
 from autotune.cli.options import REQUIRED, Json, WorkloadOptions, given, option, takes
 from autotune.cli.output import print_result, show_events
-from autotune.report.machine import estimate_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,8 @@ class EstimateOptions:
 @takes(EstimateOptions, WorkloadOptions)
 def estimate(options: EstimateOptions, work: WorkloadOptions) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
+    from autotune.report.machine import estimate_text
+
     arguments = given(options, but=("as_json", "checkpointing")) | work.values()
     with show_events() as show:
         answer = autotune.estimate(

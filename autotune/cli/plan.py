@@ -21,16 +21,6 @@ from autotune.cli.options import (
     takes,
 )
 from autotune.cli.output import Progress, print_out, print_result, show_events
-from autotune.report.machine import elsewhere_lines
-from autotune.report.plan import (
-    explain_lines,
-    full_settings_lines,
-    knob_lines,
-    origin_lines,
-    plan_lines,
-    train_hint,
-    user_values_line,
-)
 from autotune.report.text import wrapped
 
 
@@ -104,6 +94,9 @@ class PlanOptions:
 @takes(PlanOptions, WorkloadOptions, JobOptions)
 def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.report.machine import elsewhere_lines
+    from autotune.report.plan import knob_lines
+
     if options.earlier is None and options.model is None:
         raise typer.BadParameter(
             "name a model, or an earlier plan with --from", param_hint="--model"
@@ -144,6 +137,15 @@ def plan(options: PlanOptions, work: WorkloadOptions, job: JobOptions) -> None:
 
 def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
+    from autotune.report.plan import (
+        explain_lines,
+        full_settings_lines,
+        origin_lines,
+        plan_lines,
+        train_hint,
+        user_values_line,
+    )
+
     about, hint = plan_lines(made), train_hint(made, file)
     if Progress.is_verbose:
         everything = (full_settings_lines, explain_lines, origin_lines)

@@ -9,13 +9,6 @@ import typer
 import autotune
 from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_remark, print_result
-from autotune.report.plan import (
-    check_lines,
-    difference_lines,
-    differences,
-    explain_lines,
-    origin_lines,
-)
 
 
 def check(
@@ -27,6 +20,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a plan fits this machine, or others, without training."""
+    from autotune.report.plan import check_lines
+
     results = {name: autotune.check(plan_file, hardware=name) for name in hardware or ()}
     if not hardware:
         results = {"this machine": autotune.check(plan_file)}
@@ -47,6 +42,8 @@ def check(
 
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
+    from autotune.report.plan import explain_lines, origin_lines
+
     plan = autotune.load_plan(plan_file)
     lines = explain_lines, origin_lines
     print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
@@ -86,5 +83,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""
+    from autotune.report.plan import difference_lines, differences
+
     plans = autotune.load_plan(first), autotune.load_plan(second)
     print_result(differences(*plans, price_per_hour=price), as_json, difference_lines)

@@ -7,7 +7,6 @@ import typer
 import autotune
 from autotune.cli.options import Json
 from autotune.cli.output import print_out, print_remark, print_result
-from autotune.report.machine import record_list_lines
 
 app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -45,6 +44,8 @@ def list_records(
     as_json: Json = False,
 ) -> None:
     """List records; with --why, whether each counts here."""
+    from autotune.report.machine import record_list_lines
+
     found = autotune.list_records(store, compare_here=why)
     print_result(found, as_json, lambda _: record_list_lines(found))
 

@@ -39,17 +39,6 @@ from autotune import (
     TrialResult,
     TrialStarted,
 )
-from autotune.report.page import has_plotly
-from autotune.report.plan import (
-    TRIAL_HEADER,
-    job_line,
-    note_text,
-    prediction_lines,
-    records_lines,
-    trial_lines,
-    workload_lines,
-)
-from autotune.report.run import PAGE_FILE, step_text, validation_text
 from autotune.report.text import printable_lines, smooth, time_left_text, wrapped
 
 QUIET_SECONDS = 60.0
@@ -139,6 +128,8 @@ class EventDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event; what is not known here is not shown."""
+        from autotune.report.plan import note_text, prediction_lines, records_lines, workload_lines
+
         match event:
             case PhaseStarted():
                 self._end_task()
@@ -174,6 +165,10 @@ class EventDisplay:
                 self._step(event)
 
     def _start_run(self, plan: TrainingPlan) -> None:
+        from autotune.report.page import has_plotly
+        from autotune.report.plan import job_line
+        from autotune.report.run import PAGE_FILE
+
         self.promised_bytes = plan.frozen.expected.run_memory_bytes
         self._print(job_line(plan))
         if has_plotly():
@@ -182,6 +177,8 @@ class EventDisplay:
             )
 
     def _trial(self, result: TrialResult) -> None:
+        from autotune.report.plan import TRIAL_HEADER, trial_lines
+
         if not self.trials:
             self._print(TRIAL_HEADER, style="bold")
         self.trials.append(result)
@@ -201,6 +198,8 @@ class EventDisplay:
         self._update("trials", done, self.max_trials if more > 0 else None, note, left)
 
     def _step(self, event: StepFinished) -> None:
+        from autotune.report.run import step_text, validation_text
+
         self.num_steps += 1
         self.smoothed_loss = smooth(self.smoothed_loss, event.loss, self.num_steps)
         note = step_text(event, self.smoothed_loss, self.promised_bytes)

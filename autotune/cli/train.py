@@ -18,7 +18,6 @@ from autotune.cli.options import (
     takes,
 )
 from autotune.cli.output import print_out, print_remark, print_result, show_events
-from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,8 @@ NOT_OF_TRAIN = ("plan_file", "as_json", "push_to_hub")
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
+    from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
+
     arguments = {**given(options, but=NOT_OF_TRAIN), **job.values()}
     if options.push_to_hub is not None:
         from autotune.weights.hub import require_hub

@@ -8,7 +8,6 @@ import typer
 import autotune
 from autotune.cli.options import Json, one_of
 from autotune.cli.output import print_out, print_result, show_events
-from autotune.report.machine import weights_lines
 
 app = typer.Typer(
     help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None
@@ -28,6 +27,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
+    from autotune.report.machine import weights_lines
+
     with show_events() as show:
         summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
     print_result(summary, as_json, weights_lines)

@@ -148,7 +148,7 @@ def options_under(command: Any) -> set[str]:
 def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
     others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
         --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
-        --user --isolation --storage-driver --pull-never --variant --include"""
+        --user --config --dataset --isolation --storage-driver --pull-never --variant --include"""
     known = options_under(typer.main.get_command(app)) | {*others.split()}
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
