@@ -145,7 +145,7 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
                 padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
     """A square of `side_px`, captions of one length unless `masked`."""
     workload_overrides = WorkloadRequest(
-        (side_px, side_px),
+        resolution=(side_px, side_px),
         rank=rank,
         effective_batch_size=batch,
         targets=targets,

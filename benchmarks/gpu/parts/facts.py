@@ -17,6 +17,7 @@ from autotune.machine.probe import cached_profile
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import ModelRef
 from autotune.search.gradient_checks import check_gradients
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
@@ -52,9 +53,9 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
     context = TuningContext(hardware, get_family(name), workload)
-    for capability in check_gradients(context, choices, resolve_model(model)).capabilities[
-        len(hardware.capabilities) :
-    ]:
+    for capability in check_gradients(
+        context, choices, resolve_model(ModelRef.of(model))
+    ).capabilities[len(hardware.capabilities) :]:
         evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 
 
