@@ -44,9 +44,9 @@ CONNECT_SECONDS = 10
 MAX_ATTEMPTS = 5
 """Workers that create a database's tables at the same moment get into each other's way."""
 
-RESULT, STOPPED, PLAN = "result", "stopped", "plan"
-"""Trial attributes: a result; that a worker ended a trial, and was not taken down by it; a plan
-that a worker proposes."""
+BEGAN, RESULT, STOPPED, PLAN = "began", "result", "stopped", "plan"
+"""Trial attributes: the number of the trial that began (a retry has that of the one before); a
+result; that a worker ended a trial, and was not taken down by it; a plan that a worker proposes."""
 IDENTITY, ENDED = "identity", "ended"
 """Study attributes: what is searched for, and on what; that nothing ran, so there is no plan."""
 
@@ -59,9 +59,9 @@ def open_study(
     follows: bool = False,
     is_fresh: bool = False,
 ) -> Iterator[Study]:
-    """The study in a storage, new or as other workers left it; in memory without a storage. `identity` names all
-    that must be equal for results to count. With `follows`, a study that is over is followed by a
-    new one; with `is_fresh`, one that is not is, too.
+    """The study in a storage, new or as other workers left it; in memory without a storage.
+    `identity` names all that must be equal for results to count. With `follows`, a study that is
+    over is followed by a new one; with `is_fresh`, one that is not is, too.
 
     Raises:
         InvalidInput: the URL cannot be used, or the study has another identity.
@@ -113,6 +113,12 @@ class _Storage(RDBStorage):
         """In a thread of its own, where nobody could handle a failure: the next may succeed."""
         with suppress(StorageInternalError):
             super().record_heartbeat(trial_id)
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+        """What has begun has a heartbeat: for Optuna, a trial without one never ends."""
+        if key == BEGAN:
+            super().record_heartbeat(trial_id)
+        super().set_trial_user_attr(trial_id, key, value)
 
 
 def _connect(url: str) -> RDBStorage:
@@ -187,7 +193,7 @@ def take_snapshot(study: Study) -> StudySnapshot:
             results.setdefault(result.candidate, result)
         elif len(trial.params) == len(Candidate.model_fields):  # all of them are stored
             retries = RetryHeartbeatStaleTrialCallback.retry_history(trial)
-            if trial.state == TrialState.RUNNING:
+            if _is_running(trial):
                 running.append(Candidate.model_validate(trial.params))
             elif trial.state == TrialState.FAIL and retries and STOPPED not in trial.user_attrs:
                 crashed.append(Candidate.model_validate(trial.params))
@@ -196,6 +202,10 @@ def take_snapshot(study: Study) -> StudySnapshot:
         results.setdefault(each, TrialResult(candidate=each, outcome="crash", message=message))
     left = tuple(candidate for candidate in running if candidate not in results)
     return StudySnapshot(tuple(results.values()), left, has_waiting)
+
+
+def _is_running(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.RUNNING and trial.user_attrs.get(BEGAN) == trial.number
 
 
 class ResidualSampler(BaseSampler):
@@ -276,12 +286,13 @@ def _objective(
     gives its median step seconds."""
     if not trial.params and not trial.relative_params:
         raise optuna.TrialPruned("the search was over")
+    trial.set_user_attr(BEGAN, trial.number)
     choices = search.space.tried_choices
     candidate = Candidate.model_validate(
         {name: trial.suggest_categorical(name, values) for name, values in choices.items()}
     )
     for other in trial.study.get_trials(deepcopy=False):
-        is_alive = other.state in (TrialState.RUNNING, TrialState.COMPLETE)
+        is_alive = _is_running(other) or other.state == TrialState.COMPLETE
         if other.number < trial.number and is_alive and other.params == trial.params:
             raise optuna.TrialPruned("another worker chose the same at the same moment")
     if (stored := trial.user_attrs.get(RESULT)) is not None:  # its worker died just afterwards
