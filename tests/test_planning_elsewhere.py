@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from autotune.api.estimating import estimate
-from autotune.api.machines import hardware_for
+from autotune.api.machines import hardware_for, limit_memory
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
 from autotune.machine.probe import hardware_named
 from autotune.plan.file import read_plan
-from autotune.plan.hardware import MemoryBudget
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
@@ -161,8 +160,8 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
         hardware="another",
         num_gpus=4,
     )
-    small = request.changed(memory_budget=MemoryBudget(num_bytes=10 << 30))
-    whole, shared = make_plan(request, card).frozen, make_plan(small, card).frozen
+    small = limit_memory(card, max_memory="10GiB")
+    whole, shared = make_plan(request, card).frozen, make_plan(request, small).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
     assert whole.workload.effective_batch_size == shared.workload.effective_batch_size == 4
@@ -179,8 +178,8 @@ def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_els
         resolution=(512, 512), effective_batch_size=1, quality="compact"
     )
     request = PlanRequest(model="qwen-image", **workload_overrides.given, hardware="another")
-    tight = request.changed(memory_budget=MemoryBudget(num_bytes=21 << 29))
-    small = make_plan(tight, hardware_named("nvidia-rtx-3060")).frozen.settings
+    tight = limit_memory(hardware_named("nvidia-rtx-3060"), max_memory="10.5GiB")
+    small = make_plan(request, tight).frozen.settings
     assert small.swapped_blocks > 0
     large = make_plan(request, hardware_named("nvidia-h200-sxm")).frozen.settings
     assert (large.swapped_blocks, large.quantization) == (0, "none")

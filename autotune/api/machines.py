@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.machine.capabilities import NO_BF16, limited_budget
+from autotune.machine.capabilities import NO_BF16, limit_device
 from autotune.machine.catalog import (
     CatalogGpu,
     gpu_named,
@@ -21,7 +21,7 @@ from autotune.machine.probe import probe as read_machine
 from autotune.models.registry import find_published
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.amounts import memory_bytes
-from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.hardware import HardwareProfile
 
 if TYPE_CHECKING:
     from autotune.search.comparison import ModelSummary
@@ -147,15 +147,15 @@ def hardware_for(
     return profile
 
 
-def memory_budget_for(
+def limit_memory(
     profile: HardwareProfile,
     *,
     num_devices: int = 1,
     max_memory: int | str | None = None,
     reserve_memory: int | str | None = None,
     cap_memory: int | str | None = None,
-) -> MemoryBudget:
-    """What a run may use of each of the devices that train together.
+) -> HardwareProfile:
+    """The profile with what a run may use of each of the devices that train together.
 
     Args:
         profile: of the machine, with one of its devices.
@@ -174,10 +174,10 @@ def memory_budget_for(
     own = profile.device
     others = [index for index in range(count) if index != own.index] if count > 1 else []
     devices = [own, *(read_machine(index=index).device for index in others)]
-    return min(
-        (limited_budget(device, **limits) for device in devices),
-        key=lambda budget: budget.num_bytes,
-    )
+    limited = (limit_device(device, **limits) for device in devices)
+    smallest = min(limited, key=lambda device: device.budget_bytes)
+    budget = {name: value for name, value in smallest if name.startswith("budget_")}
+    return profile.changed(device=own.changed(**budget))
 
 
 def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfile:

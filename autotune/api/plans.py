@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.api.doors import takes
-from autotune.api.machines import hardware_for, memory_budget_for
+from autotune.api.machines import hardware_for, limit_memory
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.interop.exporting import expressible_targets, inexpressible, overheads_for
@@ -137,16 +137,13 @@ def _resolve_on_hardware(
             resolved.space(facts)  # what is pinned is refused before rates are measured
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
-    budget = memory_budget_for(
+    profile = limit_memory(
         profile,
         num_devices=request.num_gpus if request.is_local else 1,
         max_memory=request.max_memory,
         reserve_memory=request.reserve_memory,
         cap_memory=request.cap_memory,
     )
-    if budget != profile.device.budget:
-        limited = resolved.request.changed(memory_budget=budget)
-        resolved = replace(resolved, request=limited)
     return replace(resolved, request=_suited_to_trainer(resolved, profile)), profile
 
 

@@ -57,8 +57,8 @@ def estimate(
     hours = job.total_seconds / 3600
     return Estimate(
         hardware=hardware.device.name,
-        budget_bytes=cost.training_budget.num_bytes,
-        fits=prediction.run_memory_bytes <= cost.training_budget.num_bytes,
+        budget_bytes=cost.budget_bytes,
+        fits=prediction.run_memory_bytes <= cost.budget_bytes,
         workload=workload,
         prediction=prediction,
         run_memory_bytes=prediction.run_memory_bytes,

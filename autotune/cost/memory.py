@@ -12,8 +12,8 @@ from autotune.knobs.optimizer import optimizer_bytes
 from autotune.knobs.settings import encoder_element_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import (
+    Device,
     HardwareProfile,
-    MemoryBudget,
     process_overhead_bytes,
     shares_host_memory,
 )
@@ -394,15 +394,9 @@ class Parallel:
         """Processes that hold the frozen weights together: 1 if each has them all."""
         return self.num_processes if self.strategy == "fsdp2" else 1
 
-    def budget_of_one(self, budget: MemoryBudget, hardware: HardwareProfile) -> MemoryBudget:
-        """What one process may take: each has a device of its own, but on a CPU they share the
-        memory."""
-        is_shared = hardware.device.kind == "cpu"
-        return (
-            budget.changed(num_bytes=budget.num_bytes // self.num_processes)
-            if is_shared
-            else budget
-        )
+    def budget_bytes(self, device: Device) -> int:
+        """What one process may take: each has a device of its own, but on a CPU they share it."""
+        return device.budget_bytes // (self.num_processes if device.kind == "cpu" else 1)
 
     def weight_bytes(self, model_bytes: ModelBytes) -> int:
         """Frozen weights that one device keeps."""

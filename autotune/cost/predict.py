@@ -20,7 +20,7 @@ from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.family import Family, Parts
 from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
-from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import EncoderGpu, Reason
 from autotune.plan.prediction import Overheads, Prediction, StepTime
 from autotune.plan.workload import Workload
@@ -50,8 +50,6 @@ class CostModel:
 
     tables: PassTables
     """The traced model at the machine's rates."""
-    memory_budget: MemoryBudget
-    """What a run may take of the device, together with encoders that stay there."""
     caching: CachingSettings
     """How captions are encoded."""
     caching_reason: Reason
@@ -72,7 +70,6 @@ class CostModel:
         config: Mapping[str, Any],
         parts: Parts | None = None,
         *,
-        memory_budget: MemoryBudget | None = None,
         caching: tuple[CachingSettings, Reason] | None = None,
         caching_pins: Mapping[str, str] | None = None,
         caching_exclusions: Sequence[tuple[str, str]] = (),
@@ -88,7 +85,6 @@ class CostModel:
             config: of the transformer.
             parts: the models around the transformer; by default the published ones of the published
                 transformer.
-            memory_budget: what a run may take of the device; by default what the device leaves.
             caching: how captions are encoded, and why; chosen to fit by default.
             caching_pins: fields of `CachingSettings` that are fixed, as text; only if `caching` is
                 not given.
@@ -105,11 +101,11 @@ class CostModel:
             )
         model = traced_model(family, config, workload, rules_of(hardware), parts, overheads)
         tables = PassTables(model, hardware, overheads)
-        budget = memory_budget or hardware.device.budget
-        context = TuningContext(hardware, family, workload, budget)
+        budget_bytes = parallel.budget_bytes(hardware.device)
+        context = TuningContext(hardware, family, workload, budget_bytes)
         asked = context, tables.encoder_size, caching_pins, parallel.num_processes
         settings, reason = caching or choose_caching(*asked, exclusions=caching_exclusions)
-        return cls(tables, budget, settings, reason, parallel)
+        return cls(tables, settings, reason, parallel)
 
     @property
     def hardware(self) -> HardwareProfile:
@@ -146,15 +142,15 @@ class CostModel:
         return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
 
     @property
-    def training_budget(self) -> MemoryBudget:
-        """What training may take: the memory budget without encoders that stay on the device."""
-        left = max(0, self.memory_budget.num_bytes - self.resident_encoder_bytes)
-        return self.memory_budget.changed(num_bytes=left)
+    def budget_bytes(self) -> int:
+        """What training may take: the device's budget without encoders that stay there."""
+        whole = self.parallel.budget_bytes(self.hardware.device)
+        return max(0, whole - self.resident_encoder_bytes)
 
     @property
     def context(self) -> TuningContext:
         """What the choices for training depend on."""
-        return TuningContext(self.hardware, self.family, self.workload, self.training_budget)
+        return TuningContext(self.hardware, self.family, self.workload, self.budget_bytes)
 
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()

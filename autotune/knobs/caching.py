@@ -345,14 +345,13 @@ def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
     if place == "cpu":
         budget, room = hardware.host.available_memory_bytes, "of the host's memory are free"
     else:
-        gpu, budget, room = _find_gpu(place, hardware), context.budget.num_bytes, "may be taken"
+        gpu, budget, room = _find_gpu(place, hardware), context.budget_bytes, "may be taken"
         needed += process_overhead_bytes(hardware)
         if gpu is None and place != "training":
             return f"there is no {place} here"
         if gpu is not None:  # if a smaller GPU is rehearsed, both are
-            budget = (
-                min(gpu.budget_bytes, budget) if context.budget.is_set_by_user else gpu.budget_bytes
-            )
+            is_limited = hardware.device.budget_set_by_user
+            budget = min(gpu.budget_bytes, budget) if is_limited else gpu.budget_bytes
     return (
         None
         if needed <= budget

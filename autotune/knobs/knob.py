@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
 
 WHOLE_WEIGHTS = (
@@ -23,13 +23,14 @@ class TuningContext:
     hardware: HardwareProfile
     family: Family
     workload: Workload
-    memory_budget: MemoryBudget | None = None
-    """What a run may take of the device; None for what the device leaves by itself."""
+    training_bytes: int | None = None
+    """What training may take, if that is less than the device's budget."""
 
     @property
-    def budget(self) -> MemoryBudget:
-        """What a run may take of the device."""
-        return self.memory_budget or self.hardware.device.budget
+    def budget_bytes(self) -> int:
+        """Bytes that may be taken of the device."""
+        own = self.hardware.device.budget_bytes
+        return own if self.training_bytes is None else self.training_bytes
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _precisions(context: TuningContext) -> tuple[str, ...]:
 def _fastest_loader(context: TuningContext) -> str:
     """The one that the probe measured to be fastest among those whose own memory fits beside the
     model; safetensors, as `from_pretrained`, if none was measured."""
-    hardware, budget = context.hardware, context.budget.num_bytes
+    hardware, budget = context.hardware, context.budget_bytes
     model = STORED_BYTES * context.workload.model.num_parameters
     shared = hardware.device.memory_kind == "integrated"
     held = {

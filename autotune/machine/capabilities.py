@@ -17,7 +17,6 @@ from autotune.plan.hardware import (
     Capability,
     Device,
     Host,
-    MemoryBudget,
     MemoryKind,
     Versions,
     shares_host_memory,
@@ -112,14 +111,14 @@ def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
     return Device(memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts)
 
 
-def limited_budget(
+def limit_device(
     device: Device,
     *,
     max_bytes: int | None = None,
     reserve_bytes: int | None = None,
     cap_bytes: int | None = None,
-) -> MemoryBudget:
-    """What a run may use of the device under the limits that a user sets.
+) -> Device:
+    """The device with the budget that the limits of a user leave.
 
     Args:
         device: as the probe found it.
@@ -128,19 +127,20 @@ def limited_budget(
         cap_bytes: total memory of a smaller device to rehearse, less the default reserve and
             margin.
     """
-    total, free, found = device.total_memory_bytes, device.free_memory_bytes, device.budget
+    kind, total, free = device.memory_kind, device.total_memory_bytes, device.free_memory_bytes
+    found, is_limited = (device.budget_bytes, device.budget_reason), False
     if reserve_bytes is not None:
-        num_bytes, _ = compute_budget(
-            device.memory_kind, total, free, device.drives_display, reserve_bytes
-        )
-        found = MemoryBudget(num_bytes=num_bytes, is_set_by_user=True)
+        found = compute_budget(kind, total, free, device.drives_display, reserve_bytes)
+        is_limited = True
     if cap_bytes is not None and (total is None or cap_bytes < total):
         left = min(cap_bytes, free or cap_bytes)
-        num_bytes, _ = compute_budget(device.memory_kind, cap_bytes, left, device.drives_display)
-        found = MemoryBudget(num_bytes=min(num_bytes, found.num_bytes), is_set_by_user=True)
-    if max_bytes is not None and max_bytes < found.num_bytes:
-        found = MemoryBudget(num_bytes=max_bytes, is_set_by_user=True)
-    return found
+        found = min(found, compute_budget(kind, cap_bytes, left, device.drives_display))
+        is_limited = True
+    if max_bytes is not None and max_bytes < found[0]:
+        found, is_limited = (max_bytes, f"{_gib(max_bytes)} as asked"), True
+    if not is_limited:
+        return device
+    return device.changed(budget_bytes=found[0], budget_reason=found[1], budget_set_by_user=True)
 
 
 def default_reserve_bytes(

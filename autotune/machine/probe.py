@@ -157,15 +157,6 @@ def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterat
                 yield next(iter(report.items()))
 
 
-def with_budget(profile: HardwareProfile, max_bytes: int) -> HardwareProfile:
-    """The profile of a machine whose device leaves at most `max_bytes` to a run."""
-    if max_bytes >= profile.device.budget_bytes:
-        return profile
-    return profile.changed(
-        device=profile.device.changed(budget_bytes=max_bytes, budget_reason="limited")
-    )
-
-
 MAX_PROFILE_BYTES = 4 << 20
 
 POWER_TOLERANCE = 0.1

@@ -47,15 +47,6 @@ class OtherGpu(Frozen):
     """What a run may use of it."""
 
 
-class MemoryBudget(Frozen):
-    """The most memory that a run may take of a device, the overhead of its own process included."""
-
-    num_bytes: int = NaturalInt
-    is_set_by_user: bool = False
-    """Whether an option changed it: what is measured within such a budget is not evidence for
-    other runs."""
-
-
 class Device(Frozen):
     """One device that can train, as its runtime reports it."""
 
@@ -94,11 +85,6 @@ class Device(Frozen):
     links: tuple[Link, ...] = ()
     others: tuple[OtherGpu, ...] = ()
     """The machine's other visible GPUs whose memory is known; none in older profiles."""
-
-    @property
-    def budget(self) -> MemoryBudget:
-        """What a run may take if no option says otherwise."""
-        return MemoryBudget(num_bytes=self.budget_bytes, is_set_by_user=self.budget_set_by_user)
 
     @property
     def file_name(self) -> str:

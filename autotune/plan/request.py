@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.plan.amounts import MemoryAmount
 from autotune.plan.base import Request
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import DataFields, Job, JobFields, ModelRef, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
@@ -96,8 +96,6 @@ class PlanRequest(JobFields, WorkloadRequest, HardwareRequest):
     """The model with its parts, if it is resolved."""
     overheads: Overheads | None = None
     """Overheads of the program that will train; None for autotune's own executor."""
-    memory_budget: MemoryBudget | None = None
-    """What a run may use of the device; None for what the device leaves."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """What becomes of an interrupted search of the same without a name. `ignored` keeps trials in
     memory."""

@@ -106,14 +106,12 @@ def verify_prediction(
     parallel = Parallel(planned.strategy, planned.num_processes)
     caching = plan.frozen.caching
     as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
-    budget = hardware.device.budget
     cost = CostModel.build(
         hardware,
         work,
         model.family,
         model.config,
         read_parts(model),
-        memory_budget=parallel.budget_of_one(budget, hardware),
         caching=as_planned,
         parallel=parallel,
     )
@@ -138,15 +136,13 @@ def verify_prediction(
         )
     with backend.trials(plan.job.model_ref, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(
-        plan.job, _measured(plan, planned_hardware(cost, budget, parallel), cost, trials, against)
-    )
+    return seal(plan.job, _measured(plan, planned_hardware(cost), cost, trials, against))
 
 
 def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
     """What may not be tried, and why: an over-allocation can hang a machine whose memory is
     shared."""
-    budget = cost.training_budget.num_bytes
+    budget = cost.budget_bytes
     needed = {candidate: cost.predict(candidate).run_memory_bytes for candidate in candidates}
     return {
         candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"

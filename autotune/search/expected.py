@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.cost.estimate import job_time
-from autotune.cost.memory import Parallel
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import encoder_element_bytes
 from autotune.plan.candidate import Candidate, Choice, TrialResult
-from autotune.plan.hardware import MemoryBudget, shares_host_memory
+from autotune.plan.hardware import shares_host_memory
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, PlannedHardware
 from autotune.plan.prediction import (
@@ -25,7 +24,7 @@ from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.search.winner import Score
 
 
-def planned_hardware(cost: CostModel, budget: MemoryBudget, parallel: Parallel) -> PlannedHardware:
+def planned_hardware(cost: CostModel) -> PlannedHardware:
     """The machine, as far as a plan depends on it, and how its processes share the work."""
     hardware = cost.hardware
     return PlannedHardware(
@@ -34,10 +33,10 @@ def planned_hardware(cost: CostModel, budget: MemoryBudget, parallel: Parallel) 
         fingerprint=hardware.fingerprint,
         match_keys=hardware.match_keys,
         total_memory_bytes=hardware.device.total_memory_bytes,
-        budget_bytes=budget.num_bytes,
+        budget_bytes=hardware.device.budget_bytes,
         versions=hardware.versions,
-        num_processes=parallel.num_processes,
-        strategy=parallel.strategy,
+        num_processes=cost.parallel.num_processes,
+        strategy=cost.parallel.strategy,
         assumed=hardware.assumed,
         encoder_gpu=cost.encoder_gpu,
     )
@@ -63,7 +62,7 @@ def build_expectation(
     overhead = (
         prediction.training.run_memory_bytes - prediction.allocated_memory_bytes
     )  # outside the allocator
-    room = cost.training_budget.num_bytes - largest
+    room = cost.budget_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
     host, kept = (

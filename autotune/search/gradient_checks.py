@@ -99,7 +99,10 @@ def check_gradients(
     missing = [name for name in kinds if name not in verdicts]
     if missing:
         with ProcessTrialRunner(
-            hardware, ModelRef.of(model.spec.name), context.workload, budget=context.budget
+            hardware,
+            ModelRef.of(model.spec.name),
+            context.workload,
+            budget_bytes=context.budget_bytes,
         ) as runner:
             for name in missing:
                 request = _build_request(

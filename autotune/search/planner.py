@@ -192,13 +192,13 @@ def _keep_study(
 ) -> Iterator[optuna.Study]:
     """The study of this problem: under the user's name, else in a file in the cache folder, under
     the digest of request and machine, as an interrupted search left it."""
-    request, budget = problem.request, problem.memory_budget
+    request, device = problem.request, problem.hardware.device
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,  # what another version measured is measured again
         "model": str(request.model_ref),  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
-        "budget": budget.num_bytes if budget.is_set_by_user else None,
+        "budget": device.budget_bytes if device.budget_set_by_user else None,
     }
     is_named, url = request.study is not None, request.storage
     path = cache_path("searches", f"{digest_of(key)[-32:]}.db")
@@ -395,7 +395,7 @@ def freeze_plan(
     frozen = FrozenPart(
         schema_version=SCHEMA_VERSION,
         autotune_version=autotune_version,
-        hardware=planned_hardware(cost, problem.memory_budget, cost.parallel),
+        hardware=planned_hardware(cost),
         workload=problem.global_workload,
         settings=best.candidate,
         caching=cost.caching,

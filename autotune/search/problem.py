@@ -20,7 +20,7 @@ from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice, TrialResult
-from autotune.plan.hardware import KEY_NAMES, HardwareProfile, MemoryBudget, shares_host_memory
+from autotune.plan.hardware import KEY_NAMES, HardwareProfile, shares_host_memory
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Bucket, Quality, Workload
@@ -46,7 +46,7 @@ def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
         cost.hardware,
         model,
         cost.workload,
-        budget=cost.training_budget,
+        budget_bytes=cost.budget_bytes,
         resident_bytes=cost.resident_encoder_bytes,
         predict=cost.as_trials_run().predict,
     )
@@ -98,8 +98,6 @@ class PlanningProblem:
     request: PlanRequest
     hardware: HardwareProfile
     """The whole machine."""
-    memory_budget: MemoryBudget
-    """What all processes of a run may take of its device."""
     global_workload: Workload
     """The work of all processes that train together."""
     workload: Workload
@@ -135,11 +133,8 @@ class PlanningProblem:
         if needs_weights:
             require_devices(asked, hardware)
         workload = global_workload.share(request.num_gpus)
-        budget = request.memory_budget or hardware.device.budget
-        parallel = Parallel("ddp", request.num_gpus)
-        context = TuningContext(
-            hardware, model.family, workload, parallel.budget_of_one(budget, hardware)
-        )
+        share = Parallel("ddp", request.num_gpus).budget_bytes(hardware.device)
+        context = TuningContext(hardware, model.family, workload, share)
         space = build_space(request, context)
         if request.is_local:
             checked = backend.check_gradients(context, space.choices, model)
@@ -148,12 +143,11 @@ class PlanningProblem:
             ):
                 space = build_space(request, replace(context, hardware=checked))
             hardware = checked
-        cost, space = _choose_strategy(request, model, workload, hardware, budget, space)
+        cost, space = _choose_strategy(request, model, workload, hardware, space)
         _require_host_memory(space, cost)
         return cls(
             request.changed(ref=job.model_ref),
             hardware,
-            budget,
             global_workload,
             workload,
             space,
@@ -166,7 +160,7 @@ class PlanningProblem:
     @property
     def budget_bytes(self) -> int:
         """What training may take of one process's device, beside encoders that stay there."""
-        return self.cost.training_budget.num_bytes
+        return self.cost.budget_bytes
 
     @property
     def can_try(self) -> bool:
@@ -250,11 +244,9 @@ def _choose_strategy(
     model: ResolvedModel,
     workload: Workload,
     hardware: HardwareProfile,
-    budget: MemoryBudget,
     space: SearchSpace,
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what of `space` may be tried; `budget` is of all
-    processes.
+    """The cost model of one process, and what of `space` may be tried.
 
     The weights are sharded only if no device is predicted to hold them all.
     """
@@ -266,7 +258,6 @@ def _choose_strategy(
         model.family,
         model.config,
         read_parts(model),
-        memory_budget=together.budget_of_one(budget, hardware),
         caching_pins=dict(split_pins(request.pin_pairs)[1]),
         caching_exclusions=split_pins(request.exclusion_pairs)[1],
         overheads=request.overheads,
@@ -303,7 +294,7 @@ def _choose_strategy(
 
 def _fits(space: SearchSpace, cost: CostModel) -> bool:
     """Whether anything is predicted to fit."""
-    budget = cost.training_budget.num_bytes
+    budget = cost.budget_bytes
     light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
     return bool(light) and min_required_bytes(light, cost) <= budget
 
@@ -311,7 +302,7 @@ def _fits(space: SearchSpace, cost: CostModel) -> bool:
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:
     """Leave out weight formats whose weights alone exceed the budget: they need not be traced or
     tried."""
-    budget = cost.training_budget.num_bytes
+    budget = cost.budget_bytes
     sizes: dict[str, int] = {}
     for candidate in space.candidates:
         size = cost.weight_bytes(candidate)
@@ -480,7 +471,6 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         cost.family,
         cost.model.config,
         cost.model.parts,
-        memory_budget=cost.memory_budget,
         caching=(cost.caching, cost.caching_reason)
         if pins and cost.resident_encoder_bytes
         else None,
@@ -506,7 +496,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
             alone = own.with_parallel(parallel)
             within = drop_beyond_host(admitted, alone).candidates
             needed.append(min_required_bytes(within, alone, cautious=request.is_local))
-    return min(needed), own.training_budget.num_bytes
+    return min(needed), own.budget_bytes
 
 
 def _scale(bucket: Bucket, share: float, family: Family) -> Bucket | None:
@@ -535,7 +525,7 @@ def advise_larger_batch(
     optimizer step takes `step_seconds`; nothing if it gains little."""
     effective, budget_bytes, context = (
         cost.workload.effective_batch_size,
-        cost.training_budget.num_bytes,
+        cost.budget_bytes,
         cost.context,
     )
     best_gain, best_batch = MIN_GAIN, 0

@@ -157,7 +157,7 @@ class ResolvedRequest:
 
     def context(self, hardware: HardwareProfile) -> TuningContext:
         """What knobs are chosen for on a machine."""
-        return TuningContext(hardware, self.model.family, self.workload, self.request.memory_budget)
+        return TuningContext(hardware, self.model.family, self.workload)
 
     def space(self, hardware: HardwareProfile) -> SearchSpace:
         """What may be tried on a machine, and what not and why. Raises as `build_search_space`."""

@@ -19,12 +19,7 @@ from autotune.knobs.registry import reload_key
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
 from autotune.machine.probe import DeviceLock, lock_path
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
-from autotune.plan.hardware import (
-    HardwareProfile,
-    MemoryBudget,
-    process_overhead_bytes,
-    shares_host_memory,
-)
+from autotune.plan.hardware import HardwareProfile, process_overhead_bytes, shares_host_memory
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
@@ -77,7 +72,7 @@ class ProcessTrialRunner:
         model: ModelRef,
         workload: Workload,
         *,
-        budget: MemoryBudget | None = None,
+        budget_bytes: int | None = None,
         resident_bytes: int = 0,
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
@@ -85,7 +80,7 @@ class ProcessTrialRunner:
         check_options(
             workload.optimizer
         )  # here, where the user may have named a `package:Class`; children follow
-        device, budget = hardware.device, budget or hardware.device.budget
+        device = hardware.device
         self.model, self.workload, self.device, self.predict = (
             model,
             workload,
@@ -93,19 +88,20 @@ class ProcessTrialRunner:
             predict,
         )
         self.shares_memory = shares_host_memory(device.memory_kind)
-        self.budget_bytes, self.resident_bytes = budget.num_bytes, resident_bytes
+        self.budget_bytes = device.budget_bytes if budget_bytes is None else budget_bytes
+        self.resident_bytes = resident_bytes
         overhead = (
             process_overhead_bytes(hardware)
             if self.device == "cpu" or not self.shares_memory
             else 0
         )
-        self.memory_cap_bytes = budget.num_bytes - overhead
+        self.memory_cap_bytes = self.budget_bytes - overhead
         usual = default_reserve_bytes(
             device.memory_kind, device.total_memory_bytes or 0, device.drives_display
         )
         self.reserve_bytes = MIN_MARGIN_BYTES + usual
         """Part of a card's free memory that is left alone when a child starts."""
-        self.budget_set_by_user = budget.is_set_by_user
+        self.budget_set_by_user = device.budget_set_by_user
         """If true, results carry the cap: they are no evidence for devices of this size."""
         self.watchdog = watchdog or Watchdog.of_device(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))

@@ -3,7 +3,7 @@
 import pytest
 
 import autotune
-from autotune.api.machines import hardware_for, memory_budget_for
+from autotune.api.machines import hardware_for, limit_memory
 from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.machine.capabilities import NO_BF16
@@ -214,7 +214,7 @@ def test_the_host_of_a_catalog_card_can_be_described_and_a_reserve_asked_for() -
     assert small.host.available_memory_bytes < 32 << 30
     assert any("32 GiB of host memory" in note for note in small.notes)
     assert small.device == usual.device
-    left = memory_budget_for(usual, reserve_memory="1GiB").num_bytes
+    left = limit_memory(usual, reserve_memory="1GiB").device.budget_bytes
     assert left == usual.device.budget_bytes - (1 << 30)
     with pytest.raises(InvalidInput, match="it is this device's own memory"):
         hardware_for("gb10", host_memory="32GiB")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.machines import hardware_for, memory_budget_for
+from autotune.api.machines import hardware_for, limit_memory
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import Attention
-from autotune.machine.capabilities import NO_BF16, limited_budget
+from autotune.machine.capabilities import NO_BF16, limit_device
 from autotune.machine.doctor import MIN_VERSIONS, findings, read_doctor_facts
 from autotune.machine.probe import read_profile
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
@@ -138,11 +138,13 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert memory_budget_for(free) == free.device.budget
-    assert memory_budget_for(free, num_devices=2) == busy.device.budget
-    left = memory_budget_for(free, num_devices=2, reserve_memory="2GiB")
-    assert left == limited_budget(busy.device, reserve_bytes=2 * GIB)
-    assert left.is_set_by_user
+    assert limit_memory(free) == free
+    both = limit_memory(free, num_devices=2).device
+    assert (both.index, both.budget_bytes) == (0, busy.device.budget_bytes)
+    assert not both.budget_set_by_user
+    left = limit_memory(free, num_devices=2, reserve_memory="2GiB").device
+    assert left.budget_bytes == limit_device(busy.device, reserve_bytes=2 * GIB).budget_bytes
+    assert left.budget_set_by_user
 
 
 def unequal(*sizes_gib):
@@ -183,32 +185,23 @@ def test_orin_ignores_what_cuda_calls_free():
 def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
     profile = read_profile(machine("rtx-3060"))
     assert "display" in profile.device.budget_reason
-    assert (
-        limited_budget(profile.device, reserve_bytes=0).num_bytes
-        == profile.device.budget_bytes + GIB
-    )
+    changed = limit_device(profile.device, reserve_bytes=0)
+    assert changed.budget_bytes == profile.device.budget_bytes + GIB
 
 
 def test_a_cap_holds_where_nobody_knows_the_devices_size():
     profile = read_profile(machine("rtx-3060"))
     unknown = profile.device.changed(total_memory_bytes=None)
-    assert limited_budget(unknown, cap_bytes=4 * GIB).num_bytes < 4 * GIB
+    assert limit_device(unknown, cap_bytes=4 * GIB).budget_bytes < 4 * GIB
 
 
 def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_budget():
     device = read_profile(machine("rtx-3060")).device
-    assert (
-        limited_budget(device)
-        == limited_budget(device, max_bytes=device.budget_bytes)
-        == device.budget
-    )
-    capped = limited_budget(device, cap_bytes=4 * GIB)
-    assert (
-        limited_budget(device, cap_bytes=4 * GIB, max_bytes=2 * GIB).num_bytes
-        == 2 * GIB
-        < capped.num_bytes
-    )
-    assert limited_budget(device, cap_bytes=4 * GIB, reserve_bytes=0) == capped
+    assert limit_device(device) == limit_device(device, max_bytes=device.budget_bytes) == device
+    capped = limit_device(device, cap_bytes=4 * GIB)
+    limited = limit_device(device, cap_bytes=4 * GIB, max_bytes=2 * GIB)
+    assert limited.budget_bytes == 2 * GIB < capped.budget_bytes
+    assert limit_device(device, cap_bytes=4 * GIB, reserve_bytes=0) == capped
 
 
 def test_each_of_two_gpus_has_its_own_profile():

@@ -17,7 +17,6 @@ from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
-from autotune.plan.hardware import MemoryBudget
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
@@ -41,7 +40,6 @@ class FormulaCostModel:
     hardware: Any
     workload: Any
     family: Any
-    memory_budget: MemoryBudget
     model: Any = None
     encoder_gpu: None = None
     caching: CachingSettings = field(default_factory=CachingSettings)
@@ -55,16 +53,12 @@ class FormulaCostModel:
     @classmethod
     def build(
         cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *,
-        memory_budget: Any = None,
         caching: Any = None, caching_pins: Any = None, caching_exclusions: Any = (),
         parallel: Parallel = ONE_PROCESS,
         overheads: None = None
     ) -> "FormulaCostModel":  # fmt: skip
-        model, budget = (
-            SimpleNamespace(config=config, parts=parts),
-            memory_budget or hardware.device.budget,
-        )
-        made = cls(hardware, workload, family, budget, model, parallel=parallel)
+        model = SimpleNamespace(config=config, parts=parts)
+        made = cls(hardware, workload, family, model, parallel=parallel)
         return replace(made, caching=caching[0], caching_reason=caching[1]) if caching else made
 
     @property
@@ -72,14 +66,13 @@ class FormulaCostModel:
         return KEPT_BYTES if self.caching.residency == "keep" else 0
 
     @property
-    def training_budget(self) -> MemoryBudget:
-        return self.memory_budget.changed(
-            num_bytes=max(0, self.memory_budget.num_bytes - self.resident_encoder_bytes)
-        )
+    def budget_bytes(self) -> int:
+        whole = self.parallel.budget_bytes(self.hardware.device)
+        return max(0, whole - self.resident_encoder_bytes)
 
     @property
     def context(self) -> TuningContext:
-        return TuningContext(self.hardware, self.family, self.workload, self.training_budget)
+        return TuningContext(self.hardware, self.family, self.workload, self.budget_bytes)
 
     def weight_bytes(self, candidate: Any) -> Any:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.knob import gradient_capability
-from autotune.machine.probe import hardware_named, with_budget
+from autotune.machine.probe import hardware_named
 from autotune.plan.candidate import CachingSettings, Candidate, TrialResult
 from autotune.plan.file import seal, with_job, write_plan
 from autotune.plan.hardware import Capability, HardwareProfile
@@ -104,7 +104,8 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(
     kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
     assert kept.expected.run_memory_bytes == released.run_memory_bytes + KEPT_BYTES
     assert kept.hardware.budget_bytes == HERE.device.budget_bytes
-    tight = with_budget(HERE, predicted.frozen.expected.run_memory_bytes)
+    most = predicted.frozen.expected.run_memory_bytes
+    tight = HERE.changed(device=HERE.device.changed(budget_bytes=most))
     alone = edited(predicted, fallbacks=())
     verify_prediction(alone, tight, backend=surroundings())
     with pytest.raises(DoesNotFit, match="a run may take"):

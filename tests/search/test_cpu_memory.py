@@ -49,9 +49,9 @@ def backend() -> PlannerBackend:
             "phases": tuple(phases) if confirms else (),
         }
         result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
-        budget, kept = cost.training_budget, cost.resident_encoder_bytes
+        budget, kept = cost.budget_bytes, cost.resident_encoder_bytes
         with ProcessTrialRunner(
-            cost.hardware, ModelRef.of("m"), cost.workload, budget=budget, resident_bytes=kept
+            cost.hardware, ModelRef.of("m"), cost.workload, budget_bytes=budget, resident_bytes=kept
         ) as runner:
             return runner.classify(candidate, result)
 

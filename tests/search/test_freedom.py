@@ -20,7 +20,7 @@ from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import HardwareProfile, MemoryBudget
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import ModelSpec, WorkloadRequest
@@ -111,10 +111,11 @@ def seconds(
 ) -> float:
     """Of the predicted plan; infinite if nothing fits."""
     work = WorkloadRequest(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
-    budget = MemoryBudget(num_bytes=int(share * hardware.device.budget.num_bytes))
-    request = PlanRequest(
-        model=family, **work.given, pins=pins, hardware="another", memory_budget=budget
+    device = hardware.device
+    hardware = hardware.changed(
+        device=device.changed(budget_bytes=int(share * device.budget_bytes))
     )
+    request = PlanRequest(model=family, **work.given, pins=pins, hardware="another")
     try:
         return make_plan(request, hardware).frozen.expected.step_seconds
     except NothingFits:

@@ -7,7 +7,6 @@ import pytest
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import MemoryBudget
 from autotune.plan.prediction import Prediction
 from autotune.search.problem import advise_larger_batch
 from autotune.search.space import build_search_space
@@ -61,7 +60,8 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(
             asked.append(candidate)
             return super().predict(candidate)
 
-    cost = Watched(HARDWARE, work, context.family, MemoryBudget(num_bytes=100 * 2**30))
+    device = HARDWARE.device.changed(budget_bytes=100 * 2**30)
+    cost = Watched(HARDWARE.changed(device=device), work, context.family)
     advise_larger_batch(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.why_not(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)

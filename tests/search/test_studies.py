@@ -14,9 +14,9 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.machine.capabilities import limit_device
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import plan_text, read_plan
-from autotune.plan.hardware import MemoryBudget
 from autotune.plan.request import PlanRequest
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
@@ -147,11 +147,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
-    changes = {
-        "budget": {"memory_budget": MemoryBudget(num_bytes=23 * builders.GIB, is_set_by_user=True)},
-        "fresh": {"interrupted": "forgotten"},
-        "work": {"rank": 8},
-    }
+    changes = {"fresh": {"interrupted": "forgotten"}, "work": {"rank": 8}}
     (file,) = tmp_path.rglob("*.db")
     if what == "damage":
         file.write_bytes(b"no database")
@@ -159,9 +155,12 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
         with contextlib.closing(sqlite3.connect(file)) as database, database:
             database.execute("update alembic_version set version_num = 'v99.0.0.a'")
     second: list[Candidate] = []
-    make_plan(
-        asked.changed(**changes.get(what, {})), HARDWARE, backend=interrupted_after(99, second)
-    )
+    hardware = HARDWARE
+    if what == "budget":
+        device = limit_device(HARDWARE.device, max_bytes=23 * builders.GIB)
+        hardware = HARDWARE.changed(device=device)
+    changed = asked.changed(**changes.get(what, {}))
+    make_plan(changed, hardware, backend=interrupted_after(99, second))
     assert second[: len(first)] == first or what == "work"
     assert len(second) >= 4
 
